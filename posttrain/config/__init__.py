@@ -1,0 +1,1 @@
+"""Settings: typed sections that hold the only defaults, and strict loading. Never imports torch."""

@@ -1,0 +1,68 @@
+"""Sections `actor_rollout_ref.actor` and `actor_rollout_ref.ref`: the policy's update and its reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from posttrain.config.base import Section
+from posttrain.config.optim import FSDPConfig, OptimConfig, RefFSDPConfig
+
+
+@dataclass
+class PolicyLossConfig(Section):
+    """Which policy loss is used."""
+
+    loss_mode: str = "vanilla"
+    """Name of the policy loss: `vanilla` (clipped), or one registered by your own file."""
+
+
+@dataclass
+class ActorConfig(Section):
+    """The policy's update. Example: `actor_rollout_ref.actor.ppo_mini_batch_size=256`."""
+
+    strategy: str = "fsdp"
+    """Train engine: `fsdp` and `fsdp2` are the same one."""
+    ppo_mini_batch_size: int = 256
+    """Prompts per optimizer step, over all workers (times `rollout.n` responses)."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Most responses in one forward pass of a worker; null fills `ppo_max_token_len_per_gpu`."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Token budget of one packed forward pass of a worker."""
+    ppo_epochs: int = 1
+    """Passes over one batch of responses."""
+    shuffle: bool = False
+    """Shuffle the rows of a batch before they are split into mini-batches."""
+    clip_ratio: float = 0.2
+    """Clip range of the probability ratio, on both sides unless the next two are set."""
+    clip_ratio_low: float | None = None
+    """Lower clip range; null takes `clip_ratio`."""
+    clip_ratio_high: float | None = None
+    """Upper clip range; null takes `clip_ratio`."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: bound of the loss of a token with negative advantage, in multiples of that advantage."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number: `token-mean`, `token-sum`, `seq-mean-token-sum`, `seq-mean-token-mean` or `seq-mean-token-sum-norm`."""
+    loss_scale_factor: float | None = None
+    """Constant of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
+    use_kl_loss: bool = False
+    """Add the KL between policy and reference to the loss."""
+    kl_loss_coef: float = 0.001
+    """Coefficient of the KL loss."""
+    kl_loss_type: str = "low_var_kl"
+    """KL estimate: `kl` (`k1`), `abs`, `mse` (`k2`), `low_var_kl` (`k3`); a `+` appended gives the unbiased gradient."""
+    entropy_coeff: float = 0.0
+    """Entropy bonus: this times the mean entropy is subtracted from the loss."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    old_log_probs: str = "auto"
+    """Where the old log-probs come from: `trainer` recomputes them, `rollout` takes the engine's, `auto` recomputes only when needed."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+
+@dataclass
+class RefConfig(Section):
+    """The frozen reference policy that KL is measured against."""
+
+    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)

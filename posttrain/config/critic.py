@@ -1,0 +1,39 @@
+"""Section `critic`: the value model of `gae`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from posttrain.config.base import Section
+from posttrain.config.optim import FSDPConfig, OptimConfig
+
+
+@dataclass
+class CriticModelConfig(Section):
+    """Which model the critic starts from."""
+
+    path: str | None = None
+    """Folder or hub id; null takes the actor's model."""
+
+
+@dataclass
+class CriticConfig(Section):
+    """The critic's update; built only under an estimator that needs values."""
+
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step; null takes the actor's."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Most responses in one forward pass of a worker; null fills the token budget."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Token budget of one packed forward pass of a worker."""
+    ppo_epochs: int | None = None
+    """Passes over one batch; null takes the actor's."""
+    cliprange_value: float = 0.5
+    """Values that moved further than this from the old ones get the clipped loss."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number, as for the actor."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

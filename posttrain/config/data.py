@@ -1,0 +1,52 @@
+"""Section `data`: which prompts are trained on, and how they become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.config.base import Section
+
+
+@dataclass
+class DataConfig(Section):
+    """Prompts. Example: `data.train_files=data/train.parquet`."""
+
+    train_files: Any = None
+    """One path or a list of paths: parquet, json or jsonl; unset, the embedded arithmetic data serves."""
+    val_files: Any = None
+    """Validation files, as above; null means no validation."""
+    train_weights: list[float] | None = None
+    """One weight per training file: how often its rows are drawn relative to the others; null draws every row once per epoch."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a string, or a list of chat messages."""
+    data_source: str | None = None
+    """Data source of rows that do not name one; it chooses the built-in scorer."""
+    train_batch_size: int = 1024
+    """Prompts per step, over all workers."""
+    val_batch_size: int | None = None
+    """Prompts per validation batch; null takes the whole file."""
+    max_prompt_length: int = 512
+    """Longest prompt in tokens."""
+    max_response_length: int = 1024
+    """Longest response in tokens."""
+    filter_overlong_prompts: bool = True
+    """Drop prompts that are too long, and say how many; false handles them by `truncation`."""
+    truncation: str = "error"
+    """What happens to a prompt that is too long and not dropped: `error`, `left` or `right` (the side that is cut)."""
+    train_max_samples: int = -1
+    """Use at most this many training rows; -1 takes all."""
+    val_max_samples: int = -1
+    """Use at most this many validation rows; -1 takes all."""
+    shuffle: bool = True
+    """Draw the rows of an epoch in random order."""
+    seed: int | None = None
+    """Seed of the order of rows; null takes `trainer.seed`."""
+    sampler: str = "default"
+    """Order of rows: `default`, `curriculum`, or one registered by your own file."""
+    curriculum_key: str = "difficulty"
+    """Column that `sampler=curriculum` sorts by, easy (small) first."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
+    system_prompt: str | None = None
+    """Put before prompts that are plain strings, as a system message."""

@@ -1,0 +1,36 @@
+"""Section `actor_rollout_ref.model`: which model is trained, and how it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.config.base import Section
+
+
+@dataclass
+class ModelConfig(Section):
+    """The policy's model. Example: `actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct`."""
+
+    path: str | None = None
+    """Local folder or hub id of the model; `embedded` (or unset) is the small model that posttrain makes itself."""
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer, if it does not lie with the model."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+    dtype: str = "auto"
+    """Compute type of the weights: `auto` (bfloat16 on CUDA, float32 on CPU), `float32`, `bfloat16` or `float64`."""
+    use_remove_padding: bool = True
+    """Pack rows without padding for training; false computes padded rows (same result, slower)."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    external_lib: str | None = None
+    """Python module or file imported before training, for example one that registers your own estimator."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Values laid over the model's own `config.json`."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters; 0 trains all weights."""
+    lora_alpha: int = 16
+    """LoRA scale: adapters are multiplied by alpha / rank."""
+    target_modules: Any = "all-linear"
+    """Modules that get adapters: `all-linear` or a list of names."""

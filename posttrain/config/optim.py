@@ -1,0 +1,47 @@
+"""Section `optim` of the actor and of the critic: optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from posttrain.config.base import Section
+
+
+@dataclass
+class OptimConfig(Section):
+    """AdamW and its schedule. Example: `actor_rollout_ref.actor.optim.lr=1e-6`."""
+
+    lr: float = 1e-6
+    """Learning rate after warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay of the two moment estimates."""
+    eps: float = 1e-8
+    """Added to the denominator of the update."""
+    lr_warmup_steps: int = -1
+    """Steps of linear warm-up; -1 takes `lr_warmup_steps_ratio` of all steps."""
+    lr_warmup_steps_ratio: float = 0.0
+    """Share of all optimizer steps spent on warm-up."""
+    lr_scheduler_type: str = "constant"
+    """After warm-up: `constant`, `linear` or `cosine`."""
+    min_lr_ratio: float = 0.0
+    """`linear` and `cosine` end at this share of `lr`."""
+
+
+@dataclass
+class FSDPConfig(Section):
+    """Where weights and optimizer state lie between stages."""
+
+    param_offload: bool = False
+    """Keep the weights in host memory outside the stages that need them."""
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory outside the update."""
+
+
+@dataclass
+class RefFSDPConfig(Section):
+    """Where the reference's weights lie between its passes."""
+
+    param_offload: bool = False
+    """Keep the reference's weights in host memory outside its pass."""

@@ -1,0 +1,54 @@
+"""Section `actor_rollout_ref.rollout`: how responses are generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from posttrain.config.base import Section
+
+
+@dataclass
+class ValSamplingConfig(Section):
+    """Sampling in validation."""
+
+    n: int = 1
+    """Responses per validation prompt (the k of mean@k, pass@k and maj@k)."""
+    do_sample: bool = False
+    """Sample; false takes the most likely token."""
+    temperature: float = 1.0
+    """Temperature when sampling."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+    top_k: int = -1
+    """Sample from this many most likely tokens; -1 takes all."""
+
+
+@dataclass
+class RolloutConfig(Section):
+    """Generation of responses. Example: `actor_rollout_ref.rollout.n=5`."""
+
+    name: str = "hf"
+    """Rollout engine: `hf` (transformers); `vllm` and `sglang` need their extras."""
+    n: int = 1
+    """Responses per prompt; estimators that compare a group need more than 1 (unset they get 5)."""
+    temperature: float = 1.0
+    """Sampling temperature; training uses the same one."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+    top_k: int = -1
+    """Sample from this many most likely tokens; -1 takes all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divide the scores of tokens that occurred before by this; 1 switches it off."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response besides the end-of-sequence token."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token up to the length limit."""
+    max_num_seqs: int = 1024
+    """Responses decoded side by side."""
+    tensor_model_parallel_size: int = 1
+    """Devices that share one rollout engine."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory for a serving engine; null lets the memory plan choose."""
+    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

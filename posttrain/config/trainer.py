@@ -1,0 +1,69 @@
+"""Sections `trainer` and `tracking`: how long a run is, where it is written, what is saved and logged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from posttrain.config.base import Section
+
+
+@dataclass
+class TrainerConfig(Section):
+    """The run. Example: `trainer.total_epochs=15 trainer.save_freq=20`."""
+
+    project_name: str = "posttrain"
+    """First level of the run directory, and the loggers' project."""
+    experiment_name: str = "default"
+    """Second level of the run directory, and the loggers' run."""
+    default_local_dir: str = "outputs"
+    """Folder under which run directories are made."""
+    total_epochs: int = 15
+    """Passes over the training data."""
+    total_training_steps: int | None = None
+    """Steps in all; null takes `total_epochs` times the batches of an epoch."""
+    save_freq: int = -1
+    """Save a checkpoint every so many steps; -1 saves the last step only."""
+    test_freq: int = -1
+    """Validate every so many steps; -1 validates before training and at the end only."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    max_ckpt_to_keep: int | None = None
+    """Keep this many newest checkpoints (and the best one); null keeps all."""
+    best_metric: str | None = None
+    """Validation metric (largest is best) whose best checkpoint is kept; null takes the first `val/.../mean@k`."""
+    export_hf: str = "last"
+    """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
+    resume_mode: str = "auto"
+    """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues `resume_from_path`."""
+    resume_from_path: str | None = None
+    """Checkpoint folder (`.../global_step_N`) to continue from."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Any of `console`, `tensorboard`, `wandb`; `metrics.jsonl` is always written."""
+    n_gpus_per_node: int = 1
+    """Worker processes per node, one per GPU (or per CPU process)."""
+    nnodes: int = 1
+    """Machines."""
+    device: str = "auto"
+    """`auto` (CUDA if there is one), `cpu` or `cuda`."""
+    seed: int = 1
+    """Seed of sampling, data order and initialisation."""
+    deterministic: bool = False
+    """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
+    critic_warmup: int = 0
+    """Steps during which only the critic is trained."""
+    max_bad_steps: int = 3
+    """Stop after this many updates in a row that were skipped because loss or gradient was not finite."""
+    rollout_mismatch_tol: float | None = None
+    """Largest mean difference between rollout and trainer log-probs before a run stops; null takes 1e-3 in float32, 5e-2 in bfloat16."""
+
+
+@dataclass
+class TrackingConfig(Section):
+    """Samples written for looking at."""
+
+    samples_freq: int = 1
+    """Write the responses of every so many steps to `samples/`; 0 writes none."""
+    samples_max_gb: float = 2.0
+    """Past this size the oldest samples are thinned, whole groups at a time."""
