@@ -1,3 +1,23 @@
-"""posttrain: RL post-training of language models."""
+"""posttrain: RL post-training of language models. `posttrain.train(...)` does what the `posttrain` command does."""
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["DataProto", "__version__", "train"]
+
+if TYPE_CHECKING:
+    from posttrain.api import train
+    from posttrain.protocol import DataProto
+
+
+def __getattr__(name: str) -> Any:
+    """Heavy parts are imported when they are first asked for, so that `import posttrain` is instant."""
+    if name == "train":
+        from posttrain.api import train
+
+        return train
+    if name == "DataProto":
+        from posttrain.protocol import DataProto
+
+        return DataProto
+    raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -41,7 +41,8 @@ class ActorConfig(Section):
     clip_ratio_c: float = 3.0
     """Dual clip: bound of the loss of a token with negative advantage, in multiples of that advantage."""
     loss_agg_mode: str = "token-mean"
-    """How token losses become one number: `token-mean`, `token-sum`, `seq-mean-token-sum`, `seq-mean-token-mean` or `seq-mean-token-sum-norm`."""
+    """How token losses become one number: `token-mean`, `token-sum`, `seq-mean-token-sum`, `seq-mean-token-mean` or
+    `seq-mean-token-sum-norm`."""
     loss_scale_factor: float | None = None
     """Constant of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
     use_kl_loss: bool = False
@@ -49,13 +50,15 @@ class ActorConfig(Section):
     kl_loss_coef: float = 0.001
     """Coefficient of the KL loss."""
     kl_loss_type: str = "low_var_kl"
-    """KL estimate: `kl` (`k1`), `abs`, `mse` (`k2`), `low_var_kl` (`k3`); a `+` appended gives the unbiased gradient."""
+    """KL estimate: `kl` (`k1`), `abs`, `mse` (`k2`), `low_var_kl` (`k3`); a `+` appended gives the unbiased
+    gradient."""
     entropy_coeff: float = 0.0
     """Entropy bonus: this times the mean entropy is subtracted from the loss."""
     grad_clip: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     old_log_probs: str = "auto"
-    """Where the old log-probs come from: `trainer` recomputes them, `rollout` takes the engine's, `auto` recomputes only when needed."""
+    """Where the old log-probs come from: `trainer` recomputes them, `rollout` takes the engine's, `auto` recomputes
+    only when needed."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

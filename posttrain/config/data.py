@@ -17,7 +17,8 @@ class DataConfig(Section):
     val_files: Any = None
     """Validation files, as above; null means no validation."""
     train_weights: list[float] | None = None
-    """One weight per training file: how often its rows are drawn relative to the others; null draws every row once per epoch."""
+    """One weight per training file: how often its rows are drawn relative to the others; null draws every row once
+    per epoch."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a string, or a list of chat messages."""
     data_source: str | None = None

@@ -13,8 +13,9 @@ class TrainerConfig(Section):
 
     project_name: str = "posttrain"
     """First level of the run directory, and the loggers' project."""
-    experiment_name: str = "default"
-    """Second level of the run directory, and the loggers' run."""
+    experiment_name: str | None = None
+    """Second level of the run directory, and the loggers' run; null numbers runs (`grpo-1`, `grpo-2`, ...) and
+    continues an unfinished one."""
     default_local_dir: str = "outputs"
     """Folder under which run directories are made."""
     total_epochs: int = 15
@@ -36,7 +37,8 @@ class TrainerConfig(Section):
     export_hf: str = "last"
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
     resume_mode: str = "auto"
-    """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues `resume_from_path`."""
+    """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues
+    `resume_from_path`."""
     resume_from_path: str | None = None
     """Checkpoint folder (`.../global_step_N`) to continue from."""
     logger: list[str] = field(default_factory=lambda: ["console"])
@@ -56,7 +58,8 @@ class TrainerConfig(Section):
     max_bad_steps: int = 3
     """Stop after this many updates in a row that were skipped because loss or gradient was not finite."""
     rollout_mismatch_tol: float | None = None
-    """Largest mean difference between rollout and trainer log-probs before a run stops; null takes 1e-3 in float32, 5e-2 in bfloat16."""
+    """Largest mean difference between rollout and trainer log-probs before a run stops; null takes 1e-3 in float32,
+    5e-2 in bfloat16."""
 
 
 @dataclass

@@ -1,0 +1,93 @@
+"""PPO with GAE: the advantage of a token is how much better things went than the critic expected at it.
+
+    delta_t = r_t + gamma * V_(t+1) - V_t
+    A_t     = delta_t + gamma * lam * A_(t+1)           (V and A are 0 after the last token)
+    returns = A + V; then the advantages of the batch are whitened: (A - mean) / sqrt(variance + 1e-8)
+
+Tokens that the policy did not write (tool results, padding) are stepped over: the token before them looks at the
+next one that the policy wrote, and a reward placed on them is credited to the token before them.
+
+Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation, arXiv 1506.02438;
+Proximal Policy Optimization Algorithms, arXiv 1707.06347 (the loss is `vanilla`).
+
+When to use: alignment by a learned reward, long dialogues with rewards on the way, or any task where one prompt
+cannot be answered several times; the critic tells tokens of one response apart, which `grpo` cannot. It costs a
+second model of about the policy's size.
+
+Settings: algorithm.adv_estimator=gae, algorithm.gamma, algorithm.lam (lam=1: returns minus values; lower: less
+noise, more of the critic's errors), critic.*, algorithm.use_kl_in_reward with algorithm.kl_ctrl.*
+
+Watch: reward_mean, critic/vf_loss (falls), critic/vf_clipfrac, actor/ppo_kl, actor/pg_clipfrac.
+
+Signs of failure: a value loss that does not fall (raise critic.optim.lr, or start the critic from a better model);
+a reward that falls as soon as updates begin (the critic is still random: lower actor_rollout_ref.actor.optim.lr).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
+from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+
+
+@register_adv_est(AdvantageEstimator.GAE, needs_critic=True)
+def compute_gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor | None = None,
+    response_mask: torch.Tensor | None = None,
+    gamma: float | None = None,
+    lam: float | None = None,
+    config: Any = None,
+    whiten: bool = True,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns), each (rows, response length), 0 outside the mask.
+
+    `gamma` and `lam` come from `config` unless given, and are 1 where neither says.
+    """
+    if values is None:
+        raise AlgorithmError(
+            "The estimator `gae` needs `values`, and this batch has none: a critic must be trained "
+            "(critic.*), or choose an estimator without one (algorithm.adv_estimator=grpo)."
+        )
+    if response_mask is None or not token_level_rewards.shape == values.shape == response_mask.shape:
+        shapes = [None if t is None else tuple(t.shape) for t in (token_level_rewards, values, response_mask)]
+        raise AlgorithmError(f"`gae` needs rewards, values and response mask of one shape, but got {shapes}.")
+    gamma = float(setting(config, "gamma", 1.0) if gamma is None else gamma)
+    lam = float(setting(config, "lam", 1.0) if lam is None else lam)
+
+    dtype = torch.promote_types(token_level_rewards.dtype, values.dtype)
+    values_BT = values.detach().double()
+    advantages_BT = _recursion(token_level_rewards.detach().double(), values_BT, response_mask.bool(), gamma, lam)
+    returns_BT = keep_masked(advantages_BT + values_BT, response_mask)
+    if whiten:
+        advantages_BT = masked_whiten(advantages_BT, response_mask)
+    return advantages_BT.to(dtype), returns_BT.to(dtype)
+
+
+def _recursion(
+    rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float, lam: float
+) -> torch.Tensor:
+    """Advantages from the last token to the first; the state of a row stands still where its mask is 0."""
+    advantages_BT = torch.zeros_like(rewards_BT)
+    next_value_B = next_advantage_B = unclaimed_B = torch.zeros_like(rewards_BT[:, 0])
+    for t in reversed(range(rewards_BT.shape[1])):
+        written_B = mask_BT[:, t]
+        reward_B = rewards_BT[:, t] + unclaimed_B
+        delta_B = reward_B + gamma * next_value_B - values_BT[:, t]
+        next_advantage_B = torch.where(written_B, delta_B + gamma * lam * next_advantage_B, next_advantage_B)
+        next_value_B = torch.where(written_B, values_BT[:, t], next_value_B)
+        unclaimed_B = torch.where(written_B, torch.zeros_like(reward_B), reward_B)
+        advantages_BT[:, t] = torch.where(written_B, next_advantage_B, advantages_BT[:, t])
+    return advantages_BT
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The values under the mask with mean 0 and sample variance 1; 0 elsewhere, and for a single value."""
+    count = mask.bool().sum()
+    centred = keep_masked(values - keep_masked(values, mask).sum() / count.clamp(min=1), mask)
+    variance = (centred**2).sum() / (count - 1).clamp(min=1)
+    return centred * torch.rsqrt(variance + 1e-8)

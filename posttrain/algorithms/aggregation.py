@@ -1,0 +1,138 @@
+"""How token losses become one number: weights per token with loss = (weights * token losses).sum().
+
+The weights are made from counts of the whole mini-batch, so that its parts (micro-batches, ranks) can be computed one
+by one and added up: no split changes the gradient. Rows without any response token do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from posttrain.algorithms.common import AlgorithmError, keep_masked, unknown_name
+
+Count = int | float | torch.Tensor
+
+
+def token_mean(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float) -> torch.Tensor:
+    """`token-mean`: sum of all token losses / number of tokens in the mini-batch. The default.
+
+    Every token weighs the same, so long responses weigh more than short ones (DAPO, arXiv 2503.14476). Steady for
+    long reasoning.
+    """
+    return mask_BT / tokens
+
+
+def token_sum(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float) -> torch.Tensor:
+    """`token-sum`: sum of all token losses.
+
+    Not normalised: the size of the gradient grows with the batch and with the length of the responses, so the learning
+    rate and grad_clip must fit them.
+    """
+    return mask_BT
+
+
+def seq_mean_token_sum(
+    mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float
+) -> torch.Tensor:
+    """`seq-mean-token-sum`: sum of the token losses of each response, then the mean over responses.
+
+    Every token weighs the same whatever the length of its response; the size of the gradient grows with length.
+    """
+    return mask_BT / rows
+
+
+def seq_mean_token_mean(
+    mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float
+) -> torch.Tensor:
+    """`seq-mean-token-mean`: mean over the tokens of each response, then the mean over responses.
+
+    The original GRPO paper's way (arXiv 2402.03300). Unstable for long reasoning: a token of a long response weighs
+    less, so long wrong answers are punished less per token and answers grow longer (arXiv 2503.20783); prefer
+    `token-mean` or `seq-mean-token-sum-norm` there.
+    """
+    return mask_BT / mask_BT.sum(dim=-1, keepdim=True).clamp(min=1) / rows
+
+
+def seq_mean_token_sum_norm(
+    mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float
+) -> torch.Tensor:
+    """`seq-mean-token-sum-norm`: sum of the token losses of each response / one constant, then the mean over responses.
+
+    DrGRPO's way (arXiv 2503.20783): no bias by length, and a row's share does not depend on the other rows' lengths.
+    The constant is actor_rollout_ref.actor.loss_scale_factor, or data.max_response_length where that is null.
+    """
+    return mask_BT / (constant * rows)
+
+
+AGGREGATION_MODES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "token-mean": token_mean,
+    "token-sum": token_sum,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+}
+
+
+def mask_counts(response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, rows with at least one token): add these up over a mini-batch's parts to split it."""
+    length_B = response_mask.bool().sum(dim=-1)
+    return length_B.sum(), (length_B > 0).sum()
+
+
+def aggregation_weights(
+    response_mask: torch.Tensor,
+    mode: str,
+    *,
+    loss_scale_factor: float | None = None,
+    total_tokens: Count | None = None,
+    total_rows: Count | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Weights (rows, length) with loss == (weights * token losses).sum(), 0 outside the mask.
+
+    `total_tokens` and `total_rows` are the counts of the whole mini-batch when `response_mask` is a part of it.
+    `loss_scale_factor` is the constant of `seq-mean-token-sum-norm` and of no other mode.
+    """
+    if mode not in AGGREGATION_MODES:
+        raise unknown_name("loss aggregation", mode, AGGREGATION_MODES, "It is set by `loss_agg_mode`.")
+    if mode == "seq-mean-token-sum-norm" and (loss_scale_factor is None or loss_scale_factor <= 0):
+        raise AlgorithmError(
+            f"`seq-mean-token-sum-norm` divides by a constant above 0, but `loss_scale_factor` is {loss_scale_factor}. "
+            "Set actor_rollout_ref.actor.loss_scale_factor (customary: data.max_response_length)."
+        )
+    mask_BT = response_mask.bool().to(dtype)
+    own_tokens, own_rows = mask_counts(response_mask)
+    tokens, rows = (
+        torch.as_tensor(own if total is None else total, dtype=dtype, device=mask_BT.device).clamp(min=1)
+        for own, total in ((own_tokens, total_tokens), (own_rows, total_rows))
+    )
+    return AGGREGATION_MODES[mode](mask_BT, tokens, rows, loss_scale_factor or 1.0)
+
+
+def agg_loss(
+    loss_mat: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    *,
+    loss_scale_factor: float | None = None,
+    total_tokens: Count | None = None,
+    total_rows: Count | None = None,
+) -> torch.Tensor:
+    """Token losses (rows, length) as one number, in float32 or finer."""
+    weights_BT = aggregation_weights(
+        loss_mask,
+        loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+        total_tokens=total_tokens,
+        total_rows=total_rows,
+        dtype=torch.promote_types(loss_mat.dtype, torch.float32),
+    )
+    return (weights_BT * keep_masked(loss_mat, loss_mask)).sum()
+
+
+def token_share(response_mask: torch.Tensor, total_tokens: Count) -> torch.Tensor:
+    """The share of a mini-batch's tokens in this part: the weight of a loss that is already one number."""
+    tokens = mask_counts(response_mask)[0].double()
+    return tokens / torch.as_tensor(total_tokens, dtype=torch.float64, device=tokens.device).clamp(min=1)

@@ -1,0 +1,164 @@
+"""Calling an algorithm by name, built-in or a user's: passes what its signature asks for and checks what it gives."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
+from posttrain.algorithms.registry import get_adv_estimator, get_policy_loss, name_of
+
+
+@dataclass
+class PolicyLoss:
+    """What a policy loss gave: `loss` is (rows, length), or one number if `is_scalar`; metrics carry no gradient."""
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor | float]
+    is_scalar: bool
+
+
+def scalar_loss_note(name: str) -> str:
+    """The sentence that a run prints once when its policy loss returns one number."""
+    return (
+        f"The policy loss `{name}` returns one number instead of a loss per token. Each part of a mini-batch is "
+        "weighted by its share of the tokens: exact for a mean over tokens, while any other scalar depends on how the "
+        "mini-batch is split. loss_agg_mode has no effect on it."
+    )
+
+
+def compute_advantage(
+    name: str | Enum,
+    *,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Any = None,
+    config: Any = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns) by the named estimator. `more` holds what else the batch has, such as `values`.
+
+    A parameter that has the name of a setting of `config` (the section `algorithm`) receives that setting.
+    """
+    function, name = get_adv_estimator(name), name_of(name)
+    offered = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, **more}
+    offered |= {"index": index, "config": config}
+    arguments = _accepted(function, offered)
+    for parameter in _parameters(function):
+        value = None if parameter in offered else setting(config, parameter, None)
+        if value is not None:
+            arguments[parameter] = value
+    result = _call(function, "advantage estimator", name, arguments)
+    shape = token_level_rewards.shape
+    if not (isinstance(result, tuple) and len(result) == 2 and all(_has_shape(part, shape) for part in result)):
+        raise AlgorithmError(
+            f"The advantage estimator `{name}` must return (advantages, returns), two tensors of shape {tuple(shape)}, "
+            f"but gave {_describe(result)}."
+        )
+    return result
+
+
+def call_policy_loss(
+    name: str | Enum,
+    *,
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    prepared: Mapping[str, Any] | None = None,
+) -> PolicyLoss:
+    """The named loss on one part of a mini-batch. `prepared` is what the loss's `prepare` gave for the whole of it."""
+    function, name = get_policy_loss(name), name_of(name)
+    arguments = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
+    arguments |= {"response_mask": response_mask, "config": config, "rollout_is_weights": rollout_is_weights}
+    arguments |= {"loss_agg_mode": setting(config, "loss_agg_mode", "token-mean"), **(prepared or {})}
+    accepted = _accepted(function, arguments)
+    if rollout_is_weights is not None and "rollout_is_weights" not in accepted:
+        raise AlgorithmError(
+            f"algorithm.rollout_correction.rollout_is is on, but the policy loss `{name}` takes no "
+            "`rollout_is_weights`. Multiply them into its token losses, or set rollout_is=null."
+        )
+    result = _call(function, "policy loss", name, accepted)
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, torch.Tensor) or loss.shape not in ((), log_prob.shape) or not isinstance(metrics, Mapping):
+        raise AlgorithmError(
+            f"The policy loss `{name}` must return (loss, metrics): losses per token of shape {tuple(log_prob.shape)} "
+            f"or one number, and a dict, but gave {_describe(result)}."
+        )
+    if loss.ndim > 0:
+        loss = keep_masked(loss, response_mask)
+    elif not response_mask.any():
+        # A mean over no token is 0/0: this part has nothing to say, and must not spoil the others.
+        return PolicyLoss(keep_masked(log_prob, response_mask).sum(), {}, is_scalar=True)
+    checked = {key: _metric(name, key, value, response_mask) for key, value in metrics.items()}
+    return PolicyLoss(loss, checked, is_scalar=loss.ndim == 0)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of the offered arguments that the function can take by name."""
+    parameters = _parameters(function)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _call(function: Callable[..., Any], what: str, name: str, arguments: dict[str, Any]) -> Any:
+    """Call it; an exception in a user's function names its file and line. Running out of memory stays what it is."""
+    if getattr(function, "__module__", "").startswith("posttrain."):
+        return function(**arguments)
+    try:
+        return function(**arguments)
+    except (AlgorithmError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        missing = error.name if isinstance(error, NameError) else None
+        advice = f" Is `import {missing}` missing at the top of that file?" if missing else ""
+        raise AlgorithmError(
+            f"The {what} `{name}` failed in {_place(function, error)}: {type(error).__name__}: {error}.{advice}"
+        ) from error
+
+
+def _place(function: Callable[..., Any], error: Exception) -> str:
+    """File and line in the function's own file where it failed; its first line if it could not even be called."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return repr(function)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename] or [code.co_firstlineno]
+    return f"{code.co_filename}, line {lines[-1]}"
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == shape
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_describe(part) for part in value)})"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _metric(loss: str, key: str, value: Any, mask: torch.Tensor) -> torch.Tensor | float:
+    if _has_shape(value, mask.shape):
+        return keep_masked(value.detach(), mask)
+    if _has_shape(value, torch.Size()):
+        return value.detach()  # not float(): that would wait for the device
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise AlgorithmError(
+            f"The metric `{key}` of the policy loss `{loss}` must be a number or a tensor of shape "
+            f"{tuple(mask.shape)}, but is {_describe(value)}."
+        ) from None

@@ -1,0 +1,91 @@
+"""KL as part of the reward: a penalty per token, with a coefficient that is fixed or adapted to a target.
+
+    r_t = score_t - coefficient * KL_t
+    adaptive, after each batch:  e = clip(KL / target - 1, -0.2, 0.2);  coefficient *= 1 + e * rows / horizon
+
+KL of a batch is the mean over its responses of the mean over their tokens.
+
+Source: Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
+
+When to use: PPO's way of staying near the reference. GRPO puts KL into the loss (see `kl_loss_type`); both at once
+need algorithm.allow_both_kl.
+
+Settings: algorithm.use_kl_in_reward, algorithm.kl_penalty, algorithm.kl_ctrl.type, kl_coef, target_kl, horizon.
+
+Watch: actor/reward_kl_penalty (the batch's KL), actor/reward_kl_penalty_coeff (the coefficient used on it).
+
+Signs of failure: an adaptive coefficient that only grows (target_kl is below what the learning rate produces) or
+shrinks towards 0 (the policy hardly moves).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import AlgorithmError, keep_masked, setting, unknown_name
+from posttrain.algorithms.kl import kl_penalty
+
+
+class FixedKLController:
+    """Keeps its coefficient."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """Raises its coefficient while KL is above the target and lowers it below."""
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        super().__init__(init_kl_coef)
+        for name, value in (("kl_coef", init_kl_coef), ("target_kl", target_kl), ("horizon", horizon)):
+            if value <= 0:
+                raise AlgorithmError(f"algorithm.kl_ctrl.{name} is {value}; with type=adaptive it must be above 0.")
+        self.target_kl, self.horizon = target_kl, horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Adapt after a batch of `n_steps` responses; a batch longer than the horizon counts as one horizon."""
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * min(n_steps / self.horizon, 1.0)
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
+    """The controller that the section `algorithm.kl_ctrl` describes."""
+    kind = setting(kl_ctrl, "type", "fixed")
+    kl_coef = setting(kl_ctrl, "kl_coef", 0.001)
+    if kind == "fixed":
+        return FixedKLController(kl_coef)
+    if kind == "adaptive":
+        return AdaptiveKLController(kl_coef, setting(kl_ctrl, "target_kl", 0.1), setting(kl_ctrl, "horizon", 10000))
+    raise unknown_name("KL controller", kind, ("fixed", "adaptive"), "It is set by algorithm.kl_ctrl.type.")
+
+
+def apply_kl_in_reward(
+    token_level_scores: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    controller: FixedKLController,
+    kl_type: str = "kl",
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """(token_level_rewards, metrics); adapts the controller for the next batch."""
+    kl_BT = keep_masked(kl_penalty(old_log_prob, ref_log_prob, kl_type).detach(), response_mask)
+    coefficient = controller.value
+    rewards_BT = token_level_scores - coefficient * kl_BT
+
+    length_B = response_mask.bool().sum(dim=-1)
+    rows = int((length_B > 0).sum())
+    current_kl = float((kl_BT.double().sum(dim=-1) / length_B.clamp(min=1)).sum() / max(rows, 1))
+    controller.update(current_kl, n_steps=rows)
+    return rewards_BT, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": coefficient}

@@ -1,0 +1,86 @@
+"""The clipped policy loss of PPO, used by GRPO too; per token, with a separate lower and upper clip and dual clip.
+
+    ratio = exp(log_prob - old_log_prob)
+    loss  = max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high))
+    where A < 0 also at most -A * c (dual clip), so that one token that became much likelier cannot take over a step
+
+Clipping removes the reason to move a token's probability further than the range in one batch. A clipped token has
+no gradient. With one update per batch the ratio is 1 everywhere and nothing is clipped.
+
+Source: Proximal Policy Optimization Algorithms, arXiv 1707.06347; dual clip: arXiv 1912.09729; a higher upper
+clip: DAPO, arXiv 2503.14476.
+
+When to use: the default for every estimator.
+
+Settings: actor_rollout_ref.actor.policy_loss.loss_mode=vanilla, clip_ratio, clip_ratio_low, clip_ratio_high,
+clip_ratio_c, and loss_agg_mode for how token losses become one number (all under actor_rollout_ref.actor).
+
+Watch: actor/pg_clipfrac (share of clipped tokens, usually below 0.2), actor/pg_clipfrac_lower (dual clip, near 0),
+actor/ppo_kl (how far the batch's updates moved the policy).
+
+Signs of failure: a clip fraction that keeps growing (lower the learning rate or ppo_epochs; a wider clip only
+loosens the constraint); actor/ppo_kl far from 0 at the first update (rollout and trainer disagree).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
+from posttrain.algorithms.registry import register_policy_loss
+
+# exp(20) is about 5e8: beyond every useful ratio, and far from overflow in float32.
+MAX_LOG_RATIO = 20.0
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask.
+
+    `rollout_is_weights` multiply the losses (see `rollout_correction`).
+    """
+    low, high, dual = clip_range(config)
+    log_ratio = keep_masked(log_prob - old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = torch.exp(log_ratio)
+    advantages = keep_masked(advantages, response_mask)
+
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    pessimistic = torch.maximum(plain, clipped)
+    bound = -advantages * dual
+    negative = advantages < 0
+    losses = torch.where(negative, torch.minimum(pessimistic, bound), pessimistic)
+    if rollout_is_weights is not None:
+        losses = losses * keep_masked(rollout_is_weights, response_mask).detach()
+
+    metrics = {
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac": (clipped > plain).to(losses.dtype),
+        "actor/pg_clipfrac_lower": (negative & (pessimistic > bound)).to(losses.dtype),
+    }
+    return losses, {name: value.detach() for name, value in metrics.items()}
+
+
+def clip_range(config: Any) -> tuple[float, float, float]:
+    """(low, high, dual) from the actor's settings."""
+    both = setting(config, "clip_ratio", 0.2)
+    low, high = setting(config, "clip_ratio_low", both), setting(config, "clip_ratio_high", both)
+    dual = setting(config, "clip_ratio_c", 3.0)
+    if not (0 <= low < 1 and high >= 0):
+        raise AlgorithmError(
+            f"The clip range is 1-{low} to 1+{high}. Set actor_rollout_ref.actor.clip_ratio, or clip_ratio_low (0 to "
+            "below 1) and clip_ratio_high (0 or more)."
+        )
+    if dual <= 1:
+        raise AlgorithmError(f"actor_rollout_ref.actor.clip_ratio_c is {dual}; it must be above 1 (customary: 3).")
+    return low, high, dual

@@ -1,0 +1,118 @@
+"""Tensors to and from a folder in the format of torch.distributed.checkpoint, without trusting a pickle.
+
+The format's `.metadata` file is a pickle. Here it is read by an unpickler that knows only the few classes which
+describe tensors, so that a prepared file can call nothing. Entries that are not tensors (which the library would load
+with a full unpickler) are among the classes that are not known.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from posttrain.checkpoint.errors import CheckpointError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_dtype or (module_name, global_name) in _ALLOWED:
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong into a checkpoint")
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta | None:
+        return None  # the library would store the folder's path and a random id; equal tensors should give equal files
+
+
+class _Reader(FileSystemReader):
+    """Reads with metadata that was read and checked before."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        return self._metadata
+
+
+class _TensorsOnly(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write `tensors` into the new folder `folder`, from this process alone; not yet synced to the disk."""
+    odd = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise TypeError(f"only tensors can be saved; these are not: {', '.join(odd)}")
+    with _quiet():
+        save(dict(tensors), storage_writer=_Writer(folder, sync_files=False), no_dist=True)
+
+
+def read_metadata(folder: Path, listed: Collection[str]) -> Metadata:
+    """What `folder` holds, if it refers to no file but those named in `listed`."""
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+    except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(f"{folder / '.metadata'} is refused: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{folder / '.metadata'} is refused: it does not describe tensors")
+    if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
+        raise CheckpointError(f"{folder / '.metadata'} is refused: it holds entries that are not tensors")
+    foreign = {info.relative_path for info in metadata.storage_data.values()} - set(listed)
+    if foreign:
+        raise CheckpointError(
+            f"{folder / '.metadata'} refers to files that the manifest does not list: {sorted(foreign)}"
+        )
+    return metadata
+
+
+def describe(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Name -> (shape, dtype) of every tensor."""
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_tensors(folder: Path, metadata: Metadata, into: dict[str, torch.Tensor]) -> None:
+    """Fill the tensors of `into` in place, each from the entry of its name."""
+    try:
+        with _quiet():
+            load(dict(into), storage_reader=_Reader(folder, metadata), planner=_TensorsOnly(), no_dist=True)
+    except CheckpointException as error:  # a BaseException, which would pass every `except Exception`
+        raise CheckpointError(f"Reading {folder} failed: {error}") from error
+
+
+def _quiet() -> warnings.catch_warnings:
+    # The library warns on every call that there is no process group; here that is meant.
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,0 +1,62 @@
+"""The one error of this room, and words for what the operating system says when a disk is full or closed."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or must not be loaded; the text says what to do."""
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def write_failure(target: Path, error: BaseException, needed_bytes: int) -> CheckpointError:
+    """A `CheckpointError` for `error` while writing `target`; the system's own error is found below wrappers."""
+    system = find_os_error(error)
+    if system is None:
+        return CheckpointError(f"Writing the checkpoint {target} failed: {type(error).__name__}: {error}")
+    if system.errno in _FULL:
+        advice = (
+            f"There is no room for it: about {_gib(needed_bytes)} GiB are needed, {_free(target)} are free. Make room, "
+            "set trainer.max_ckpt_to_keep lower, or put the run elsewhere with trainer.default_local_dir"
+        )
+    elif system.errno in _CLOSED:
+        advice = "The folder cannot be written to. Change its permissions, or set trainer.default_local_dir"
+    else:
+        advice = "Check that the folder and its disk are in order, or set trainer.default_local_dir"
+    reason = system.strerror or str(system)
+    return CheckpointError(
+        f"Writing the checkpoint {target} failed: {reason}. {advice}. Earlier checkpoints are untouched."
+    )
+
+
+def find_os_error(error: BaseException) -> OSError | None:
+    """The operating system's error that `error` is, wraps or was raised from."""
+    pending, seen = [error], set()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if isinstance(current, OSError):
+            return current
+        # torch.distributed.checkpoint hands over one (exception, stack) pair per rank.
+        pending += [pair[0] for pair in getattr(current, "failures", {}).values()]
+        pending += [linked for linked in (current.__cause__, current.__context__) if linked is not None]
+    return None
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f}"
+
+
+def _free(target: Path) -> str:
+    try:
+        return _gib(shutil.disk_usage(target.parent).free) + " GiB"
+    except OSError:
+        return "an unknown number"

@@ -1,0 +1,33 @@
+"""export: the Hugging Face folder of a checkpoint, copied out after a check of every file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.verify import read_manifest, verify
+
+HUGGINGFACE = "huggingface"
+
+
+def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+    """Copy the model that a run wrote into `checkpoint` (`.../global_step_N`) to the new folder `out`."""
+    source, target = Path(checkpoint), Path(out)
+    problems = verify(source)
+    if problems:
+        raise CheckpointError(f"The checkpoint {source} is damaged and is not exported: {problems[0]}.")
+    names = [name for name in read_manifest(source)["files"] if name.startswith(f"{HUGGINGFACE}/")]
+    if not names:
+        raise CheckpointError(
+            f"The checkpoint {source} holds no Hugging Face model. A run writes one into its last checkpoint, and into "
+            "every one with trainer.export_hf=all: resume the run with that setting, or name its last checkpoint."
+        )
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty; name a new folder.")
+    for name in names:
+        copy = target / name.removeprefix(f"{HUGGINGFACE}/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, copy)
+    return target

@@ -1,0 +1,322 @@
+"""CheckpointManager: `global_step_N` folders that are whole or absent, and the way back into a run.
+
+    global_step_N/
+      actor/ critic/     tensors, one folder per role (torch.distributed.checkpoint)
+      state.json         step, data position, controllers: plain JSON
+      rng.safetensors    random number generators
+      huggingface/ ...   whatever `extra` wrote
+      manifest.json      sizes and hashes of all of it, written last
+
+A checkpoint is written into a temporary folder beside its place, synced, and renamed. A process killed at any moment
+leaves the checkpoints that were complete, and at most a temporary folder, which the next start removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from posttrain.checkpoint import dcp, state_json
+from posttrain.checkpoint.errors import CheckpointError, write_failure
+from posttrain.checkpoint.files import sync_folder, sync_tree
+from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
+from posttrain.tracking.atomic import replace_file
+
+STATE = "state.json"
+RNG = "rng.safetensors"
+LATEST = "latest_checkpointed_iteration.txt"
+_WRITING = ".writing-"
+_REPLACED = ".replaced-"
+_NAME = re.compile(r"global_step_(\d+)")
+
+
+class CheckpointManager:
+    """Saves into and loads from one run's `checkpoints/` folder.
+
+    `keep` is the number of newest checkpoints that stay, besides the one with the largest `metric`; None keeps all.
+    `on_note` receives one sentence about everything that a user should know.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int | None = None, on_note: Callable[[str], object] = print
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(
+                f"trainer.max_ckpt_to_keep={keep}: at least 1 checkpoint must be kept; null keeps all."
+            )
+        self.folder = Path(folder)
+        self._keep = keep
+        self._note = on_note
+        self._verified: set[Path] = set()
+        self._clear_leftovers()
+
+    # -- saving
+
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        state: dict[str, Any],
+        rng: Mapping[str, torch.Tensor],
+        extra: Callable[[Path], None] | None = None,
+        metric: float | None = None,
+    ) -> Path:
+        """Write `global_step_<step>` and return it; then remove checkpoints past `keep`.
+
+        `tensors` maps a role (`actor`, `critic`) to its tensors by name, `state` is plain JSON, `extra` writes further
+        files into the folder it is given. After an error nothing of the new checkpoint is left.
+        """
+        target = self.folder / f"global_step_{step}"
+        text = state_json.dump(state)  # a state that cannot be stored fails before anything is written
+        needed = sum(t.numel() * t.element_size() for role in tensors.values() for t in role.values())
+        try:
+            with self._temporary(target) as folder:
+                for role, named in tensors.items():
+                    dcp.write_tensors(folder / role, named)
+                (folder / STATE).write_bytes(text)
+                (folder / RNG).write_bytes(save_safetensors({k: v.contiguous().cpu() for k, v in rng.items()}))
+                if extra is not None:
+                    extra(folder)
+                sync_tree(folder)
+                write_manifest(folder, step=step, metric=metric)
+                sync_folder(folder)
+                self._put_in_place(folder, target)
+        except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
+            raise
+        except BaseException as error:
+            raise write_failure(target, error, needed) from error
+        self._verified.discard(target)
+        self._name_latest(step)
+        self._prune()
+        return target
+
+    @contextmanager
+    def _temporary(self, target: Path) -> Iterator[Path]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folder = self.folder / f"{_WRITING}{target.name}-{os.getpid()}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            _try_lock(lock)  # tells other processes that this folder's writer lives
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+
+    def _put_in_place(self, folder: Path, target: Path) -> None:
+        aside = self.folder / f"{_REPLACED}{target.name}"
+        replaces = target.exists()  # the same step again, after a resume from an earlier one
+        if replaces:
+            os.rename(target, aside)
+        try:
+            os.rename(folder, target)
+        except OSError:
+            if replaces:
+                os.rename(aside, target)
+            raise
+        sync_folder(self.folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _name_latest(self, step: int) -> None:
+        try:
+            replace_file(self.folder / LATEST, f"{step}\n".encode())  # for people and scripts; never read here
+        except OSError as error:
+            self._note(f"{self.folder / LATEST} could not be written: {error}.")
+
+    # -- what is there
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoint folders, oldest first, whole or not."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint whose every file is as it was written; damaged ones are named in a note and skipped."""
+        for step in reversed(self.steps()):
+            path = self.path_of(step)
+            problems = verify(path)
+            if not problems:
+                self._verified.add(path)
+                return path
+            self._note(f"The checkpoint {path} is damaged and is skipped: {_few(problems)}.")
+        return None
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and metric of the complete checkpoint with the largest metric (the earliest of equals)."""
+        best = None
+        for step in self.steps():
+            metric = _metric_of(self.path_of(step))
+            if metric is not None and (best is None or metric > best[1]):
+                best = (step, metric)
+        return best
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}"
+
+    # -- loading
+
+    def load_state(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The `state` that was saved."""
+        return state_json.load((self._checked(path, STATE)).read_bytes())
+
+    def load_rng(self, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+        """The `rng` that was saved."""
+        return load_safetensors(self._checked(path, RNG).read_bytes())
+
+    def describe(self, path: str | os.PathLike[str], role: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Name -> (shape, dtype) of the tensors of `role`."""
+        return dcp.describe(self._metadata(path, role))
+
+    def load_tensors(
+        self, path: str | os.PathLike[str], role: str, into: dict[str, torch.Tensor], *, partial: bool = False
+    ) -> None:
+        """Fill the tensors of `into` in place.
+
+        Every one must be in the checkpoint with its shape and dtype, and with `partial=False` the checkpoint must
+        hold no others; otherwise nothing is changed and the error names them.
+        """
+        metadata = self._metadata(path, role)
+        differences = _differences(dcp.describe(metadata), into, partial)
+        if differences:
+            raise CheckpointError(
+                f"The checkpoint {Path(path) / role} does not fit this run: {_few(differences)}. "
+                "Resume with the model and optimizer settings that it was saved with, or start a new run."
+            )
+        dcp.read_tensors(Path(path) / role, metadata, into)
+
+    def _metadata(self, path: str | os.PathLike[str], role: str) -> Any:
+        folder = self._checked(path, f"{role}/.metadata").parent
+        names = (PurePosixPath(name) for name in read_manifest(Path(path))["files"])
+        return dcp.read_metadata(folder, {str(name.relative_to(role)) for name in names if name.is_relative_to(role)})
+
+    def _checked(self, path: str | os.PathLike[str], name: str) -> Path:
+        """The file `name` of a checkpoint that was verified (once per manager), if its manifest lists it."""
+        folder = Path(path)
+        if folder not in self._verified:
+            problems = verify(folder)
+            if problems:
+                raise CheckpointError(
+                    f"The checkpoint {folder} is damaged and is not loaded: {_few(problems)}. "
+                    "Name another one with trainer.resume_from_path, or let trainer.resume_mode=auto find a good one."
+                )
+            self._verified.add(folder)
+        if name not in read_manifest(folder)["files"]:
+            raise CheckpointError(f"The checkpoint {folder} holds no {name} (its {MANIFEST} does not list it).")
+        return folder / name
+
+    # -- removing
+
+    def _prune(self) -> None:
+        if self._keep is None:
+            return
+        complete = [step for step in self.steps() if (self.path_of(step) / MANIFEST).is_file()]
+        best = self.best()
+        kept = {*complete[-self._keep :], *([best[0]] if best else [])}
+        for step in complete:
+            if step not in kept:
+                self._remove(self.path_of(step))
+
+    def _remove(self, path: Path) -> None:
+        # Renamed first: killed halfway, this leaves no half checkpoint under a good name.
+        doomed = path.with_name(f"{_WRITING}{path.name}-removed")
+        try:
+            os.rename(path, doomed)
+        except OSError as error:
+            self._note(f"The old checkpoint {path} could not be removed: {error}.")
+        else:
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename checkpoints later than `step` to `set_aside_...`: after a resume from `step` they belong to no run."""
+        moved = []
+        for later in [other for other in self.steps() if other > step]:
+            place = _free_name(self.folder / f"set_aside_global_step_{later}")
+            os.rename(self.path_of(later), place)
+            moved.append(place)
+        if moved:
+            names = ", ".join(path.name for path in moved)
+            self._note(f"Checkpoints later than step {step} were renamed, as the run goes on from there: {names}.")
+        return moved
+
+    def _clear_leftovers(self) -> None:
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.glob(f"{_REPLACED}*"):
+            original = self.folder / path.name.removeprefix(_REPLACED)
+            if original.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:  # killed between the two renames of _put_in_place
+                os.rename(path, original)
+        for path in self.folder.glob(f"{_WRITING}*"):
+            if not _has_living_writer(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _metric_of(path: Path) -> float | None:
+    try:
+        metric = read_manifest(path).get("metric")
+    except ValueError:
+        return None
+    return metric if isinstance(metric, int | float) and math.isfinite(metric) else None
+
+
+def _differences(
+    stored: dict[str, tuple[torch.Size, torch.dtype]], wanted: Mapping[str, torch.Tensor], partial: bool
+) -> list[str]:
+    found = [f"{name} is not in it" for name in wanted if name not in stored]
+    for name, tensor in wanted.items():
+        if name in stored and stored[name] != (tensor.shape, tensor.dtype):
+            shape, dtype = stored[name]
+            found.append(f"{name} is {dtype} {tuple(shape)} there and {tensor.dtype} {tuple(tensor.shape)} here")
+    if not partial:
+        found += [f"{name} is in it and not in this run" for name in stored if name not in wanted]
+    return found
+
+
+def _few(items: list[str], most: int = 8) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return "; ".join(items[:most]) + more
+
+
+def _free_name(path: Path) -> Path:
+    count = 1
+    free = path
+    while free.exists():
+        count += 1
+        free = path.with_name(f"{path.name}_{count}")
+    return free
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks on folders; the run directory's own lock must serve there
+    return True
+
+
+def _has_living_writer(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return not _try_lock(descriptor)
+    finally:
+        os.close(descriptor)

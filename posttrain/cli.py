@@ -1,0 +1,158 @@
+"""The `posttrain` command: one verb per job. Each verb imports what it needs, so that `posttrain --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Arguments = Sequence[str]
+
+
+def train(args: Arguments) -> int:
+    from posttrain import launch
+
+    return launch.main(args)
+
+
+def config(args: Arguments) -> int:
+    from posttrain import launch
+
+    return launch.show_config(args)
+
+
+def explain(args: Arguments) -> int:
+    parser = _parser("explain", "What an algorithm, a setting or a metric is, where it comes from, when to use it.")
+    parser.add_argument("name", nargs="?", help="e.g. grpo, rollout.n, kl_loss; without it, all names are listed")
+    from posttrain.explain import explain as page
+
+    print(page(parser.parse_args(args).name))
+    return 0
+
+
+def reward(args: Arguments) -> int:
+    if args and args[0] == "try":
+        from posttrain.rewards import tryout
+
+        return tryout.main(args[1:]) or 0
+    parser = _parser("reward", "Rewards outside a run.")
+    parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
+    parser.parse_args(args)
+    return 0
+
+
+def export(args: Arguments) -> int:
+    parser = _parser("export", "Write a checkpoint as a Hugging Face model folder.")
+    parser.add_argument("checkpoint", type=Path, help="a folder .../checkpoints/global_step_N")
+    parser.add_argument("out", type=Path, help="folder to write")
+    options = parser.parse_args(args)
+    from posttrain.checkpoint.export import export as write
+
+    write(options.checkpoint, options.out)
+    return 0
+
+
+def data(args: Arguments) -> int:
+    parser = _parser("data", "Prepare a data set.")
+    recipes = parser.add_subparsers(dest="recipe", required=True, metavar="RECIPE")
+    sums = recipes.add_parser("arithmetic", help="sums such as `15 + 27 = ?`: train and test files")
+    sums.add_argument("out", type=Path, help="folder to write")
+    sums.add_argument("--suffix", default="json", choices=["json", "parquet"], help="file format")
+    sums.add_argument("--max-operand", type=int, default=100, help="operands lie below this number")
+    sums.add_argument("--seed", type=int, default=1, help="seed of the split and of the order")
+    options = parser.parse_args(args)
+    from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+
+    rows = arithmetic_rows(max_operand=options.max_operand, seed=options.seed)
+    for name, path in write_files(options.out, rows, suffix=options.suffix).items():
+        print(f"{path}: {len(rows[name])} rows")
+    return 0
+
+
+def version(args: Arguments) -> int:
+    from posttrain import __version__
+
+    _parser("version", "The version that runs.").parse_args(args)
+    print(f"posttrain {__version__}")
+    return 0
+
+
+VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
+    "train": (train, "train with the flags of train.sh and any key=value"),
+    "config": (config, "print every setting that a run would use, and where it came from"),
+    "explain": (explain, "explain an algorithm, a setting or a metric"),
+    "reward": (reward, "`reward try`: score a data file before a run"),
+    "export": (export, "write a checkpoint as a Hugging Face folder"),
+    "data": (data, "`data arithmetic OUT`: prepare a data set"),
+    "version": (version, "print the version"),
+}
+
+
+def main(argv: Arguments | None = None) -> int:
+    """Run the verb that the arguments name; returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `posttrain config | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if not _is_users(error):
+            raise
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        return version([])
+    if args[0] in VERBS:
+        return VERBS[args[0]][0](args[1:])
+    near = difflib.get_close_matches(args[0], VERBS, n=1, cutoff=0.4)
+    hint = f" Did you mean `posttrain {near[0]}`?" if near else ""
+    print(f"posttrain has no verb `{args[0]}`.{hint}", file=sys.stderr)
+    print(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", file=sys.stderr)
+    return 2
+
+
+def _usage() -> str:
+    verbs = "\n".join(f"  {name:<9} {text}" for name, (_, text) in VERBS.items())
+    return (
+        f"usage: posttrain VERB [arguments]\n\nRL post-training of language models.\n\n{verbs}\n\n"
+        "`posttrain VERB --help` says more."
+    )
+
+
+def _parser(verb: str, text: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"posttrain {verb}", description=text)
+
+
+USERS_ERRORS = (
+    "UserError",
+    "ConfigError",
+    "RewardError",
+    "DataError",
+    "ModelError",
+    "CheckpointError",
+    "RunDirectoryError",
+)
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the message is meant for the user as it is, without a traceback; told by name, so that nothing is imported."""
+    return any(
+        kind.__module__.startswith("posttrain.") and kind.__name__ in USERS_ERRORS for kind in type(error).__mro__
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Every other spelling of a setting, in one table: renamed keys, moved sections, keys that act on several settings
+(resolved in `derived.py`), keys whose feature is not built, and the flags and environment variables of `train.sh`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NamedTuple
+
+from posttrain.config.schema import leaf_of, leaves, sections
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+MOVED_SECTIONS: dict[str, str] = {
+    "actor_rollout.ref.": "actor_rollout_ref.",
+    "actor.": f"{_ACTOR}.",
+    "rollout.": f"{_ROLLOUT}.",
+    "ref.": "actor_rollout_ref.ref.",
+    "model.": f"{_MODEL}.",
+}
+"""Prefix -> prefix; applied before the renames below."""
+
+RENAMED: dict[str, str] = {
+    "algorithm.name": "algorithm.adv_estimator",
+    "algorithm.group_size": f"{_ROLLOUT}.n",
+    "algorithm.clip_range": f"{_ACTOR}.clip_ratio",
+    "algorithm.clip_ratio": f"{_ACTOR}.clip_ratio",
+    f"{_ACTOR}.clip_range": f"{_ACTOR}.clip_ratio",
+    "algorithm.entropy_coef": f"{_ACTOR}.entropy_coeff",
+    "algorithm.entropy_coeff": f"{_ACTOR}.entropy_coeff",
+    f"{_ACTOR}.entropy_coef": f"{_ACTOR}.entropy_coeff",
+    f"{_ACTOR}.model_name": f"{_MODEL}.path",
+    f"{_ACTOR}.learning_rate": f"{_ACTOR}.optim.lr",
+    f"{_ACTOR}.weight_decay": f"{_ACTOR}.optim.weight_decay",
+    f"{_ACTOR}.warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
+    f"{_ACTOR}.max_grad_norm": f"{_ACTOR}.grad_clip",
+    f"{_ACTOR}.policy_loss_fn": f"{_ACTOR}.policy_loss.loss_mode",
+    f"{_ACTOR}.peft_config.lora_r": f"{_MODEL}.lora_rank",
+    f"{_ACTOR}.peft_config.lora_rank": f"{_MODEL}.lora_rank",
+    f"{_ACTOR}.peft_config.lora_alpha": f"{_MODEL}.lora_alpha",
+    f"{_ACTOR}.peft_config.target_modules": f"{_MODEL}.target_modules",
+    f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
+    f"{_ROLLOUT}.max_new_tokens": "data.max_response_length",
+    f"{_ROLLOUT}.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "critic.learning_rate": "critic.optim.lr",
+    "reward.reward_fn": "custom_reward_function.path",
+    "trainer.reward_fn.path": "custom_reward_function.path",
+    "trainer.reward_fn.name": "custom_reward_function.name",
+    "data.train_path": "data.train_files",
+    "data.val_path": "data.val_files",
+    "trainer.save_steps": "trainer.save_freq",
+    "trainer.micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "trainer.gradient_accumulation_steps": "trainer.gradient_accumulation",
+}
+
+DERIVED: dict[str, Any] = {
+    "algorithm.kl_coef": float,
+    "trainer.gradient_accumulation": int,
+    "reward.type": str,
+    "trainer.reward_fn.type": str,
+    "reward_model.enable": bool,
+    f"{_ACTOR}.peft_config.peft_type": str,
+    f"{_ROLLOUT}.enable_lora": bool,
+    f"{_ROLLOUT}.multi_turn": bool,
+}
+"""Keys that set or check other settings, with their type; `derived.py` says how."""
+
+_SFT = "these are settings of the SFT trainer, which is not built in this version"
+NOT_BUILT: dict[str, str] = {
+    "reward_model.": "reward models are not built in this version; the nearest is a function: "
+    "custom_reward_function.path=FILE",
+    f"{_ACTOR}.megatron_config.": "the Megatron engine is not built in this version; the nearest is "
+    f"{_ACTOR}.strategy=fsdp2 without parallel sizes",
+    f"{_ACTOR}.megatron.": f"the Megatron engine is not built in this version; the nearest is {_ACTOR}.strategy=fsdp2",
+    f"{_ROLLOUT}.multi_turn.": "multi-turn rollout is not built in this version; remove the key",
+    f"{_ROLLOUT}.max_turns": "multi-turn rollout is not built in this version; remove the key",
+    f"{_ROLLOUT}.tools": "tools are not built in this version; remove the key",
+    f"{_ROLLOUT}.tool_config.": "tools are not built in this version; remove the key",
+    "trainer.node_rank": "this version trains on one machine; remove the key and set trainer.nnodes=1",
+    "ray_init.": "this version runs in one process, without Ray; remove the key",
+    "ray_kwargs.": "this version runs in one process, without Ray; remove the key",
+    "training.learning_rate": f"{_SFT}; here the learning rate is {_ACTOR}.optim.lr",
+    "training.num_train_epochs": f"{_SFT}; here the number of epochs is trainer.total_epochs",
+    "training.": _SFT,
+    "fsdp.": f"{_SFT}; here the engine is {_ACTOR}.strategy",
+}
+"""Key, or prefix that ends in a dot -> what is said about it."""
+
+FLAGS: dict[str, str] = {
+    "--model": f"{_MODEL}.path",
+    "--rollout_n": f"{_ROLLOUT}.n",
+    "--epochs": "trainer.total_epochs",
+    "--reward_func": "custom_reward_function.path",
+    "--n_gpus": "trainer.n_gpus_per_node",
+    "--kl_coef": "algorithm.kl_coef",
+    "--lr": f"{_ACTOR}.optim.lr",
+}
+"""Flags of `train.sh`."""
+
+ENVIRONMENT: dict[str, str] = {
+    "ROLLOUT_N": f"{_ROLLOUT}.n",
+    "NORM_ADV_BY_STD": "algorithm.norm_adv_by_std_in_grpo",
+    "USE_KL_LOSS": f"{_ACTOR}.use_kl_loss",
+    "KL_LOSS_COEF": f"{_ACTOR}.kl_loss_coef",
+    "KL_LOSS_TYPE": f"{_ACTOR}.kl_loss_type",
+    "TRAIN_BATCH_SIZE": "data.train_batch_size",
+    "LEARNING_RATE": f"{_ACTOR}.optim.lr",
+    "TOTAL_EPOCHS": "trainer.total_epochs",
+    "MAX_RESPONSE_LENGTH": "data.max_response_length",
+}
+"""Environment variables of `train.sh`."""
+
+
+class Canonical(NamedTuple):
+    """What a spelling means."""
+
+    key: str | None
+    """Canonical or derived key; None if unknown or not built."""
+    note: str = ""
+    """A sentence to print, for a spelling that is a slip."""
+    not_built: str = ""
+    """Why the key cannot be used, if its feature is not built."""
+
+
+def canonical(spelling: str) -> Canonical:
+    """The canonical key of a spelling."""
+    key, note = spelling, ""
+    if leaf_of(key) is None and key not in RENAMED and key not in DERIVED:
+        for old, new in MOVED_SECTIONS.items():
+            if key.startswith(old):
+                key = new + key[len(old) :]
+                if old == "actor_rollout.ref.":
+                    note = f"`{spelling}` is read as `{key}` (an underscore, not a dot, before `ref`)."
+                break
+    key = RENAMED.get(key, key)
+    if key in DERIVED or leaf_of(key) is not None:
+        return Canonical(key, note)
+    for prefix, reason in NOT_BUILT.items():
+        if key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)):
+            return Canonical(None, not_built=reason)
+    return Canonical(None)
+
+
+def nearest(spelling: str) -> str:
+    """Advice for an unknown key: the known spelling closest to it, or the sections there are."""
+    known = [*leaves(), *RENAMED, *DERIVED]
+    found = difflib.get_close_matches(spelling, known, n=1, cutoff=0.75)
+    if not found:
+        last = spelling.rsplit(".", 1)[-1]
+        by_name: dict[str, list[str]] = {}
+        for key in leaves():
+            by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
+        found = [key for name in difflib.get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]
+    if not found:
+        found = difflib.get_close_matches(spelling, known, n=1, cutoff=0.5)
+    if found:
+        return "did you mean " + " or ".join(_meaning(key) for key in found[:3]) + "?"
+    tops = ", ".join(f"`{name}`" for name in sections() if "." not in name)
+    return f"the sections are {tops}; `posttrain config` lists every key"
+
+
+def _meaning(key: str) -> str:
+    target = canonical(key).key
+    return f"`{key}`" if target in (None, key) else f"`{key}` (that is `{target}`)"

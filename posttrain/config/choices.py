@@ -1,0 +1,49 @@
+"""Settings whose value is one of a few names, and the names known now."""
+
+from __future__ import annotations
+
+ESTIMATORS = ("grpo", "gae")
+GROUP_ESTIMATORS = ("grpo",)
+"""Estimators that compare the responses of one prompt: they need `rollout.n` above 1."""
+CRITIC_ESTIMATORS = ("gae",)
+POLICY_LOSSES = ("vanilla",)
+ROLLOUT_ENGINES = ("hf", "vllm", "sglang")
+_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_SCHEDULES = ("constant", "linear", "cosine")
+DEFAULT_GROUP_SIZE = 5
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.kl_penalty": _KL_TYPES,
+    "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
+    "data.truncation": ("error", "left", "right"),
+    "actor_rollout_ref.model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
+    "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
+    "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
+    "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": _SCHEDULES,
+    "actor_rollout_ref.rollout.name": ROLLOUT_ENGINES,
+    "critic.loss_agg_mode": _AGGREGATIONS,
+    "critic.optim.lr_scheduler_type": _SCHEDULES,
+    "trainer.export_hf": ("last", "all", "none"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+}
+"""Key -> names that it takes (null aside, where the type allows it)."""
+
+SAMPLERS = ("default", "curriculum")
+LOGGERS = ("console", "tensorboard", "wandb")
+
+NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
+    ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "
+    "(weights, gradients, optimizer); set actor_rollout_ref.actor.strategy=fsdp2",
+    ("actor_rollout_ref.actor.strategy", "megatron"): "the Megatron engine is not built in this version; "
+    "the nearest is actor_rollout_ref.actor.strategy=fsdp2",
+    ("actor_rollout_ref.rollout.name", "native"): "the native engine is not built in this version; the nearest is "
+    "actor_rollout_ref.rollout.name=hf",
+    ("trainer.device", "npu"): "Ascend devices need the torch_npu plug-in, which this version does not use; "
+    "set trainer.device=auto, cpu or cuda",
+}
+"""Values that are known names elsewhere, with the answer that they get here."""

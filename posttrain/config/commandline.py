@@ -1,0 +1,138 @@
+"""Hydra's command line, read here so that every mistake gets a sentence: options, group choices, `key=value`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from posttrain.config.problem import Problem
+
+_WITH_VALUE = {
+    "--config-path": "config_path",
+    "-cp": "config_path",
+    "--config-name": "config_name",
+    "-cn": "config_name",
+    "--config-dir": "config_dir",
+    "-cd": "config_dir",
+    "--cfg": "cfg",
+    "-c": "cfg",
+}
+_SWITCHES = {"--resolve": "resolve", "--help": "help", "-h": "help"}
+_REFUSED = {
+    "--multirun": "sweeps are not offered: one command is one run; start one run per value in a shell loop",
+    "-m": "sweeps are not offered: one command is one run; start one run per value in a shell loop",
+    "--info": "use `--cfg job`, or `posttrain config`, to see the composed tree",
+    "--hydra-help": "use `--help`",
+    "--shell-completion": "shell completion is not offered",
+    "--experimental-rerun": "a run directory holds `config.yaml`; a run continues by itself when started again",
+}
+_OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?P<value>=.*)?$", re.DOTALL)
+CUT_SHORT = (
+    "a comment after `\\`, a comment line or an empty line inside a continued command cuts it short: the keys after it "
+    "never arrive. Write the keys on lines that end in `\\` with nothing after it, and comments above the command"
+)
+
+
+@dataclass
+class CommandLine:
+    """What the arguments said."""
+
+    config_path: str | None = None
+    config_name: str | None = None
+    config_dir: str | None = None
+    cfg: str | None = None
+    """`job` or `all`: print the tree instead of training."""
+    resolve: bool = False
+    help: bool = False
+    groups: list[tuple[str, str]] = field(default_factory=list)
+    """(choice as Hydra takes it, source)."""
+    values: list[tuple[str, str, str]] = field(default_factory=list)
+    """(key, text, source), in order."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def no_arguments() -> Problem:
+    """The answer to a start with no argument at all."""
+    return Problem(
+        "No argument was given, so there is nothing to train.",
+        "command line",
+        "give at least one key, usually algorithm.adv_estimator=grpo, actor_rollout_ref.model.path=MODEL, "
+        "data.train_files=FILE and actor_rollout_ref.rollout.n=5; `preset=embedded` alone runs the built-in task. "
+        f"If you did give keys: {CUT_SHORT}.",
+    )
+
+
+def parse_options(args: Sequence[str]) -> tuple[CommandLine, list[str]]:
+    """Options taken off; the overrides that remain, in order."""
+    line, rest, stray = CommandLine(), [], []
+    queue = [str(arg) for arg in args]
+    while queue:
+        arg = queue.pop(0)
+        name, equals, value = arg.partition("=")
+        if not arg.strip():
+            where = "command line: an argument that consists of blanks"
+            line.problems.append(Problem("A comment after `\\` cut this command short.", where, CUT_SHORT + "."))
+        elif arg.startswith("#"):
+            stray.append(arg)
+        elif name in _WITH_VALUE:
+            if not equals and not queue:
+                what = f"The option `{name}` has no value."
+                line.problems.append(Problem(what, "command line", f"write {name} VALUE"))
+                continue
+            setattr(line, _WITH_VALUE[name], value if equals else queue.pop(0))
+        elif arg in _SWITCHES:
+            setattr(line, _SWITCHES[arg], True)
+        elif arg in ("--run", "-r"):
+            continue
+        elif name in _REFUSED:
+            line.problems.append(Problem(f"The option `{name}` is not taken.", "command line", _REFUSED[name]))
+        elif name.startswith("-"):
+            line.problems.append(_unknown_option(name))
+        elif not equals and not arg.startswith("~"):
+            stray.append(arg)
+        else:
+            rest.append(arg)
+    if stray:
+        line.problems.append(_stray(stray))
+    if line.cfg not in (None, "job", "all"):
+        what = f"`--cfg {line.cfg}` is not offered."
+        line.problems.append(Problem(what, "command line", "use `--cfg job` or `--cfg all`"))
+    return line, rest
+
+
+def _unknown_option(name: str) -> Problem:
+    close = difflib.get_close_matches(name, [*_WITH_VALUE, *_SWITCHES], n=1)
+    hint = f"did you mean `{close[0]}`? " if close else ""
+    do = f"{hint}settings are given as key=value; `--help` lists the options. Flags such as `--lr` belong to train.sh"
+    return Problem(f"Unknown option `{name}`.", "command line", do)
+
+
+def _stray(arguments: list[str]) -> Problem:
+    listed = ", ".join(f"`{text}`" for text in arguments[:8]) + (", ..." if len(arguments) > 8 else "")
+    what = f"These arguments are not settings (key=value): {listed}."
+    do = (
+        "write every setting as key=value. If they are words of a comment: a comment inside a command reached the "
+        f"program; {CUT_SHORT}"
+    )
+    return Problem(what, "command line", do + ".")
+
+
+def add_override(line: CommandLine, text: str, source: str, is_group: Callable[[str], bool]) -> None:
+    """Sort one override into `line`: a group choice, a value, or a problem."""
+    match = _OVERRIDE.match(text.strip())
+    if match is None or (match["value"] is None and match["sign"] != "~"):
+        line.problems.append(_stray([text]))
+        return
+    sign, key, value = match["sign"] or "", match["key"], (match["value"] or "=")[1:]
+    if sign == "~":
+        do = "no setting can be removed; set it to its default or to null instead, or leave it away"
+        line.problems.append(Problem(f"`~{key}` asks to remove a key.", source, do))
+    elif key.split(".")[0] == "hydra":
+        do = "remove it: Hydra's run folder and sweeper are off; runs are written to trainer.default_local_dir"
+        line.problems.append(Problem(f"`{key}` is a setting of Hydra itself.", source, do))
+    elif "." not in key.split("@")[0] and is_group(key.split("@")[0]):
+        line.groups.append((f"{'+' if sign == '+' else ''}{key}={value}", source))
+    else:
+        line.values.append((key, value, source))

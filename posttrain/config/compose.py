@@ -1,0 +1,223 @@
+"""Hydra's composition of the YAML files, with the file that each value came from.
+
+The search path is the user's folder, then the package's own tree, so that a copied main file still finds its groups. A
+user's file without a `defaults:` list is laid over the composed main file.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.commandline import CommandLine
+from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.schema import leaves
+
+PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
+MAIN = "ppo_trainer"
+_PRESET_GROUPS = ("preset", "algorithm")
+
+
+@dataclass
+class Layer:
+    """One file of the composition."""
+
+    label: str
+    values: dict[str, Any]
+    """Flat, by the key as the file spells it."""
+    explicit: bool
+    """Whether what it sets counts as set by the user."""
+    is_copy: bool = False
+    """Stands in for a file of the package's tree: values equal to the default are not the user's."""
+    own_section: str = ""
+    """The group's name, for a group of the user's that lies outside the known sections."""
+
+
+@dataclass
+class Composed:
+    """The result: Hydra's tree (flat, by spelling) and its files, lowest rank first."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    layers: list[Layer] = field(default_factory=list)
+    main_file: str = ""
+
+    def layer_of(self, key: str) -> int:
+        """Index of the last file that sets this key (or something inside it)."""
+        for index in range(len(self.layers) - 1, -1, -1):
+            values = self.layers[index].values
+            if key in values or any(other.startswith(key + ".") or key.startswith(other + ".") for other in values):
+                return index
+        return 0
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; free-form dict settings and empty mappings stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and not (key in leaves() and leaves()[key].free_keys):
+            flat.update(flatten(value, key + "."))
+        else:
+            flat[key] = value
+    return flat
+
+
+def find_folders(line: CommandLine, cwd: Path) -> tuple[list[Path], str]:
+    """(search path, name of the main file); raises ConfigError where a folder or file is missing."""
+    folders: list[Path] = []
+    name = (line.config_name or MAIN).removesuffix(".yaml")
+    if os.sep in name and (cwd / f"{name}.yaml").is_file():
+        folders.append((cwd / name).parent)
+        name = Path(name).name
+    for option, given in (("--config-path", line.config_path), ("--config-dir", line.config_dir)):
+        if given is not None:
+            folders.append(_existing_folder(option, given, cwd))
+    if line.config_path is None and not _holds(folders, name) and (cwd / f"{name}.yaml").is_file():
+        folders.append(cwd)
+    folders.append(PACKAGE_TREE)
+    if not _holds(folders, name):
+        raise ConfigError([_missing_file(name, folders)])
+    return folders, name
+
+
+def _holds(folders: list[Path], name: str) -> bool:
+    return any((folder / f"{name}.yaml").is_file() for folder in [*folders, PACKAGE_TREE])
+
+
+def _existing_folder(option: str, given: str, cwd: Path) -> Path:
+    given = os.path.expandvars(os.path.expanduser(given.removeprefix("file://")))
+    tried = [cwd / given, PACKAGE_TREE.parent / given]
+    for folder in tried:
+        if folder.is_dir():
+            return folder.resolve()
+    places = " nor in ".join(str(folder) for folder in dict.fromkeys(tried))
+    what = f"The folder `{given}` of `{option}` was found neither in {places}."
+    do = "give a folder that exists, relative to the working folder or absolute"
+    raise ConfigError([Problem(what, "command line", do)])
+
+
+def _missing_file(name: str, folders: list[Path]) -> Problem:
+    there = sorted(file.stem for folder in folders for file in folder.glob("*.yaml"))
+    close = difflib.get_close_matches(name, there, n=1)
+    hint = f"did you mean `{close[0]}`? " if close else ""
+    searched = ", ".join(str(folder) for folder in folders)
+    do = f"{hint}these are there: {', '.join(there) or 'none'}"
+    return Problem(f"There is no `{name}.yaml` in {searched}.", "command line, --config-name", do)
+
+
+def compose(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Composed:
+    """Hydra's tree for this main file and these group choices."""
+    import yaml
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    chosen = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
+    try:
+        own = OmegaConf.to_container(OmegaConf.load(chosen), resolve=False)
+        if not isinstance(own, dict):
+            what = f"{_label(chosen, cwd)} holds no keys."
+            raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
+        lay_over = "defaults" not in own
+        composed = _compose_once(folders, MAIN if lay_over else name, groups, cwd)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError([_composition_problem(error, chosen, cwd, folders, groups)]) from None
+    if lay_over:
+        layer = Layer(_label(chosen, cwd), flatten({str(key): value for key, value in own.items()}), explicit=True)
+        composed.layers.append(layer)
+        for key in layer.values:
+            for inside in [k for k in composed.values if k.startswith(key + ".")]:
+                del composed.values[inside]
+        composed.values.update(layer.values)
+    composed.main_file = composed.main_file or _label(chosen, cwd)
+    return composed
+
+
+_built_in: dict[tuple[object, ...], Composed] = {}
+
+
+def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Composed:
+    """As `_hydra`; the built-in tree alone is composed once per process as long as its files do not change."""
+    if folders != [PACKAGE_TREE]:
+        return _hydra(folders, name, groups, cwd)
+    stamps = [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))]
+    key = (name, *groups, *stamps)
+    if key not in _built_in:
+        _built_in[key] = _hydra(folders, name, groups, cwd)
+    return copy.deepcopy(_built_in[key])
+
+
+def _hydra(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Composed:
+    """Hydra's defaults list and merge, without its own `hydra/` section, which would cost half of the time."""
+    from hydra import version
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.config_repository import CachingConfigRepository
+    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+    from hydra._internal.defaults_list import create_defaults_list
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.plugins import Plugins
+    from omegaconf import OmegaConf
+
+    version.setbase(None)
+    Plugins.instance()  # registers the reader of file://
+    path = ConfigSearchPathImpl()
+    for folder in folders:
+        path.append("posttrain", f"file://{folder}")
+    path.append("schema", "structured://")
+    loader = ConfigLoaderImpl(path)
+    files = CachingConfigRepository(loader.repository)
+    chosen = OverridesParser.create().parse_overrides(groups)
+    defaults = create_defaults_list(files, name, chosen, prepend_hydra=False, skip_missing=False).defaults
+    composed = Composed()
+    for default in defaults:
+        loaded = files.load_config(default.config_path) if default.config_path else None
+        if loaded is not None and default.config_path is not None:
+            own = OmegaConf.to_container(loaded.config, resolve=False)
+            layer = _layer(default.config_path, default.package or "", own, bool(loaded.defaults_list), folders, cwd)
+            composed.layers.append(layer)
+            composed.main_file = layer.label if default.primary else composed.main_file
+    container = OmegaConf.to_container(loader._compose_config_from_defaults_list(defaults, files), resolve=False)
+    assert isinstance(container, dict)
+    container.pop("hydra", None)
+    composed.values = flatten(container)
+    return composed
+
+
+def _layer(config_path: str, package: str, own: Any, has_defaults: bool, folders: list[Path], cwd: Path) -> Layer:
+    own = {str(key): value for key, value in own.items() if key != "hydra"} if isinstance(own, dict) else {}
+    file = next(folder / f"{config_path}.yaml" for folder in folders if (folder / f"{config_path}.yaml").is_file())
+    values = flatten(own, f"{package}." if package else "")
+    group = config_path.rsplit("/", 1)[0] if "/" in config_path else ""
+    in_package = file.is_relative_to(PACKAGE_TREE)
+    if in_package and group in _PRESET_GROUPS and not package:
+        return Layer(f"preset {Path(config_path).name}", values, explicit=False)
+    is_copy = has_defaults or in_package or (PACKAGE_TREE / f"{config_path}.yaml").is_file()
+    own_section = package if group and package == group.replace("/", ".") else ""
+    return Layer(_label(file, cwd), values, explicit=True, is_copy=is_copy, own_section=own_section)
+
+
+def _label(file: Path, cwd: Path) -> str:
+    """A file as a user would name it: relative to the working folder or to the package, else absolute."""
+    if file.is_relative_to(PACKAGE_TREE):
+        return "posttrain/trainer/config/" + file.relative_to(PACKAGE_TREE).as_posix()
+    return file.relative_to(cwd).as_posix() if file.is_relative_to(cwd) else str(file)
+
+
+def _composition_problem(error: Exception, chosen: Path, cwd: Path, folders: list[Path], groups: list[str]) -> Problem:
+    """Hydra's or the YAML reader's complaint, with the choices that there are."""
+    text = str(error).strip()
+    for group in groups:
+        folder, _, choice = group.lstrip("+").partition("=")
+        folder = folder.split("@")[0]
+        options = sorted({f.stem for root in folders for f in (root / folder).glob("*.yaml")})
+        if choice not in options:
+            options = [name for name in options if (folder, name) != ("algorithm", "rollout_correction")]
+            close = difflib.get_close_matches(choice, options, n=1)
+            hint = f"did you mean `{close[0]}`? " if close else ""
+            what = f"`{group}`: the group `{folder}` has no `{choice}`."
+            return Problem(what, "command line", f"{hint}known: {', '.join(options)}")
+    return Problem(f"The configuration files do not compose: {text}", _label(chosen, cwd), "correct the file")

@@ -1,0 +1,180 @@
+"""Settings that follow from others: keys that act on several settings, and defaults that depend on the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS
+from posttrain.config.merge import Entry, Merged
+from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
+from posttrain.config.problem import Problem
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_MINI, _MICRO = f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+_BATCH = "data.train_batch_size"
+
+
+def derive(merged: Merged, provided: frozenset[str]) -> None:
+    """Resolve every derived key; `provided` are keys whose value a Python caller hands over as an object."""
+    _reward_kind(merged)
+    _multi_turn(merged)
+    _kl_coefficient(merged)
+    _lora(merged)
+    _embedded(merged, provided)
+    _group_size(merged)
+    _accumulation(merged)
+    _fit_mini_batch(merged)
+
+
+def _take(merged: Merged, key: str) -> Entry | None:
+    return merged.entries.pop(key, None)
+
+
+def _put(merged: Merged, key: str, value: Any, by: Entry) -> None:
+    """Set a key on behalf of a derived one, by the same ranks as if it had been written itself."""
+    old = merged.entries.get(key)
+    if old is not None and old.explicit and old.rank > by.rank:
+        return
+    if old is not None and old.explicit and old.rank == by.rank and old.value != value:
+        what = f"`{by.spelling}={by.value}` means `{key}={value}`, but `{old.spelling}={old.value}` is set too."
+        where = old.source if old.source == by.source else f"{by.source}, and {old.source}"
+        merged.problems.append(Problem(what, where, "keep one of them", (key,)))
+    merged.entries[key] = Entry(value, by.source, by.spelling, by.rank, by.explicit)
+
+
+def _default(merged: Merged, key: str, value: Any, why: str) -> None:
+    """A default that depends on the run; it does not count as set by the user."""
+    merged.entries[key] = Entry(value, f"default ({why})", key, -1, False)
+
+
+def _reward_kind(merged: Merged) -> None:
+    nearest = "the nearest is a function: set custom_reward_function.path=FILE"
+    for key in ("reward.type", "trainer.reward_fn.type"):
+        kind = _take(merged, key)
+        if kind is None or kind.value == "function":
+            continue
+        if kind.value == "model":
+            what = f"`{kind.spelling}=model`: reward models are not built in this version."
+            merged.problems.append(Problem(what, kind.source, nearest))
+        else:
+            what = f"`{kind.spelling}={kind.value}` is not known; known: function, model."
+            merged.problems.append(Problem(what, kind.source, f"set {kind.spelling}=function"))
+    enable = _take(merged, "reward_model.enable")
+    if enable is not None and enable.value:
+        what = "`reward_model.enable=True`: reward models are not built in this version."
+        merged.problems.append(Problem(what, enable.source, f"{nearest}, and reward_model.enable=False"))
+
+
+def _multi_turn(merged: Merged) -> None:
+    entry = _take(merged, f"{_ROLLOUT}.multi_turn")
+    if entry is not None and entry.value:
+        what = f"`{entry.spelling}=True`: multi-turn rollout is not built in this version."
+        merged.problems.append(Problem(what, entry.source, "remove it: each prompt gets one response turn"))
+
+
+def _kl_coefficient(merged: Merged) -> None:
+    entry = _take(merged, "algorithm.kl_coef")
+    if entry is None:
+        return
+    if entry.value < 0:
+        what = f"`{entry.spelling}={entry.value}`: the coefficient must not be negative."
+        merged.problems.append(Problem(what, entry.source, "give 0 (no KL) or a positive number"))
+    elif merged.value("algorithm.use_kl_in_reward"):
+        _put(merged, "algorithm.kl_ctrl.kl_coef", entry.value, entry)
+        merged.note(
+            f"`algorithm.kl_coef={entry.value}` sets algorithm.kl_ctrl.kl_coef, as KL is in the reward "
+            "(algorithm.use_kl_in_reward=True)."
+        )
+    elif entry.value > 0:
+        _put(merged, f"{_ACTOR}.use_kl_loss", True, entry)
+        _put(merged, f"{_ACTOR}.kl_loss_coef", entry.value, entry)
+        merged.note(f"`algorithm.kl_coef={entry.value}` means the loss: use_kl_loss=True, kl_loss_coef={entry.value}.")
+    else:
+        _put(merged, f"{_ACTOR}.use_kl_loss", False, entry)
+        merged.note("`algorithm.kl_coef=0` means the loss: use_kl_loss=False, no KL term.")
+
+
+def _lora(merged: Merged) -> None:
+    kind = _take(merged, f"{_ACTOR}.peft_config.peft_type")
+    enable = _take(merged, f"{_ROLLOUT}.enable_lora")
+    rank = merged.value(f"{_MODEL}.lora_rank")
+    if kind is not None and kind.value.lower() != "lora":
+        what = f"`{kind.spelling}={kind.value}` is not known; known: lora."
+        merged.problems.append(Problem(what, kind.source, "set it to lora, or remove it to train all weights"))
+    elif kind is not None and rank == 0:
+        what = f"`{kind.spelling}=lora`, but the rank is 0, so that there would be no adapters."
+        merged.problems.append(Problem(what, kind.source, f"set {_MODEL}.lora_rank (or lora_r), e.g. to 16"))
+    if enable is not None and enable.value != (rank > 0):
+        what = f"`{enable.spelling}={enable.value}`, but {_MODEL}.lora_rank={rank}: the rollout follows the actor."
+        do = "remove it" if rank > 0 else f"set {_MODEL}.lora_rank above 0, or remove it"
+        merged.problems.append(Problem(what, enable.source, do))
+
+
+def _embedded(merged: Merged, provided: frozenset[str]) -> None:
+    """Without a model or data the embedded ones serve."""
+    named = {f"{_MODEL}.path": "model", "data.train_files": "data"}
+    absent = [key for key in named if merged.value(key) is None and key not in provided and key not in merged.bad]
+    if not absent:
+        return
+    for key in absent:
+        _default(merged, key, "embedded", "nothing was named")
+    what = " and ".join(named[key] for key in absent)
+    keys = " and ".join(absent)
+    merged.note(f"No {what} named: what posttrain brings along (`embedded`) serves; set {keys} to use your own.")
+    if len(absent) == len(named):
+        fitted = [key for key in EMBEDDED_SIZES if not merged.is_set(key) and key not in merged.bad]
+        sizes_by_key = {key: EMBEDDED[key] for key in fitted}
+        if merged.is_set(_MINI) and _BATCH in sizes_by_key:
+            sizes_by_key[_BATCH] = max(sizes_by_key[_BATCH], merged.value(_MINI))
+        for key, size in sizes_by_key.items():
+            _default(merged, key, size, "the embedded task's size")
+        if fitted:
+            sizes = ", ".join(f"{key}={size}" for key, size in sizes_by_key.items())
+            merged.note(f"Sizes that nobody set are the embedded task's: {sizes}.")
+
+
+def _group_size(merged: Merged) -> None:
+    estimator, key = merged.value("algorithm.adv_estimator"), f"{_ROLLOUT}.n"
+    if estimator not in GROUP_ESTIMATORS or key in merged.bad or merged.value(key) != 1:
+        return
+    if merged.is_set(key):
+        what = f"`{key}=1` under `{estimator}`: one response per prompt has no group to be compared with."
+        merged.problems.append(Problem(what, merged.where(key), f"set {key} to 2 or more (5 is usual)", (key,)))
+        return
+    _default(merged, key, DEFAULT_GROUP_SIZE, f"under {estimator}")
+    merged.note(f"{key} was not set; under {estimator} it becomes {DEFAULT_GROUP_SIZE}.")
+
+
+def _accumulation(merged: Merged) -> None:
+    """Rows per optimizer step as micro-batch x accumulation x workers, turned into prompts."""
+    entry = _take(merged, "trainer.gradient_accumulation")
+    if entry is None:
+        return
+    if merged.is_set(_MINI):
+        what = f"`{entry.spelling}` and `{_MINI}` both say how many responses one optimizer step takes."
+        where = f"{entry.source}, and {merged.where(_MINI)}"
+        merged.problems.append(Problem(what, where, "keep one of them", (_MINI,)))
+        return
+    micro, n = merged.value(_MICRO), merged.value(f"{_ROLLOUT}.n")
+    workers = merged.value("trainer.n_gpus_per_node") * merged.value("trainer.nnodes")
+    if micro is None or entry.value < 1:
+        what = f"`{entry.spelling}={entry.value}` needs a micro-batch size to count with, and a value of at least 1."
+        merged.problems.append(Problem(what, entry.source, f"set trainer.micro_batch_size, or set {_MINI} instead"))
+        return
+    rows = micro * entry.value * workers
+    arithmetic = f"{micro} (micro-batch) x {entry.value} (accumulation) x {workers} (workers) = {rows} responses"
+    if rows % n:
+        what = f"{arithmetic}, but rollout.n is {n}, and {rows} / {n} = {rows / n:g} is not a whole number of prompts."
+        do = f"choose micro-batch x accumulation x workers as a multiple of {n}, or set {_MINI}"
+        merged.problems.append(Problem(what, entry.source, do, (_MINI,)))
+        return
+    _put(merged, _MINI, rows // n, entry)
+    merged.note(f"{_MINI}={rows // n} prompts: {arithmetic}, by {n} responses per prompt.")
+
+
+def _fit_mini_batch(merged: Merged) -> None:
+    """A mini-batch that nobody set is not larger than the batch."""
+    batch, mini = merged.value("data.train_batch_size"), merged.value(_MINI)
+    if mini > batch >= 1 and not merged.is_set(_MINI) and _MINI not in merged.bad:
+        _default(merged, _MINI, batch, "the whole batch")
+        merged.note(f"{_MINI} was not set; it becomes {batch}, the whole batch (data.train_batch_size).")

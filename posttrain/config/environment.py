@@ -1,0 +1,144 @@
+"""Checks against this machine: files, folders, packages, devices. Run before torch is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from posttrain.config.devices import gpus_present, runs_on_cpu
+from posttrain.config.problem import Problem
+from posttrain.config.resolved import Resolved
+
+_ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_SUFFIXES = (".parquet", ".json", ".jsonl")
+_THREE_FORMS = (
+    "three forms are known: (1) the same command on every node of a running Ray cluster with trainer.nnodes=N; "
+    "(2) torchrun --nnodes=N --node_rank=R --master_addr=HOST -m posttrain.trainer.main_ppo ...; "
+    "(3) RAY_HEAD_ADDRESS=HOST:6379 with trainer.nnodes=N trainer.node_rank=R. "
+    "This version trains on one machine: set trainer.nnodes=1"
+)
+
+
+def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
+    """Everything on this machine that would stop the run."""
+    folder = cwd or Path.cwd()
+    return [problem for examine in _CHECKS for problem in examine(resolved, folder)]
+
+
+def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    for key in ("data.train_files", "data.val_files"):
+        value = resolved.value(key)
+        for name in value if isinstance(value, list) else [value]:
+            if name is None or name == "embedded":
+                continue
+            path = cwd / str(name)
+            if path.is_file() and path.suffix in _SUFFIXES:
+                continue
+            where = resolved.where(key)
+            if path.is_file():
+                what = f"`{key}`: {name} is not a data file by its suffix."
+                yield Problem(what, where, f"give one of {', '.join(_SUFFIXES)}")
+            else:
+                yield Problem(f"`{key}`: the file {name} does not exist.", where, _how_to_make(str(name)))
+
+
+def _how_to_make(name: str) -> str:
+    if "gsm8k" in name.lower():
+        folder = os.path.dirname(name) or "."
+        return f"`posttrain data gsm8k --out {folder}` makes it (or python examples/data_preprocess/gsm8k.py)"
+    return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
+
+
+def _model_folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    for key in (f"{_MODEL}.path", f"{_MODEL}.tokenizer_path", "critic.model.path"):
+        name = resolved.value(key)
+        if name is None or name == "embedded":
+            continue
+        path, where = cwd / name, resolved.where(key)
+        if path.is_dir():
+            wanted = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
+            if not (path / wanted).is_file():
+                what = f"`{key}`: the folder {name} holds no {wanted}."
+                yield Problem(what, where, "give a folder in Hugging Face format")
+        elif name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
+            do = "give a folder that exists, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
+            yield Problem(f"`{key}`: the folder {name} does not exist.", where, do)
+
+
+def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    for key in ("custom_reward_function.path", f"{_MODEL}.external_lib"):
+        name = resolved.value(key)
+        if name is None:
+            continue
+        if name.endswith(".py") and not (cwd / name).is_file():
+            what = f"`{key}`: the file {name} does not exist."
+            yield Problem(what, resolved.where(key), "give a Python file that exists")
+        elif not name.endswith(".py") and not _module_exists(name, cwd):
+            do = "give a .py file, or a dotted path that lies in the working folder or is installed"
+            yield Problem(f"`{key}`: no module {name} was found.", resolved.where(key), do)
+
+
+def _module_exists(name: str, cwd: Path) -> bool:
+    """Whether the first part of a dotted path is a file or folder here, or an installed module."""
+    first = name.split(".")[0].split(":")[0]
+    if (cwd / f"{first}.py").is_file() or (cwd / first).is_dir():
+        return True
+    try:
+        return importlib.util.find_spec(first) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    name = resolved.value(f"{_ROLLOUT}.name")
+    if name in ("vllm", "sglang") and importlib.util.find_spec(name) is None:
+        what = f"`{_ROLLOUT}.name={name}`: the package {name} is not installed."
+        do = f'pip install "posttrain[{name}]", or set {_ROLLOUT}.name=hf'
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
+
+
+def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
+    wanted, present = resolved.value(key), gpus_present()
+    if wanted > 1:
+        kind = "the CPU (no GPU)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
+        what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
+        yield Problem(what, resolved.where(key), f"set {key}=1: this version trains with one worker process")
+    if nodes > 1:
+        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, but no cluster or head address is given."
+        yield Problem(what, resolved.where("trainer.nnodes"), _THREE_FORMS)
+    size = resolved.value(f"{_ROLLOUT}.tensor_model_parallel_size")
+    if size > 0 and (wanted * nodes) % size:
+        parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
+        what = f"`{parallel}={size}` does not divide the {wanted} x {nodes} = {wanted * nodes} worker(s)."
+        yield Problem(what, resolved.where(parallel), "set a divisor of trainer.n_gpus_per_node x trainer.nnodes")
+    if resolved.value("trainer.device") == "cuda" and present == 0:
+        what = "`trainer.device=cuda`, but this machine shows no GPU."
+        yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")
+
+
+def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    key = "trainer.default_local_dir"
+    target = (cwd / resolved.value(key)).absolute()
+    present = next(folder for folder in (target, *target.parents) if folder.exists())
+    if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
+        what = f"`{key}={resolved.value(key)}` cannot be written: {present} is no folder that you may write to."
+        yield Problem(what, resolved.where(key), f"set {key} to a folder that you may write to")
+    resume = resolved.value("trainer.resume_from_path")
+    if resume is not None and resolved.value("trainer.resume_mode") == "resume_path" and not (cwd / resume).is_dir():
+        what = f"`trainer.resume_from_path`: the folder {resume} does not exist."
+        yield Problem(what, resolved.where("trainer.resume_from_path"), "give a folder .../checkpoints/global_step_N")
+
+
+_CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
+    _data_files,
+    _model_folders,
+    _own_code,
+    _rollout_engine,
+    _workers,
+    _folders,
+]

@@ -1,0 +1,169 @@
+"""`python -m posttrain.config.generate`: the YAML tree and docs/settings.md, made from the settings classes.
+
+With `--check` nothing is written: status 1 if a file is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.docs import heading_of
+from posttrain.config.presets import PRESETS
+from posttrain.config.schema import Leaf, leaves, sections
+
+PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
+DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+_MADE = "# Made by `python -m posttrain.config.generate` from posttrain/config/*.py: change defaults there, not here."
+_FSDP_KEYS = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config.")
+
+GROUPS: dict[str, str] = {
+    "data/legacy_data": "data",
+    "model/hf_model": "actor_rollout_ref.model",
+    "actor/dp_actor": "actor_rollout_ref.actor",
+    "rollout/rollout": "actor_rollout_ref.rollout",
+    "ref/dp_ref": "actor_rollout_ref.ref",
+    "critic/dp_critic": "critic",
+    "algorithm/rollout_correction": "algorithm.rollout_correction",
+}
+"""Group file -> the section that the main file's defaults list places it at."""
+
+_MAIN_HEAD = f"""{_MADE}
+# The main file of every PPO-family run. Settings of the policy lie in the group files beside it; write them here,
+# under `actor_rollout_ref:`, or on the command line to change them. `preset=embedded` and `algorithm=drgrpo` lay
+# a preset over this file.
+"""
+
+_HYDRA = """
+# Hydra's own run folder is off: posttrain writes its run directory itself.
+hydra:
+  run:
+    dir: .
+  output_subdir: null
+"""
+
+
+def files() -> dict[Path, str]:
+    """Every generated file and its text."""
+    made = {PACKAGE_TREE / "ppo_trainer.yaml": _main_text()}
+    for group, section in GROUPS.items():
+        made[PACKAGE_TREE / f"{group}.yaml"] = _group_text(group, section)
+    actor = [leaf for leaf in _under("actor_rollout_ref.actor") if not leaf.key.startswith(_FSDP_KEYS)]
+    head = f"{_MADE}\n# Base of the actor's settings; dp_actor.yaml inherits from it.\n\n"
+    made[PACKAGE_TREE / "actor" / "actor.yaml"] = head + _yaml(actor, "actor_rollout_ref.actor.")
+    for name, (sentence, values) in PRESETS.items():
+        made[PACKAGE_TREE / f"{name}.yaml"] = _preset_text(sentence, values)
+    made[DOCS_PAGE] = _docs_text()
+    return made
+
+
+def _under(section: str) -> list[Leaf]:
+    return [leaf for key, leaf in leaves().items() if key.startswith(section + ".")]
+
+
+def _main_text() -> str:
+    lines = [_MAIN_HEAD, "defaults:"]
+    for group, section in GROUPS.items():
+        folder, name = group.split("/")
+        lines.append(f"  - {folder}: {name}" if folder == section else f"  - {folder}@{section}: {name}")
+    lines += ["  - _self_", "  - preset: null", "  - algorithm: null", ""]
+    placed = tuple(section + "." for section in GROUPS.values())
+    own = [leaf for key, leaf in leaves().items() if not key.startswith(placed)]
+    return "\n".join(lines) + "\n" + _yaml(own, "") + _HYDRA
+
+
+def _group_text(group: str, section: str) -> str:
+    head = f"{_MADE}\n# {heading_of(sections()[section])} Composed at `{section}`.\n\n"
+    own = _under(section)
+    if group == "actor/dp_actor":
+        head += "defaults:\n  - actor\n  - _self_\n\n"
+        own = [leaf for leaf in own if leaf.key.startswith(_FSDP_KEYS)]
+    return head + _yaml(own, section + ".")
+
+
+def _preset_text(sentence: str, values: dict[str, Any]) -> str:
+    table = leaves()
+    chosen = [Leaf(key, table[key].hint, value, "") for key, value in values.items()]
+    order = list(table)
+    chosen.sort(key=lambda leaf: order.index(leaf.key))
+    made = "# Made by `python -m posttrain.config.generate` from posttrain/config/presets.py: change values there."
+    return f"# @package _global_\n{made}\n# {sentence}\n\n" + _yaml(chosen, "")
+
+
+def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
+    """Nested YAML of these settings, keys relative to `prefix`, each under its sentence."""
+    lines: list[str] = []
+    open_sections: list[str] = []
+    for leaf in chosen:
+        *path, name = leaf.key[len(prefix) :].split(".")
+        shared = _shared(open_sections, path)
+        for depth in range(shared, len(path)):
+            if depth == 0 and lines:
+                lines.append("")
+            lines.append(f"{'  ' * depth}{path[depth]}:")
+        open_sections = path
+        indent = "  " * len(path)
+        if leaf.sentence:
+            lines.append(f"{indent}# {leaf.sentence}")
+        lines.append(f"{indent}{name}: {scalar(leaf.default)}")
+    return "\n".join(lines) + "\n"
+
+
+def _shared(left: list[str], right: list[str]) -> int:
+    count = 0
+    while count < min(len(left), len(right)) and left[count] == right[count]:
+        count += 1
+    return count
+
+
+def scalar(value: Any) -> str:
+    """A value as YAML on one line."""
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).strip()
+    return text.removesuffix("...").strip()
+
+
+def _docs_text() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "Made by `python -m posttrain.config.generate` from the classes in `posttrain/config/`. Every key that",
+        "`posttrain.trainer.main_ppo` takes, with its default. `posttrain config KEY=VALUE ...` prints a run's values.",
+        "",
+    ]
+    table = leaves()
+    for name, section in sections().items():
+        own = [leaf for key, leaf in table.items() if key.rsplit(".", 1)[0] == name]
+        if not own:
+            continue
+        lines += [f"## {name}", "", heading_of(section), "", "| key | default | |", "|---|---|---|"]
+        for leaf in own:
+            sentence = leaf.sentence.replace("|", "\\|")
+            lines.append(f"| `{leaf.key}` | `{scalar(leaf.default)}` | {sentence} |")
+        lines.append("")
+    lines += ["## Presets", "", "| choice | sets |", "|---|---|"]
+    for name, (sentence, values) in PRESETS.items():
+        sets = ", ".join(f"`{key}={scalar(value)}`" for key, value in values.items())
+        lines.append(f"| `{name.replace('/', '=')}` | {sentence} {sets} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m posttrain.config.generate", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare only; status 1 if a file is out of date")
+    check = parser.parse_args(argv).check
+    stale = [path for path, text in files().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files()[path], encoding="utf-8")
+        print(f"{'out of date' if check else 'written'}: {path}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""load_config: command line, files, flags and environment variables become one checked, typed configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import merge
+from posttrain.config.check import Checked, check
+from posttrain.config.commandline import CommandLine, add_override, no_arguments, parse_options
+from posttrain.config.compose import compose, find_folders, flatten
+from posttrain.config.derived import derive
+from posttrain.config.effects import idle_settings
+from posttrain.config.names import check_names
+from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.resolved import Resolved
+from posttrain.config.schema import build, leaves
+
+_NOT_THE_USERS = ("default", "preset")
+
+
+def load_config(
+    args: Sequence[str] | Mapping[str, Any],
+    *,
+    labelled: Sequence[tuple[str, str]] = (),
+    environment: bool = False,
+    provided: Iterable[str] = (),
+    known_names: Mapping[str, tuple[str, ...]] | None = None,
+    cwd: str | Path | None = None,
+) -> Resolved:
+    """The configuration that these arguments mean; raises ConfigError with all problems.
+
+    args: the command line as a list of strings, or a dict (nested, or with dotted keys) from a Python caller.
+    labelled: (override, source) pairs of lower rank than `args`, lowest first. A source that begins with "default" or
+        "preset" does not count as set by the user.
+    environment: also check files, packages and devices of this machine, and report those problems with the others.
+    provided: keys whose value the caller hands over as a Python object, such as "data.train_files".
+    known_names: key -> names registered in this process besides the built-in ones, such as
+        {"algorithm.adv_estimator": ("mine",)}.
+    """
+    folder = Path(cwd) if cwd is not None else Path.cwd()
+    is_mapping = isinstance(args, Mapping)
+    if not is_mapping and not args and not labelled:
+        raise ConfigError([no_arguments()])
+    line, overrides = parse_options([] if is_mapping else args)
+    try:
+        folders, name = find_folders(line, folder)
+    except ConfigError as error:
+        raise ConfigError(line.problems + error.problems) from None
+
+    def is_group(group: str) -> bool:
+        return any((root / group).is_dir() and any((root / group).glob("*.yaml")) for root in folders)
+
+    for text, source in [*labelled, *((text, "command line") for text in overrides)]:
+        add_override(line, text, source, is_group)
+    given = _from_mapping(args, line, is_group) if is_mapping else []
+    try:
+        composed = compose(folders, name, [group for group, _ in line.groups], folder)
+    except ConfigError as error:
+        raise ConfigError(line.problems + error.problems) from None
+
+    merged = merge.Merged(problems=list(line.problems))
+    merge.merge_files(merged, composed)
+    rank = len(composed.layers)
+    for key, text, source in line.values:
+        rank += source != "command line"  # each flag and variable has its own rank; the command line is one
+        at = 10**6 if source == "command line" else rank
+        merge.add(merged, key, text, source, at, explicit=not source.startswith(_NOT_THE_USERS))
+    for key, value in given:
+        merge.add(merged, key, value, "overrides", 10**6, explicit=True)
+    merge.resolve_references(merged)
+    merge.convert_types(merged)
+    derive(merged, frozenset(provided))
+    check_names(merged, folder, known_names or {})
+    resolved = _finish(merged, line, composed.main_file)
+    return _judge(resolved, merged, environment, folder)
+
+
+def _from_mapping(args: Mapping[str, Any], line: CommandLine, is_group: Any) -> list[tuple[str, Any]]:
+    """(key, value) pairs of a dict; group choices go to `line`."""
+    pairs = []
+    for key, value in flatten(_plain(args)).items():
+        if "." not in key and isinstance(value, str) and is_group(key):
+            line.groups.append((f"{key}={value}", "overrides"))
+        else:
+            pairs.append((key, value))
+    return pairs
+
+
+def _plain(value: Any) -> Any:
+    """Mappings of any kind as dicts, paths and other objects that are not data as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved:
+    """The typed tree, with sources."""
+    sources = {key: merged.where(key) for key in leaves()}
+    config = build({key: entry.value for key, entry in merged.entries.items() if key in leaves()})
+    explicit = {key for key in merged.entries if merged.is_set(key)}
+    asked = "help" if line.help else line.cfg
+    return Resolved(config, sources, merged.notes, explicit, main_file, merged.extra, asked)
+
+
+def _judge(resolved: Resolved, merged: merge.Merged, environment: bool, cwd: Path) -> Resolved:
+    """Run the checks of meaning (and of the machine); raise all problems at once."""
+    found, notes = check(Checked(resolved.config, resolved.explicit, resolved.where))
+    problems: list[Problem] = list(merged.problems)
+    known = {key for problem in problems for key in problem.keys} | merged.bad
+    problems += [problem for problem in found if not known.intersection(problem.keys)]
+    if environment:
+        from posttrain.config.environment import check_environment
+
+        problems += check_environment(resolved, cwd)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    for section in dict.fromkeys(key.split(".")[0] for key in resolved.extra):
+        resolved.notes.append(f"The section `{section}` is your own: it is read only through ${{{section}.KEY}}.")
+    resolved.notes += [*notes, *idle_settings(resolved.config, resolved.explicit)]
+    resolved.notes = list(dict.fromkeys(resolved.notes))
+    return resolved

@@ -1,0 +1,276 @@
+"""Several sources of values become one: spellings turned canonical, higher ranks win, contradictions are problems."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.config.aliases import DERIVED, MOVED_SECTIONS, canonical, nearest
+from posttrain.config.compose import Composed, Layer, flatten
+from posttrain.config.problem import Problem
+from posttrain.config.schema import leaf_of, leaves, sections
+from posttrain.config.values import WrongValue, convert, describe_hint, parse_yaml, shown, split_hint
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_UNSET_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+_PATH_KEYS = (
+    "data.train_files",
+    "data.val_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "critic.model.path",
+    "custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+)
+_LITERAL_KEYS = ("data.system_prompt", "actor_rollout_ref.rollout.stop")
+
+
+@dataclass
+class Entry:
+    """A value, and who set it."""
+
+    value: Any
+    source: str
+    spelling: str
+    rank: int
+    explicit: bool
+
+    def where(self, key: str) -> str:
+        """The place for a message."""
+        return self.source if self.spelling == key else f"{self.source}, written `{self.spelling}`"
+
+
+@dataclass
+class Merged:
+    """Entries by canonical (or derived) key, sections of the user's own, and what was found on the way."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)
+    """Keys whose value could not be read; checks of them are skipped."""
+
+    def value(self, key: str) -> Any:
+        """The value in force: an entry's, else the default."""
+        entry = self.entries.get(key)
+        return entry.value if entry is not None else leaves()[key].default
+
+    def is_set(self, key: str) -> bool:
+        """Whether the user set this key."""
+        return key in self.entries and self.entries[key].explicit
+
+    def where(self, key: str) -> str:
+        return self.entries[key].where(key) if key in self.entries else "default"
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def merge_files(merged: Merged, composed: Composed) -> None:
+    """Take in what the files say."""
+    for key, value in composed.values.items():
+        rank = composed.layer_of(key)
+        layer = composed.layers[rank] if composed.layers else Layer("default", {}, explicit=False)
+        leaf = leaf_of(key)
+        unchanged = layer.is_copy and leaf is not None and leaf.key == key and value == leaf.default
+        in_package = layer.label.startswith("posttrain/trainer/config/")
+        source = "default" if unchanged and in_package else layer.label
+        if canonical(key).key is None and _own_section(merged, key, value, layer):
+            continue
+        add(merged, key, value, source, rank, explicit=layer.explicit and not unchanged, from_file=True)
+
+
+def _own_section(merged: Merged, key: str, value: Any, layer: Layer) -> bool:
+    """Whether the key belongs to a group of the user's own, which is kept for `${...}` references."""
+    section = layer.own_section
+    if not section or not key.startswith(section + ".") or section.split(".")[0] in sections():
+        return False
+    inner = key[len(section) + 1 :]
+    if canonical(inner).key is not None:
+        what = f"`{inner}` stands in a group file, so that it becomes `{key}`, which nothing reads."
+        merged.problems.append(Problem(what, layer.label, "put `# @package _global_` in the file's first line"))
+    else:
+        merged.extra[key] = value
+    return True
+
+
+def add(
+    merged: Merged, spelling: str, value: Any, source: str, rank: int, *, explicit: bool, from_file: bool = False
+) -> None:
+    """Take in one value under any spelling."""
+    if isinstance(value, str) and value == "" and not from_file:
+        merged.note(f"`{spelling}=` ({source}) is empty and counts as not given.")
+        return
+    if spelling in merged.extra:
+        merged.extra[spelling] = value
+        return
+    found = canonical(spelling)
+    if found.key is None:
+        _not_a_setting(merged, spelling, value, source, rank, explicit, found.not_built)
+        return
+    if found.note:
+        merged.note(found.note)
+    key, leaf = found.key, leaf_of(found.key)
+    if leaf is not None and leaf.key != key:
+        key, value = leaf.key, _inside(merged, leaf.key, key, value)
+    optional = leaf is not None and split_hint(leaf.hint)[1]
+    if value is None and from_file and not optional:
+        merged.note(f"`{spelling}:` in {source} is empty and counts as not given.")
+        return
+    new, old = Entry(value, source, spelling, rank, explicit), merged.entries.get(key)
+    if old is not None and old.rank > rank:
+        return
+    if old is not None and _contradicts(key, old, new):
+        what = f"`{old.spelling}` and `{spelling}` are two spellings of `{key}` with different values: "
+        what += f"{shown(key, old.value)} and {shown(key, value)}."
+        where = old.source if old.source == source else f"{old.source}, and {source}"
+        merged.problems.append(Problem(what, where, f"keep one of them; the canonical spelling is `{key}`", (key,)))
+    merged.entries[key] = new
+
+
+def _contradicts(key: str, old: Entry, new: Entry) -> bool:
+    if old.rank != new.rank or old.spelling == new.spelling or not (old.explicit and new.explicit):
+        return False
+    leaf = leaf_of(key)
+    if leaf is not None and leaf.free_keys:
+        return False
+    hint = leaf.hint if leaf is not None else DERIVED[key]
+    try:
+        return convert(old.value, hint) != convert(new.value, hint)
+    except WrongValue:
+        return old.value != new.value
+
+
+def _inside(merged: Merged, leaf_key: str, key: str, value: Any) -> dict[str, Any]:
+    """A free-form dict setting with one inner key set."""
+    before = merged.value(leaf_key)
+    whole = dict(before if isinstance(before, dict) else parse_yaml(str(before)) or {})
+    *path, last = key[len(leaf_key) + 1 :].split(".")
+    inner = whole
+    for part in path:
+        inner[part] = dict(inner.get(part) or {})
+        inner = inner[part]
+    inner[last] = parse_yaml(value) if isinstance(value, str) and not value.startswith("$") else value
+    return whole
+
+
+def _not_a_setting(merged: Merged, key: str, value: Any, source: str, rank: int, explicit: bool, reason: str) -> None:
+    """A key that is no setting: a section, a feature that is not built, or unknown."""
+    is_section = key in sections() or f"{key}." in MOVED_SECTIONS
+    if is_section and value in (None, {}):
+        return
+    if is_section and isinstance(value, str) and value.startswith("{"):
+        for inner, inner_value in flatten(parse_yaml(value), f"{key}.").items():
+            add(merged, inner, inner_value, source, rank, explicit=explicit)
+    elif is_section:
+        inside = [leaf for leaf in leaves() if leaf.startswith(f"{key}.")]
+        do = f"set a key inside it, for example `{inside[0]}`" if inside else "set a key inside it"
+        merged.problems.append(Problem(f"`{key}` is a section, not a setting.", source, do))
+    elif reason:
+        why, _, do = reason.partition("; ")
+        merged.problems.append(Problem(f"`{key}` cannot be used: {why}.", source, do or "remove the key"))
+    else:
+        merged.problems.append(Problem(f"Unknown key `{key}`.", source, nearest(key)))
+
+
+def resolve_references(merged: Merged) -> None:
+    """Replace `${section.key}`, `${oc.env:NAME}`, `${NAME}` and `$NAME` by what they stand for."""
+    if any("${" in str(entry.value) for entry in merged.entries.values()) or "${" in str(merged.extra):
+        _resolve_interpolations(merged)
+    for key, entry in merged.entries.items():
+        if "$" in str(entry.value) and key not in _LITERAL_KEYS:
+            entry.value = _expand(entry.value)
+            unset = _UNSET_VARIABLE.search(str(entry.value)) if key in _PATH_KEYS else None
+            if unset:
+                what = f"`{key}` uses the environment variable {unset[0]}, which is not set."
+                merged.problems.append(Problem(what, entry.where(key), "set the variable, or write the path", (key,)))
+                merged.bad.add(key)
+
+
+def _expand(value: Any) -> Any:
+    if isinstance(value, str):
+        return os.path.expandvars(value)
+    if isinstance(value, list):
+        return [_expand(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _expand(item) for name, item in value.items()}
+    return value
+
+
+def _resolve_interpolations(merged: Merged) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    flat = {leaf.key: leaf.default for leaf in leaves().values()}
+    flat |= {key: _rename(entry.value) for key, entry in merged.entries.items()}
+    flat |= {key: _rename(value) for key, value in merged.extra.items()}
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    config = OmegaConf.create(tree)
+    for key in [*merged.entries, *merged.extra]:
+        if "${" not in str(flat[key]):
+            continue
+        try:
+            value = OmegaConf.select(config, key, throw_on_missing=True)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            first = str(error).splitlines()[0]
+            where = merged.entries[key].where(key) if key in merged.entries else "your own section"
+            do = "refer to a key of the tree as `${section.key}`, to a variable as `${oc.env:NAME}`"
+            merged.problems.append(Problem(f"`{key}`: {flat[key]!r} cannot be resolved: {first}.", where, do, (key,)))
+            merged.bad.add(key)
+            continue
+        if key in merged.entries:
+            merged.entries[key].value = value
+        else:
+            merged.extra[key] = value
+
+
+def _rename(value: Any) -> Any:
+    """References written with another spelling, or naming an environment variable, in the form that OmegaConf reads."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name.isupper() and "." not in name:
+            return f"${{oc.env:{name}}}"
+        return f"${{{canonical(name).key or name}}}"
+
+    if isinstance(value, str):
+        return _REFERENCE.sub(replace, value)
+    if isinstance(value, list):
+        return [_rename(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _rename(item) for name, item in value.items()}
+    return value
+
+
+def convert_types(merged: Merged) -> None:
+    """Give every entry its declared type; a value that does not fit is a problem and falls back to the default."""
+    for key in list(merged.entries):
+        entry = merged.entries[key]
+        hint = DERIVED[key] if key in DERIVED else leaves()[key].hint
+        try:
+            if key in merged.bad:
+                raise WrongValue("")
+            entry.value = convert(entry.value, hint)
+            if key in _PATH_KEYS and isinstance(entry.value, str):
+                entry.value = os.path.expanduser(entry.value)
+        except WrongValue as error:
+            if key not in merged.bad:
+                text = str(error) if shown(key, entry.value) != "***" else "the value does not fit its type"
+                what = f"`{entry.spelling}`: {text}."
+                about = f" ({leaves()[key].sentence})" if key in leaves() else ""
+                do = f"give {describe_hint(hint)}{about}"
+                merged.problems.append(Problem(what, entry.where(key), do, (key,)))
+            merged.bad.add(key)
+            del merged.entries[key]

@@ -1,0 +1,55 @@
+"""Names of estimators, policy losses and samplers: known, or registered by a file of the working folder."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, SAMPLERS
+from posttrain.config.merge import Entry, Merged
+from posttrain.config.problem import Problem
+from posttrain.config.registered import files_that_register
+
+_EXTERNAL = "actor_rollout_ref.model.external_lib"
+_REGISTRIES = {
+    "algorithm.adv_estimator": ("advantage estimator", "register_adv_est", ESTIMATORS),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("policy loss", "register_policy_loss", POLICY_LOSSES),
+    "data.sampler": ("sampler", "register_sampler", SAMPLERS),
+}
+"""Key -> (what it names, the function that registers such a name, names known)."""
+
+
+def check_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
+    """Check the three names; `further` gives names registered in this process, by key."""
+    needed: dict[Path, str] = {}
+    for key, (what, function, built_in) in _REGISTRIES.items():
+        known = (*built_in, *further.get(key, ()))
+        name = merged.value(key)
+        if name in known or key in merged.bad or merged.value(_EXTERNAL) is not None:
+            continue  # a module named by the user may register anything: it is asked when it has been imported
+        files = files_that_register(name, function, cwd)
+        if len(files) == 1:
+            needed[files[0]] = f"{what} `{name}`"
+        else:
+            merged.problems.append(_unknown(merged, key, name, what, function, known, files))
+    if len(needed) == 1:
+        file, why = next(iter(needed.items()))
+        merged.entries[_EXTERNAL] = Entry(file.name, f"found in the working folder ({why})", _EXTERNAL, -1, False)
+        merged.note(f"{file.name} registers the {why} and is loaded; {_EXTERNAL}={file.stem} says the same.")
+    elif needed:
+        names = " and ".join(f"{why} in {file.name}" for file, why in needed.items())
+        do = f"set {_EXTERNAL} to one file that imports both"
+        merged.problems.append(Problem(f"Two files would have to be loaded: {names}.", "working folder", do))
+
+
+def _unknown(
+    merged: Merged, key: str, name: str, what: str, function: str, known: tuple[str, ...], files: list[Path]
+) -> Problem:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean `{close[0]}`? " if close else ""
+    text = f"`{key}={name}`: unknown {what}; known: {', '.join(known)}."
+    if files:
+        text += f" Several files register it: {', '.join(file.name for file in files)}."
+    do = f'{hint}If it is your own (@{function}("{name}")), name its file: {_EXTERNAL}=FILE'
+    return Problem(text, merged.where(key), do, (key,))

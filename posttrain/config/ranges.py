@@ -1,0 +1,111 @@
+"""Key -> (test, what it must be), for settings that take a range of numbers; null is never tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Range = tuple[Callable[[Any], bool], str]
+
+
+def _at_least(low: float) -> Range:
+    return lambda value: value >= low, f"{low} or more"
+
+
+def _above(low: float) -> Range:
+    return lambda value: value > low, f"above {low}"
+
+
+_ONE_OR_MORE, _ZERO_OR_MORE, _POSITIVE = _at_least(1), _at_least(0), _above(0)
+_SHARE: Range = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_POSITIVE_SHARE: Range = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+_COUNT_OR_ALL: Range = (lambda value: value == -1 or value >= 1, "-1, or 1 or more")
+_BETAS: Range = (
+    lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
+    "two numbers from 0 to below 1",
+)
+_WEIGHTS: Range = (lambda value: len(value) > 0 and all(weight > 0 for weight in value), "positive numbers")
+
+_OPTIM: dict[str, Range] = {
+    "lr": _POSITIVE,
+    "weight_decay": _ZERO_OR_MORE,
+    "betas": _BETAS,
+    "eps": _POSITIVE,
+    "lr_warmup_steps": (lambda value: value >= -1, "-1, or 0 or more"),
+    "lr_warmup_steps_ratio": _SHARE,
+    "min_lr_ratio": _SHARE,
+}
+_UPDATE: dict[str, Range] = {
+    "ppo_mini_batch_size": _ONE_OR_MORE,
+    "ppo_micro_batch_size_per_gpu": _ONE_OR_MORE,
+    "ppo_max_token_len_per_gpu": _ONE_OR_MORE,
+    "ppo_epochs": _ONE_OR_MORE,
+    "grad_clip": _POSITIVE,
+    **{f"optim.{name}": limits for name, limits in _OPTIM.items()},
+}
+_ACTOR: dict[str, Range] = {
+    **_UPDATE,
+    "clip_ratio": _POSITIVE,
+    "clip_ratio_low": _POSITIVE,
+    "clip_ratio_high": _POSITIVE,
+    "clip_ratio_c": _above(1),
+    "loss_scale_factor": _POSITIVE,
+    "kl_loss_coef": _ZERO_OR_MORE,
+    "entropy_coeff": _ZERO_OR_MORE,
+}
+_SAMPLING: dict[str, Range] = {
+    "n": _ONE_OR_MORE,
+    "temperature": _POSITIVE,
+    "top_p": _POSITIVE_SHARE,
+    "top_k": _COUNT_OR_ALL,
+}
+_ROLLOUT: dict[str, Range] = {
+    **_SAMPLING,
+    **{f"val_kwargs.{name}": limits for name, limits in _SAMPLING.items()},
+    "min_p": _SHARE,
+    "repetition_penalty": _POSITIVE,
+    "max_num_seqs": _ONE_OR_MORE,
+    "tensor_model_parallel_size": _ONE_OR_MORE,
+    "gpu_memory_utilization": _POSITIVE_SHARE,
+}
+_BY_SECTION: dict[str, dict[str, Range]] = {
+    "algorithm": {
+        "gamma": _SHARE,
+        "lam": _SHARE,
+        "kl_ctrl.kl_coef": _ZERO_OR_MORE,
+        "kl_ctrl.horizon": _ONE_OR_MORE,
+        "kl_ctrl.target_kl": _POSITIVE,
+        "rollout_correction.rollout_is_threshold": _POSITIVE,
+    },
+    "data": {
+        "train_batch_size": _ONE_OR_MORE,
+        "val_batch_size": _ONE_OR_MORE,
+        "max_prompt_length": _ONE_OR_MORE,
+        "max_response_length": _ONE_OR_MORE,
+        "train_max_samples": _COUNT_OR_ALL,
+        "val_max_samples": _COUNT_OR_ALL,
+        "train_weights": _WEIGHTS,
+    },
+    "actor_rollout_ref.model": {"lora_rank": _ZERO_OR_MORE, "lora_alpha": _POSITIVE},
+    "actor_rollout_ref.actor": _ACTOR,
+    "actor_rollout_ref.rollout": _ROLLOUT,
+    "critic": {**_UPDATE, "cliprange_value": _POSITIVE},
+    "reward": {"num_workers": _ONE_OR_MORE, "timeout_s": _POSITIVE},
+    "trainer": {
+        "total_epochs": _ONE_OR_MORE,
+        "total_training_steps": _ONE_OR_MORE,
+        "save_freq": _COUNT_OR_ALL,
+        "test_freq": _COUNT_OR_ALL,
+        "max_ckpt_to_keep": _ONE_OR_MORE,
+        "n_gpus_per_node": _ONE_OR_MORE,
+        "nnodes": _ONE_OR_MORE,
+        "critic_warmup": _ZERO_OR_MORE,
+        "max_bad_steps": _ONE_OR_MORE,
+        "rollout_mismatch_tol": _POSITIVE,
+    },
+    "tracking": {"samples_freq": _ZERO_OR_MORE, "samples_max_gb": _POSITIVE},
+}
+
+RANGES: dict[str, Range] = {
+    f"{section}.{name}": limits for section, ranges in _BY_SECTION.items() for name, limits in ranges.items()
+}

@@ -1,0 +1,100 @@
+"""The settings as a flat table: canonical dotted key -> type, default, sentence. All checks of keys read this."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from functools import cache
+from typing import Any
+
+from posttrain.config.base import Section
+from posttrain.config.docs import sentences_of
+from posttrain.config.root import PPOConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One setting."""
+
+    key: str
+    hint: Any
+    default: Any
+    sentence: str
+
+    @property
+    def free_keys(self) -> bool:
+        """Whether the value is a dict whose own keys are the user's."""
+        return typing.get_origin(self.hint) is dict
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every setting by its canonical key, in the order of the classes."""
+    return {leaf.key: leaf for leaf in _walk(PPOConfig(), "")}
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """Every section by its dotted name."""
+    found: dict[str, type[Section]] = {}
+
+    def visit(section: Section, name: str) -> None:
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if isinstance(value, Section):
+                found[name + field.name] = type(value)
+                visit(value, f"{name}{field.name}.")
+
+    visit(PPOConfig(), "")
+    return found
+
+
+def _walk(section: Section, prefix: str) -> list[Leaf]:
+    hints = typing.get_type_hints(type(section))
+    sentences = sentences_of(type(section))
+    found: list[Leaf] = []
+    for field in dataclasses.fields(section):
+        value, key = getattr(section, field.name), prefix + field.name
+        if isinstance(value, Section):
+            found += _walk(value, key + ".")
+        else:
+            found.append(Leaf(key, hints[field.name], value, sentences.get(field.name, "")))
+    return found
+
+
+def leaf_of(key: str) -> Leaf | None:
+    """The setting that a key names: itself, or the free-form dict that it lies in."""
+    table = leaves()
+    if key in table:
+        return table[key]
+    parts = key.split(".")
+    for end in range(len(parts) - 1, 1, -1):
+        leaf = table.get(".".join(parts[:end]))
+        if leaf is not None:
+            return leaf if leaf.free_keys else None
+    return None
+
+
+def build(values: dict[str, Any]) -> PPOConfig:
+    """The typed tree with these values by canonical key; the others keep their defaults."""
+    config = PPOConfig()
+    for key, value in values.items():
+        assign(config, key, value)
+    return config
+
+
+def assign(config: PPOConfig, key: str, value: Any) -> None:
+    """Set one canonical key of a typed tree."""
+    *path, name = key.split(".")
+    section: Any = config
+    for part in path:
+        section = getattr(section, part)
+    setattr(section, name, value)
+
+
+def lookup(config: PPOConfig, key: str) -> Any:
+    """The value of one canonical key of a typed tree."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

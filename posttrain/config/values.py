@@ -1,0 +1,151 @@
+"""Values as users write them (`1e-6`, `True`, `["a","b"]`, `a,b`, `null`) turned into a setting's declared type."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from typing import Any
+
+NULLS = ("null", "none", "~")
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password|access_key|credentials?)$", re.IGNORECASE)
+_SWEEP = re.compile(r"^(choice|range|interval|glob)\(.*\)$")
+
+
+class WrongValue(ValueError):
+    """A value that does not fit; the text says what was expected."""
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key holds something that must not be shown, judged by its last name."""
+    return bool(_SECRET.search(key.rsplit(".", 1)[-1]))
+
+
+def shown(key: str, value: Any) -> str:
+    """The value for a message, masked where it is a secret."""
+    return "***" if is_secret(key) and value not in (None, "") else repr(value)
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML text with `1e-6` read as a number, as in configuration files."""
+    import yaml
+    from omegaconf._utils import get_yaml_loader
+
+    return yaml.load(text, Loader=get_yaml_loader())
+
+
+def unquote(text: str) -> str:
+    """The text without one pair of quotes around it."""
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        return text[1:-1]
+    return text
+
+
+def split_hint(hint: Any) -> tuple[Any, bool]:
+    """(type without None, whether None is allowed)."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        rest = [part for part in typing.get_args(hint) if part is not type(None)]
+        return rest[0], len(rest) < len(typing.get_args(hint))
+    return hint, hint is Any
+
+
+def describe_hint(hint: Any) -> str:
+    """The declared type in words."""
+    kind, optional = split_hint(hint)
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    if typing.get_origin(kind) is list:
+        inner = {int: "integers", float: "numbers", str: "texts"}.get(typing.get_args(kind)[0], "values")
+        text = f"a list of {inner}"
+    elif typing.get_origin(kind) is dict:
+        text = "a mapping of names to values"
+    else:
+        text = names.get(kind, "a value or a list")
+    return f"{text}, or null" if optional and hint is not Any else text
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """The value as the declared type; raises WrongValue with what was expected."""
+    kind, optional = split_hint(hint)
+    if value is None or (isinstance(value, str) and value.lower() in NULLS and (optional or value.lower() == "null")):
+        if optional:
+            return None
+        raise WrongValue(f"expected {describe_hint(hint)}, got null")
+    try:
+        return _convert(value, kind)
+    except WrongValue:
+        raise
+    except (ValueError, TypeError):
+        raise WrongValue(f"expected {describe_hint(hint)}, got {value!r}" + _sweep_hint(value, kind)) from None
+
+
+def _sweep_hint(value: Any, kind: Any) -> str:
+    if isinstance(value, str) and kind in (int, float, bool) and ("," in value or _SWEEP.match(value)):
+        return " (this looks like a sweep: one run takes one value; start one run per value in a shell loop)"
+    return ""
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    if kind is bool:
+        return _boolean(value)
+    if kind in (int, float):
+        return _number(value, kind)
+    if kind is str:
+        if isinstance(value, bool | list | dict):
+            raise ValueError
+        return unquote(value) if isinstance(value, str) else str(value)
+    if typing.get_origin(kind) is list:
+        return [_convert(item, typing.get_args(kind)[0]) for item in _as_list(value)]
+    if typing.get_origin(kind) is dict:
+        parsed = parse_yaml(value) if isinstance(value, str) else value
+        if not isinstance(parsed, dict):
+            raise ValueError
+        return parsed
+    return _path_or_list(value)
+
+
+def _boolean(value: Any) -> bool:
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError
+
+
+def _number(value: Any, kind: type) -> int | float:
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, str):
+        value = unquote(value.strip())
+    number = float(value)
+    if kind is float:
+        return number
+    try:
+        exact = int(value)
+    except ValueError:
+        exact = int(number)
+    if exact != number:
+        raise ValueError
+    return exact
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        text = value.strip()
+        value = parse_yaml(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
+    if isinstance(value, dict):
+        raise ValueError
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _path_or_list(value: Any) -> Any:
+    """For settings that take one text or several: `a`, `a,b`, `[a, b]`."""
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, tuple) else value
+    text = value.strip()
+    if text[:1] in "\"'" and unquote(text) != text:
+        return unquote(text)
+    if text.startswith("[") or "," in text:
+        return [str(part) for part in _as_list(text)]
+    return text

@@ -1,0 +1,1 @@
+"""Where workers run. `local` calls them in this process; the trainer cannot tell the difference."""

@@ -1,0 +1,83 @@
+"""Prompts as token ids: a string or a list of messages is rendered once by the chat template and tokenized once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.data.fields import Messages
+from posttrain.data.rows import DataError
+
+HINT = "use an instruct model's tokenizer (actor_rollout_ref.model.tokenizer_path), or prompts that are plain strings."
+
+
+class ChatRenderer:
+    """Renders and tokenizes prompts. Example: `ChatRenderer(tokenizer).render("15 + 27 = ?")` gives messages and text.
+
+    Without a chat template a plain string is the whole text, and messages are an error.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, system_prompt: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.template_kwargs = dict(template_kwargs or {})
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.notes: list[str] = []
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        if "tokenize" in self.template_kwargs:
+            raise DataError(
+                "data.apply_chat_template_kwargs: `tokenize` cannot be set; prompts are rendered, then tokenized."
+            )
+        if not self.has_template:
+            useless = {
+                "data.system_prompt": self.system_prompt,
+                "data.apply_chat_template_kwargs": self.template_kwargs,
+            }
+            for setting, value in useless.items():
+                if value:
+                    raise DataError(f"{setting} is set, but the tokenizer has no chat template to use it; {HINT}")
+            return
+        parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        template = self.tokenizer.chat_template
+        for key in self.template_kwargs:
+            if isinstance(template, str) and key not in template and key not in parameters:
+                self.notes.append(f"data.apply_chat_template_kwargs: the chat template does not use `{key}`.")
+
+    def messages(self, prompt: str | Messages) -> Messages:
+        """The conversation that a prompt stands for: a string is one user message after the system prompt."""
+        if not isinstance(prompt, str):
+            return prompt
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": prompt}]
+
+    def render(self, prompt: str | Messages, where: str = "the prompt") -> tuple[Messages, str]:
+        """The messages and the text that the model reads, up to where its answer begins; `where` serves errors."""
+        messages = self.messages(prompt)
+        if not self.has_template:
+            if isinstance(prompt, str):
+                return messages, prompt
+            raise DataError(
+                f"The prompt of {where} is a list of messages, but the tokenizer has no chat template; {HINT}"
+            )
+        options = {"add_generation_prompt": True, **self.template_kwargs}
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as error:  # templates raise errors of their own making, such as an unsupported role
+            raise DataError(f"The chat template refused the prompt of {where}: {error}") from error
+        return messages, str(text)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of rendered texts; a template writes the special tokens itself, so none are added to its output."""
+        if not texts:
+            return []
+        # Not verbose: overlong prompts are reported by count, not by the tokenizer's warning.
+        return self.tokenizer(list(texts), add_special_tokens=not self.has_template, verbose=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included, as the model reads it."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,176 @@
+"""PromptDataset: rows of files or of memory as tokenized prompts, with what the reward needs beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypedDict
+
+from tqdm import tqdm
+
+from posttrain.config.data import DataConfig
+from posttrain.data.chat import ChatRenderer
+from posttrain.data.fields import Messages, PromptFields, fields_of
+from posttrain.data.rows import DataError, RowTable, load_rows, table_of_rows
+
+SPLITS = ("train", "val")
+TRUNCATIONS = ("error", "left", "right")
+TOKENIZED_AT_ONCE = 1000
+PROGRESS_FROM_ROWS = 5_000
+
+
+class PromptItem(TypedDict):
+    """One prompt of a data set."""
+
+    prompt_ids: list[int]
+    raw_prompt: Messages
+    prompt: str
+    data_source: str | None
+    ground_truth: Any
+    response: str | None
+    extra_info: dict[str, Any] | None
+    index: int
+
+
+class PromptDataset:
+    """Prompts ready for rollout. Example: `PromptDataset("train.parquet", tokenizer, config.data)[0]["prompt_ids"]`.
+
+    `files_or_rows` is one path, a list of paths, or rows in memory (dicts). `notes` holds sentences for the start of a
+    run. `index` of an item is its row's position before overlong prompts were dropped.
+    """
+
+    def __init__(self, files_or_rows: Any, tokenizer: Any, config: DataConfig, *, split: str = "train") -> None:
+        if config.truncation not in TRUNCATIONS:
+            raise DataError(f"data.truncation is '{config.truncation}'; it must be one of {', '.join(TRUNCATIONS)}.")
+        if split not in SPLITS:
+            raise ValueError(f"split is '{split}'; it must be one of {', '.join(SPLITS)}")
+        self.config = config
+        self.split = split
+        self.notes: list[str] = []
+        self._name = f"data.{split}_files"
+        self._chat = ChatRenderer(
+            tokenizer, system_prompt=config.system_prompt, template_kwargs=config.apply_chat_template_kwargs
+        )
+        table = self._load(files_or_rows)
+        self.files = table.files
+        fields = [
+            fields_of(table, row, prompt_key=config.prompt_key, data_source=config.data_source)
+            for row in range(len(table))
+        ]
+        items = self._tokenize(table, fields)
+        self._items, kept = self._fit(table, items)
+        self.file_of = [table.file_of[row] for row in kept]
+        """Index in `files` of each item's file."""
+        self.rows_without_truth = sum(item["ground_truth"] is None for item in self._items)
+        self._note_fields([fields[row] for row in kept])
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        return iter(self._items)
+
+    @property
+    def data_sources(self) -> list[str | None]:
+        """The distinct data sources, in the order in which they occur."""
+        return list(dict.fromkeys(item["data_source"] for item in self._items))
+
+    def column(self, name: str) -> list[Any]:
+        """One value per item of a column of the rows or of their `extra_info`; None where a row has none."""
+        return [(item["extra_info"] or {}).get(name) for item in self._items]
+
+    def _load(self, files_or_rows: Any) -> RowTable:
+        limit = int(self.config[f"{self.split}_max_samples"])
+        if limit == 0:
+            raise DataError(f"data.{self.split}_max_samples is 0; give a positive number, or -1 for all rows.")
+        if files_or_rows is None or isinstance(files_or_rows, str | os.PathLike):
+            return load_rows(files_or_rows, limit=limit, setting=self._name)
+        if (
+            not isinstance(files_or_rows, Iterable)
+            or isinstance(files_or_rows, Mapping)
+            or hasattr(files_or_rows, "columns")
+        ):
+            kind = type(files_or_rows).__name__
+            raise DataError(f"Data of type {kind} is not known; give paths, or a list of dicts (one per row).")
+        values = list(files_or_rows)
+        if values and all(isinstance(value, str | os.PathLike) for value in values):
+            return load_rows(values, limit=limit, setting=self._name)
+        return table_of_rows(values, limit=limit)
+
+    def _tokenize(self, table: RowTable, fields: list[PromptFields]) -> list[PromptItem]:
+        items: list[PromptItem] = []
+        hidden = True if len(fields) < PROGRESS_FROM_ROWS else None  # None: shown on a terminal only
+        with tqdm(total=len(fields), desc=f"tokenizing {self.split} prompts", disable=hidden) as bar:
+            for start in range(0, len(fields), TOKENIZED_AT_ONCE):
+                rows = range(start, min(start + TOKENIZED_AT_ONCE, len(fields)))
+                rendered = [self._chat.render(fields[row].prompt, table.where(row)) for row in rows]
+                ids = self._chat.encode([text for _, text in rendered])
+                items += [_item(row, fields[row], *rendered[row - start], ids[row - start]) for row in rows]
+                bar.update(len(rows))
+        return items
+
+    def _fit(self, table: RowTable, items: list[PromptItem]) -> tuple[list[PromptItem], list[int]]:
+        """Drops, cuts or refuses prompts that are too long; gives the items and their rows."""
+        limit = self.config.max_prompt_length
+        overlong = [item["index"] for item in items if len(item["prompt_ids"]) > limit]
+        if not overlong:
+            return items, list(range(len(items)))
+        longest = max(len(items[row]["prompt_ids"]) for row in overlong)
+        count = f"{len(overlong)} of {len(items)} {self.split} prompts exceed data.max_prompt_length={limit} tokens"
+        if self.config.filter_overlong_prompts:
+            kept = [row for row, item in enumerate(items) if len(item["prompt_ids"]) <= limit]
+            if not kept:
+                raise DataError(f"{count} (the longest has {longest}), so none is left. Raise data.max_prompt_length.")
+            self.notes.append(f"{count} and were dropped; the longest has {longest}.")
+            return [items[row] for row in kept], kept
+        if self.config.truncation == "error":
+            first = table.where(overlong[0])
+            raise DataError(
+                f"{count}, the first is {first}; the longest has {longest}. Raise data.max_prompt_length, "
+                "or set data.filter_overlong_prompts=true or data.truncation=left or right."
+            )
+        for row in overlong:
+            ids = items[row]["prompt_ids"]
+            items[row]["prompt_ids"] = ids[-limit:] if self.config.truncation == "left" else ids[:limit]
+            items[row]["prompt"] = self._chat.decode(items[row]["prompt_ids"])
+        self.notes.append(f"{count} and were cut on the {self.config.truncation}; the longest has {longest}.")
+        return items, list(range(len(items)))
+
+    def _note_fields(self, fields: list[PromptFields]) -> None:
+        """Notes what was done about columns that are missing or easily misunderstood."""
+        total, where = len(fields), f"{self.split} rows"
+        self.notes += self._chat.notes
+        if not self._chat.has_template:
+            self.notes.append("The tokenizer has no chat template: prompts are used as they are.")
+        elif self.config.system_prompt and not any(isinstance(item.prompt, str) for item in fields):
+            self.notes.append(f"data.system_prompt has no effect on {where}: all their prompts are lists of messages.")
+        if from_response := sum(item.truth_is_response for item in fields):
+            self.notes.append(
+                f"{from_response} of {total} {where} have no ground_truth: their `response` serves as truth."
+            )
+        if self.rows_without_truth:
+            self.notes.append(
+                f"{self.rows_without_truth} of {total} {where} have neither ground_truth nor response: "
+                "the reward gets None as truth."
+            )
+        if any("reward" in (item.extra_info or {}) for item in fields):
+            self.notes.append(
+                f"The `reward` column of the {where} is given to rewards as extra_info['reward']; "
+                "it does not replace the score of a new response."
+            )
+
+
+def _item(row: int, fields: PromptFields, messages: Messages, text: str, ids: list[int]) -> PromptItem:
+    return PromptItem(
+        prompt_ids=ids,
+        raw_prompt=messages,
+        prompt=text,
+        data_source=fields.data_source,
+        ground_truth=fields.ground_truth,
+        response=fields.response,
+        extra_info=fields.extra_info,
+        index=row,
+    )

@@ -1,0 +1,1 @@
+"""Recipes that make data sets, as rows and as files."""

@@ -1,0 +1,169 @@
+"""Rows from files: parquet, JSON arrays and JSON lines become plain Python dicts that remember where they stood.
+
+Never imports torch, so that rewards can be tried on a file at once.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+PREPARED_BY = {"gsm8k": "python examples/data_preprocess/gsm8k.py"}
+"""Folder name -> the command that makes the files in it, for the message about a missing one."""
+
+
+class DataError(ValueError):
+    """Something about the user's data: what is wrong, where, and what to do."""
+
+
+@dataclass
+class RowTable:
+    """Rows with their origin. Example: `table.where(0)` gives `row 1 of data/train.json`."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    file_of: list[int] = field(default_factory=list)
+    """Index of each row's file in `files`."""
+    number_of: list[int] = field(default_factory=list)
+    """Each row's number in its file from 1: the line in JSON lines, else the position."""
+    files: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, row: int) -> str:
+        return f"row {self.number_of[row]} of {self.files[self.file_of[row]]}"
+
+    def add(self, name: str, numbered_rows: Iterable[tuple[int, Any]], limit: int | None = None) -> None:
+        """Appends the rows of one file until the table holds `limit` rows."""
+        self.files.append(name)
+        for number, row in numbered_rows:
+            if limit is not None and len(self) >= limit:
+                return
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"Row {number} of {name} is a {type(row).__name__}; it must be an object with named fields."
+                )
+            self.rows.append({str(key): plain(value) for key, value in row.items()})
+            self.file_of.append(len(self.files) - 1)
+            self.number_of.append(number)
+
+
+def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path]:
+    """Paths of one file or several, `~` and `$HOME` expanded; one error names all that are missing."""
+    if isinstance(files, str | os.PathLike):
+        files = [files]
+    if not files or "" in files:
+        raise DataError(f"{setting} names no file; give one path or a list of paths ({', '.join(READABLE)}).")
+    paths = [Path(os.path.expandvars(os.path.expanduser(os.fspath(name)))) for name in files]
+    problems = [problem for path in paths if (problem := _path_problem(path))]
+    if problems:
+        raise DataError(f"{setting}: " + " ".join(problems))
+    return paths
+
+
+def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files") -> RowTable:
+    """The rows of all files in order, at most `limit` of them (-1: all); no rows at all is an error."""
+    table = RowTable()
+    for path in resolve_files(files, setting):
+        table.add(str(path), _read(path), None if limit < 0 else limit)
+    if not table.rows:
+        raise DataError(f"{setting}: there are no rows in {', '.join(table.files)}.")
+    return table
+
+
+def table_of_rows(rows: Iterable[Any], *, limit: int = -1, name: str = "the given rows") -> RowTable:
+    """A table of rows that are in memory already."""
+    table = RowTable()
+    table.add(name, enumerate(rows, start=1), None if limit < 0 else limit)
+    if not table.rows:
+        raise DataError(f"There are no rows in {name}.")
+    return table
+
+
+def plain(value: Any) -> Any:
+    """The value with numpy arrays and scalars, tuples and foreign mappings turned into plain Python."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value.item() if hasattr(value, "item") else value  # type: ignore[union-attr]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, tensors
+        return plain(value.tolist())
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain(item) for item in value]
+    return value
+
+
+def _path_problem(path: Path) -> str | None:
+    if path.is_dir():
+        inside = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(READABLE))
+        return f"{path} is a folder; name the files in it" + (f" ({', '.join(inside[:5])})." if inside else ".")
+    if not path.exists():
+        command = next((command for folder, command in PREPARED_BY.items() if folder in path.parent.name), None)
+        hint = f" Make it with `{command}`." if command else " Check the path; it is taken from the working folder."
+        return f"There is no file {path}.{hint}"
+    if not path.name.endswith(READABLE):
+        return f"{path} has a suffix that is not known; the suffix decides the reader: {', '.join(READABLE)}."
+    return None
+
+
+def _read(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.name.endswith(".parquet"):
+        return _read_parquet(path)
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.name.endswith(".gz") else data).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}. JSON files must be UTF-8 (and .gz ones gzip).") from error
+    if path.name.removesuffix(".gz").endswith(".jsonl"):
+        return _read_lines(path, text)
+    return _read_json(path, text)
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet after row {number}: {error}") from error
+
+
+def _read_json(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # many a file of JSON lines is called .json
+            return _read_lines(path, text)
+        raise DataError(
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from error
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        raise DataError(f"{path} holds a {type(content).__name__}; it must be a JSON array of objects.")
+    return iter(enumerate(content, start=1))
+
+
+def _read_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"Line {number} of {path} is not valid JSON: {error.msg} at column {error.colno}."
+            ) from error

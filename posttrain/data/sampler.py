@@ -1,0 +1,190 @@
+"""PromptSampler: which rows make up the next batch; its place can be saved and restored exactly.
+
+An order is a function `order(dataset, config, seed, epoch)` that gives the row numbers of one epoch. It depends on
+its arguments alone, so epoch and position are the whole state of a sampler.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from posttrain.config.data import DataConfig
+from posttrain.data.dataset import PromptDataset
+from posttrain.data.rows import DataError
+
+EpochOrder = Callable[[int], Sequence[int] | np.ndarray]
+DatasetOrder = Callable[[PromptDataset, DataConfig, int, int], Sequence[int] | np.ndarray]
+SAMPLERS: dict[str, DatasetOrder] = {}
+
+
+def register_sampler(name: str) -> Callable[[DatasetOrder], DatasetOrder]:
+    """Makes an order known as `data.sampler=NAME`. Example: `@register_sampler("mine")` above a function."""
+
+    def register(order: DatasetOrder) -> DatasetOrder:
+        if SAMPLERS.setdefault(name, order) is not order:
+            raise ValueError(f"a sampler '{name}' is registered already")
+        return order
+
+    return register
+
+
+class PromptSampler:
+    """Batches of row numbers, epoch after epoch without end.
+
+    `order(epoch)` gives the rows of an epoch; without it they are `range(n)`, shuffled by (seed, epoch). The rows that
+    do not fill the last batch of an epoch are left out, or given as a smaller batch with `drop_last=False`.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        order: EpochOrder | None = None,
+    ) -> None:
+        self.n, self.batch_size, self.drop_last = n, batch_size, drop_last
+        self._order_of = order or (lambda epoch: shuffled(n, seed, epoch) if shuffle else np.arange(n))
+        self.epoch = 0
+        """Epoch of the latest batch, from 0."""
+        self._position = 0
+        self._order = self._checked_order(0)
+        if batch_size < 1 or self.batches_per_epoch == 0:
+            raise ValueError(f"a batch of {batch_size} rows cannot be drawn from an epoch of {len(self._order)}")
+
+    @property
+    def batches_per_epoch(self) -> int:
+        full, rest = divmod(len(self._order), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def next_batch(self) -> list[int]:
+        """Row numbers of the next batch; begins the next epoch when this one is used up."""
+        least = self.batch_size if self.drop_last else 1
+        if self._position + least > len(self._order):
+            self.epoch, self._position = self.epoch + 1, 0
+            self._order = self._checked_order(self.epoch)
+        batch = self._order[self._position : self._position + self.batch_size]
+        self._position += len(batch)
+        return batch.tolist()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self._position, "order_crc": _crc(self._order)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was taken; refuses if the rows would come in another order than then."""
+        order = self._checked_order(state["epoch"])
+        if _crc(order) != state["order_crc"]:
+            raise DataError(
+                f"The data cannot be continued where the checkpoint stood: the rows of epoch {state['epoch']} come in "
+                "another order. The data files, data.seed, data.shuffle, data.sampler or data.train_weights have "
+                "changed since; restore them, or start a new run."
+            )
+        self.epoch, self._position, self._order = state["epoch"], state["position"], order
+
+    def _checked_order(self, epoch: int) -> np.ndarray:
+        order = np.asarray(self._order_of(epoch), dtype=np.int64)
+        if order.ndim != 1 or len(order) == 0 or order.min() < 0 or order.max() >= self.n:
+            raise DataError(
+                f"The sampler's order of epoch {epoch} must be a list of row numbers from 0 to {self.n - 1}."
+            )
+        if hasattr(self, "_order") and len(order) != len(self._order):
+            raise DataError(
+                f"The sampler gave {len(order)} rows in epoch {epoch}, but {len(self._order)} in an earlier one."
+            )
+        return order
+
+
+def make_sampler(
+    dataset: PromptDataset, config: DataConfig, *, batch_size: int, seed: int, drop_last: bool = True
+) -> PromptSampler:
+    """The sampler that `data.sampler` names, over this data set; `seed` serves when `data.seed` is null."""
+    if config.sampler not in SAMPLERS:
+        raise DataError(
+            f"data.sampler is '{config.sampler}'; known are {', '.join(sorted(SAMPLERS))} (and those you register)."
+        )
+    order, seed = SAMPLERS[config.sampler], seed if config.seed is None else config.seed
+    return PromptSampler(
+        len(dataset), batch_size, drop_last=drop_last, order=lambda epoch: order(dataset, config, seed, epoch)
+    )
+
+
+def sequential_batches(n: int, batch_size: int | None = None) -> Iterator[list[int]]:
+    """All rows once, in order, for validation; without `batch_size` in one batch."""
+    size = batch_size or n
+    for start in range(0, n, size):
+        yield list(range(start, min(start + size, n)))
+
+
+def shuffled(n: int, *seeds: int) -> np.ndarray:
+    """A permutation of `range(n)` that depends on the seeds alone."""
+    # RandomState, because numpy promises never to change its streams: runs resume across versions.
+    return np.random.RandomState([seed % 2**32 for seed in seeds]).permutation(n)
+
+
+@register_sampler("default")
+def default_order(dataset: PromptDataset, config: DataConfig, seed: int, epoch: int) -> np.ndarray:
+    """Every row once per epoch, or as often as `data.train_weights` says; shuffled unless `data.shuffle=false`."""
+    if config.train_weights is not None and dataset.split == "train":
+        rows = weighted_rows(dataset.file_of, file_weights(dataset, config.train_weights), seed, epoch)
+    else:
+        rows = np.arange(len(dataset))
+    return rows[shuffled(len(rows), seed, epoch)] if config.shuffle else rows
+
+
+@register_sampler("curriculum")
+def curriculum_order(dataset: PromptDataset, config: DataConfig, seed: int, epoch: int) -> np.ndarray:
+    """Easy rows first, by the column `data.curriculum_key`; ties stay in the order of the files, every epoch alike."""
+    if config.train_weights is not None:
+        raise DataError("data.train_weights has no effect with data.sampler=curriculum; remove one of the two.")
+    key = config.curriculum_key
+    values = dataset.column(key)
+    for item, value in zip(dataset, values, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise DataError(
+                f"data.sampler=curriculum sorts by the column '{key}' (data.curriculum_key), which must hold a number "
+                f"in every row; row {item['index'] + 1} of the data has {value!r}."
+            )
+    return np.argsort(np.asarray(values), kind="stable")
+
+
+def file_weights(dataset: PromptDataset, weights: Sequence[float]) -> list[float]:
+    """`data.train_weights`, checked against the files of the data set."""
+    if len(weights) != len(dataset.files):
+        raise DataError(
+            f"data.train_weights has {len(weights)} weights for {len(dataset.files)} files; give one per file."
+        )
+    if not all(0 <= weight < float("inf") for weight in weights) or not any(weights[file] for file in dataset.file_of):
+        raise DataError(f"data.train_weights is {list(weights)}; weights are 0 or more, and not all of them 0.")
+    return [float(weight) for weight in weights]
+
+
+def weighted_rows(file_of: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> np.ndarray:
+    """As many rows as there are, each drawn in proportion to its file's weight, in the order of the files.
+
+    A row's expected number of draws w / mean(w) is split: the whole part is given to every row of the file, the rest
+    to rows chosen by (seed, epoch, file). So equal weights give every row once.
+    """
+    files = np.asarray(file_of)
+    members = [np.flatnonzero(files == file) for file in range(len(weights))]
+    shares = np.array([weight * len(rows) for weight, rows in zip(weights, members, strict=True)])
+    exact = shares / shares.sum() * len(files)
+    counts = np.floor(exact + 1e-9).astype(int)
+    # Rows lost to rounding down go to the files with the largest remainders, so that the epoch keeps its length.
+    for file in np.argsort(counts - exact, kind="stable")[: len(files) - counts.sum()]:
+        counts[file] += 1
+    drawn = []
+    for file, (rows, count) in enumerate(zip(members, counts.tolist(), strict=True)):
+        if count:
+            whole, rest = divmod(count, len(rows))
+            chosen = rows[shuffled(len(rows), seed, epoch, file)[:rest]]
+            drawn.append(np.sort(np.concatenate([np.repeat(rows, whole), chosen])))
+    return np.concatenate(drawn)
+
+
+def _crc(order: np.ndarray) -> int:
+    return zlib.crc32(order.astype("<i8").tobytes())

@@ -1,0 +1,146 @@
+"""The torch train engine. On one process the module is whole; it is the same code that FSDP2 shards over several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.config.optim import OptimConfig
+from posttrain.engine.base import LossFn, TrainEngine
+from posttrain.engine.optim import Optimizer
+from posttrain.engine.packing import Rows, make_rows, plan_micro_batches, row_lengths
+from posttrain.kernels.packed_attention import packed_rows
+from posttrain.models.forward import hidden_states, token_log_probs
+from posttrain.models.loading import can_pack
+from posttrain.models.lora import merged_state
+from posttrain.models.value import ValueModel
+from posttrain.protocol import DataProto
+
+
+@dataclass
+class EngineSettings:
+    """How an engine cuts its work and steps its optimizer."""
+
+    device: torch.device
+    optim: OptimConfig | None = None
+    total_steps: int = 1
+    grad_clip: float = 1.0
+    token_budget: int = 16384
+    max_rows: int | None = None
+    pack: bool = True
+    gradient_checkpointing: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+class FSDPEngine(TrainEngine):
+    """A module, its optimizer (unless frozen), and packed passes over batches."""
+
+    def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
+        self.module, self.settings = module, settings
+        self.packed = settings.pack and can_pack(module)
+        trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+        self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
+        if self.optimizer is None:
+            module.requires_grad_(False)
+        if settings.gradient_checkpointing and self.optimizer is not None:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+
+    # -- passes ---------------------------------------------------------------------------------------------------
+    def log_probs(self, data: DataProto, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        return self._no_grad_pass(data, temperature)
+
+    def values(self, data: DataProto) -> torch.Tensor:
+        return self._no_grad_pass(data, 1.0)["values"]
+
+    @torch.no_grad()
+    def _no_grad_pass(self, data: DataProto, temperature: float) -> dict[str, torch.Tensor]:
+        self.module.eval()
+        out: dict[str, torch.Tensor] = {}
+        for index in self._plan(data):
+            rows = make_rows(data[index], self.settings.device, packed=self.packed)
+            with packed_rows(rows.layout):
+                for name, part in self._forward(rows, temperature).items():
+                    whole = out.setdefault(name, part.new_zeros((len(data), part.shape[1]), device="cpu"))
+                    whole[index] = part.cpu()
+        return out
+
+    def _plan(self, data: DataProto) -> list[list[int]]:
+        return plan_micro_batches(
+            row_lengths(data), token_budget=self.settings.token_budget, max_rows=self.settings.max_rows
+        )
+
+    def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
+        hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
+        hidden_NE = hidden.flatten(0, 1)[rows.predict_N]
+        if isinstance(self.module, ValueModel):
+            return {"values": rows.scatter(self.module.token_values(hidden_NE))}
+        log_probs_N, entropy_N = token_log_probs(self.module, hidden_NE, rows.label_N, temperature)
+        return {"log_probs": rows.scatter(log_probs_N), "entropy": rows.scatter(entropy_N)}
+
+    def update(self, data: DataProto, loss: LossFn, *, temperature: float = 1.0) -> dict[str, float]:
+        assert self.optimizer is not None, "a frozen engine cannot be updated"
+        finite = self._backward(data, loss, temperature)
+        if not finite:
+            for master in self.optimizer.masters:
+                if master.grad is not None:
+                    master.grad.fill_(float("nan"))  # the optimizer sees it, skips and reports
+        return self.optimizer.step(grad_clip=self.settings.grad_clip, total_steps=self.settings.total_steps)
+
+    def backward_only(self, data: DataProto, loss: LossFn) -> None:
+        """Everything that `update` does before the step; the gradients are thrown away."""
+        assert self.optimizer is not None, "a frozen engine has no backward pass"
+        self._backward(data, loss, 1.0)
+        self.optimizer.adam.zero_grad(set_to_none=True)
+
+    def _backward(self, data: DataProto, loss: LossFn, temperature: float) -> bool:
+        """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
+        assert self.optimizer is not None
+        # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
+        self.module.train(self.settings.gradient_checkpointing)
+        finite = True
+        for index in self._plan(data):
+            micro = data[index].to(self.settings.device)
+            rows = make_rows(micro, self.settings.device, packed=self.packed)
+            with packed_rows(rows.layout):
+                share = loss(micro, self._forward(rows, temperature))
+                finite = finite and bool(torch.isfinite(share))
+                share.backward()
+            self.optimizer.gather_gradients()
+        return finite
+
+    # -- weights --------------------------------------------------------------------------------------------------
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        state = merged_state(self.module) if hasattr(self.module, "peft_config") else self.module.state_dict()
+        yield from state.items()
+
+    def save(self) -> dict[str, torch.Tensor]:
+        trained = {f"model.{name}": weight.detach() for name, weight in self._kept_weights()}
+        return {**trained, **(self.optimizer.state() if self.optimizer else {})}
+
+    def _kept_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """With adapters only they are saved: the base does not change."""
+        adapters_only = hasattr(self.module, "peft_config")
+        return [(name, w) for name, w in self.module.named_parameters() if w.requires_grad or not adapters_only]
+
+    @torch.no_grad()
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        for name, weight in self._kept_weights():
+            weight.copy_(state[f"model.{name}"])
+        if self.optimizer:
+            self.optimizer.load(state)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+    def offload(self) -> None:
+        if self.settings.param_offload:
+            self.module.to("cpu")
+        if self.settings.optimizer_offload and self.optimizer:
+            self.optimizer.move("cpu")
+
+    def onload(self, *, optimizer: bool = False) -> None:
+        if self.settings.param_offload:
+            self.module.to(self.settings.device)
+        if optimizer and self.settings.optimizer_offload and self.optimizer:
+            self.optimizer.move(self.settings.device)

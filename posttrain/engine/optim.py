@@ -1,0 +1,110 @@
+"""AdamW over float32 masters, gradient clipping, and learning-rate schedules with warm-up."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from posttrain.config.optim import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step` (counted from 0) of `total_steps`."""
+    warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    low = config.min_lr_ratio
+    if config.lr_scheduler_type == "linear":
+        return config.lr * (low + (1 - low) * (1 - progress))
+    if config.lr_scheduler_type == "cosine":
+        return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return config.lr
+
+
+class Optimizer:
+    """AdamW whose masters are float32 copies of low-precision weights, or the weights themselves.
+
+    Gradients are gathered in the masters' precision after every micro-batch, so that bfloat16 weights do not round
+    the sum differently for every split.
+    """
+
+    def __init__(self, named_weights: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> None:
+        self.config = config
+        self.names = [name for name, _ in named_weights]
+        self.weights = [weight for _, weight in named_weights]
+        self.masters = [
+            weight if weight.dtype in (torch.float32, torch.float64) else torch.nn.Parameter(weight.detach().float())
+            for weight in self.weights
+        ]
+        decayed = [master for master in self.masters if master.ndim >= 2]
+        plain = [master for master in self.masters if master.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        betas = (config.betas[0], config.betas[1])
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps)
+        self.steps_done = 0
+
+    def gather_gradients(self) -> None:
+        """Add the gradients of a micro-batch to the masters' and clear them."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is weight or weight.grad is None:
+                continue
+            grad = weight.grad.to(master.dtype)
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            weight.grad = None
+
+    def step(self, *, grad_clip: float, total_steps: int) -> dict[str, float]:
+        """Clip, step and clear; a gradient that is not finite changes nothing and is reported."""
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip if grad_clip > 0 else math.inf)
+        rate = learning_rate(self.config, self.steps_done, total_steps)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            for group in self.adam.param_groups:
+                group["lr"] = rate
+            self.adam.step()
+            self._write_back()
+        self.steps_done += 1
+        self.adam.zero_grad(set_to_none=True)
+        return {"grad_norm": float(norm), "lr": rate, "skipped": float(not finite)}
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight:
+                weight.copy_(master)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Masters (where they are not the weights), moments and step counts by the weights' names."""
+        found: dict[str, torch.Tensor] = {"optim.steps_done": torch.tensor(self.steps_done)}
+        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+            if master is not weight:
+                found[f"optim.master.{name}"] = master.detach()
+            for key, value in self._moments(master).items():
+                found[f"optim.{key}.{name}"] = value
+        return found
+
+    def _moments(self, master: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """AdamW's state of one master, made as zeros before the first step so that there is always one to load into."""
+        state = self.adam.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        return state
+
+    @torch.no_grad()
+    def load(self, saved: dict[str, torch.Tensor]) -> None:
+        self.steps_done = int(saved["optim.steps_done"])
+        for key, tensor in self.state().items():
+            if key != "optim.steps_done":
+                tensor.copy_(saved[key])
+
+    def move(self, device: torch.device | str) -> None:
+        """Moments (and separate masters) to `device`; weights are the engine's to move."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight:
+                master.data = master.data.to(device)
+            for key, value in self.adam.state.get(master, {}).items():
+                if key != "step":
+                    self.adam.state[master][key] = value.to(device)

@@ -1,0 +1,146 @@
+"""`posttrain explain NAME`: what an algorithm, setting or metric is, its source, when to use it, what to watch.
+
+The pages are the docstrings of the algorithm files, read without importing them (no torch), and the texts of
+`explain_texts`; every settings key has at least its own sentence.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from functools import cache
+from pathlib import Path
+
+from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.schema import Leaf, leaves
+from posttrain.explain_texts import METRICS, TOPICS
+
+# name -> (file under algorithms/, function whose docstring is the page, or "" for the file's own)
+FILES: dict[str, dict[str, tuple[str, str]]] = {
+    "Advantage estimators": {"grpo": ("advantages/grpo.py", ""), "gae": ("advantages/gae.py", "")},
+    "Losses": {"vanilla": ("losses/vanilla.py", ""), "value_loss": ("losses/value.py", "")},
+    "How token losses become one number": {
+        "loss_agg_mode": ("aggregation.py", ""),
+        "token-mean": ("aggregation.py", "token_mean"),
+        "token-sum": ("aggregation.py", "token_sum"),
+        "seq-mean-token-sum": ("aggregation.py", "seq_mean_token_sum"),
+        "seq-mean-token-mean": ("aggregation.py", "seq_mean_token_mean"),
+        "seq-mean-token-sum-norm": ("aggregation.py", "seq_mean_token_sum_norm"),
+    },
+    "KL": {
+        "kl_loss_type": ("kl.py", ""),
+        "k1": ("kl.py", "k1"),
+        "abs": ("kl.py", "absolute"),
+        "k2": ("kl.py", "k2"),
+        "k3": ("kl.py", "k3"),
+        "use_kl_in_reward": ("kl_in_reward.py", ""),
+    },
+    "Off-policy": {"rollout_correction": ("correction.py", "")},
+}
+ALIASES = {
+    "ppo": "gae",
+    "dr_grpo": "drgrpo",
+    "dr.grpo": "drgrpo",
+    "kl": "k1",
+    "mse": "k2",
+    "low_var_kl": "k3",
+    "kl_penalty": "kl_loss_type",
+    "kl_in_reward": "use_kl_in_reward",
+    "kl_ctrl": "use_kl_in_reward",
+    "rollout_is": "rollout_correction",
+    "loss_mode": "vanilla",
+    "cliprange_value": "value_loss",
+    "rollout_n": "rollout.n",
+}
+KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+PLUS = "With `+` appended it keeps this value and has the gradient of `k2`, which is unbiased (see `kl_loss_type`)."
+
+
+class UnknownPage(ConfigError):
+    """There is nothing of that name to explain."""
+
+    def _text(self) -> str:
+        return self.problems[0].what + " " + self.problems[0].do
+
+
+def explain(name: str | None = None) -> str:
+    """The page of an algorithm, setting or metric; without a name the list of all."""
+    if name is None:
+        return _contents()
+    wanted = name.strip().strip("`").lower()
+    page = _page(wanted)
+    settings = _settings(wanted)
+    if page is None and not settings:
+        known = [*_pages(), *ALIASES, *leaves()]
+        near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+        guess = f"Nearest: {', '.join(near)}." if near else ""
+        raise UnknownPage(
+            [Problem(f"There is no page on `{name}`.", do=f"{guess} `posttrain explain` lists all.".strip())]
+        )
+    if page is not None:
+        # The keys that a page names are followed by their own sentences.
+        settings |= {key: leaves()[key] for key in KEY.findall(page) if key in leaves()}
+    sentences = "\n".join(_sentence(leaf) for leaf in settings.values())
+    return "\n\n".join([part for part in (page, sentences) if part])
+
+
+@cache
+def _pages() -> dict[str, str]:
+    """Every page by its name."""
+    files = {name: _docstring(*place) for group in FILES.values() for name, place in group.items()}
+    return files | TOPICS | {name: f"`{name}`: {text}" for name, text in METRICS.items()}
+
+
+def _page(wanted: str) -> str | None:
+    """The page of a name, of another spelling of it, or of the end of a settings key."""
+    pages = _pages()
+    base = wanted.removesuffix("+")
+    if base != wanted and ALIASES.get(base, base) in FILES["KL"]:
+        return f"{pages[ALIASES.get(base, base)]}\n\n{PLUS}"
+    endings = [wanted]
+    if wanted in leaves():
+        endings += [wanted.split(".", depth)[-1] for depth in range(1, wanted.count(".") + 1)]
+    found = next((name for name in (ALIASES.get(ending, ending) for ending in endings) if name in pages), None)
+    if found == "loss_agg_mode":
+        return "\n\n".join(
+            [pages[found], *(pages[mode] for mode in FILES["How token losses become one number"] if mode != found)]
+        )
+    return pages[found] if found else None
+
+
+def _settings(wanted: str) -> dict[str, Leaf]:
+    """The settings that a name means: a key, the end of keys, or a section with all that it holds."""
+    table = leaves()
+    if wanted in table:
+        return {wanted: table[wanted]}
+    ends = {key: leaf for key, leaf in table.items() if key.endswith("." + wanted)}
+    return ends or {key: leaf for key, leaf in table.items() if f".{wanted}." in f".{key}"}
+
+
+def _sentence(leaf: Leaf) -> str:
+    default = "null" if leaf.default is None else leaf.default
+    return f"{leaf.key} (default {default})\n    {leaf.sentence}"
+
+
+@cache
+def _docstring(file: str, function: str) -> str:
+    tree = ast.parse((Path(__file__).parent / "algorithms" / file).read_text(encoding="utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return ast.get_docstring(functions[function] if function else tree) or ""
+
+
+def _contents() -> str:
+    lines = ["`posttrain explain NAME`, where NAME is one of these, or any settings key:"]
+    groups = {title: list(group) for title, group in FILES.items()}
+    for title, names in (groups | {"Topics": list(TOPICS), "Metrics": list(METRICS)}).items():
+        lines += ["", title, *(f"  {name:<25}{_first_line(name)}" for name in names)]
+    spellings = ", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())
+    return "\n".join([*lines, "", f"Other spellings: {spellings}.", "KL types also with `+` appended."])
+
+
+def _first_line(name: str) -> str:
+    """What the page says first, without repeating its name, up to the first full stop."""
+    text = " ".join(_pages()[name].split("\n\n")[0].split())
+    text = re.sub(r"^`[^`]+`(?: \(also `[^`]+`\))?: ", "", text)
+    return re.split(r"(?<=[.;]) ", text)[0].rstrip(".;") + "."

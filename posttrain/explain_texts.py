@@ -1,0 +1,107 @@
+"""Pages of `posttrain explain` that have no algorithm file of their own: topics and metrics, name -> text."""
+
+TOPICS: dict[str, str] = {
+    "drgrpo": """\
+DrGRPO ("GRPO done right"): GRPO without its two divisions, and without KL.
+
+    A_i  = r_i - mean(r)                                    no division by std(r)
+    loss = mean over responses of (sum of token losses / one constant)       no division by the response's length
+
+GRPO's division by length lengthens wrong answers: a token of a long wrong answer is punished less than a token of a
+short one, so answers grow longer, the wrong ones most. Its division by the deviation gives more weight to prompts that
+are almost always or almost never solved. DrGRPO takes both out.
+
+Source: Understanding R1-Zero-Like Training: A Critical Perspective, arXiv 2503.20783.
+
+When to use: responses grow longer while the reward does not, above all the wrong ones. It changes the loss, not the
+reward: if longer answers really get higher rewards, change the reward.
+
+Settings: algorithm=drgrpo sets all three, and each acts alone:
+actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm, algorithm.norm_adv_by_std_in_grpo=False,
+actor_rollout_ref.actor.use_kl_loss=False. The constant is actor_rollout_ref.actor.loss_scale_factor, or
+data.max_response_length where that is null.
+
+Watch: response_length, and the mean length of right and of wrong answers apart.
+
+Signs of failure: a much smaller gradient than before (the constant is larger than most responses): raise the learning
+rate or lower the constant.""",
+    "rollout.n": """\
+Responses per prompt: the size of the group that GRPO compares.
+
+The mean reward of the group is the baseline of its responses. A larger n makes it steadier (its spread falls with
+1 / sqrt(n)) and more often finds both right and wrong answers, without which a group teaches nothing. It costs
+computing in proportion: doubling n about doubles the generated tokens and the generation time, and the gains shrink.
+
+    n                                            2      4      5      8     16
+    spread of the mean (half are right)      0.354  0.250  0.224  0.177  0.125
+    groups with signal, half are right        50 %   88 %   94 %   99 %  100 %
+    groups with signal, one in ten is right   18 %   34 %   41 %   57 %   81 %
+
+Rule of thumb: 5 to 8. Take more for hard prompts that are rarely solved or for an unstable run, fewer to save time or
+memory. n=1 leaves nothing to compare, so estimators that compare a group refuse it; unset they get 5.
+
+Settings: actor_rollout_ref.rollout.n. A batch then has data.train_batch_size times n responses.
+
+Watch: reward_std, groups/no_signal, timing_s/gen.""",
+    "norm_adv_by_std_in_grpo": """\
+Whether GRPO divides the advantages of a group by the standard deviation of its rewards.
+
+    True   A_i = (r_i - mean(r)) / (std(r) + 1e-6)     rewards 1,0,0,0,0 give 1.789 and -0.447
+    False  A_i =  r_i - mean(r)                        rewards 1,0,0,0,0 give 0.8 and -0.2
+
+It changes how prompts are weighted by difficulty, not the speed of the run. With the division all groups with any
+signal pull about equally, so prompts that are almost always or almost never solved count more than their rewards say;
+without it prompts that are solved half of the time count most. The gradient is smaller without it (rewards of 0 and 1
+have a deviation of at most about 0.5), so the learning rate may need to be higher.
+
+Source: the division is GRPO's (arXiv 2402.03300); taking it out is one of the three settings of `drgrpo`
+(arXiv 2503.20783).
+
+Settings: algorithm.norm_adv_by_std_in_grpo.""",
+    "spin": """\
+SPIN (Self-Play Fine-Tuning, arXiv 2401.01335) is not built here; the nearest is `grpo` on the same prompts, which also
+learns from the model's own responses but needs a reward that can check them instead of reference answers.""",
+}
+
+METRICS: dict[str, str] = {
+    "reward_mean": """\
+Mean reward of the step's responses. Should rise. Flat from the start: look at groups/no_signal and at the reward
+itself (`posttrain reward try`). Falling: lower the learning rate, add KL, take a larger rollout.n.""",
+    "reward_std": """\
+Standard deviation of the rewards within a group, as a mean over groups. Falls slowly as the policy becomes sure. Near 0
+early on means that most groups hold equal rewards and teach nothing: prompts too easy or too hard, or a reward that
+always says the same.""",
+    "kl_loss": """\
+Mean KL estimate between policy and reference (before its coefficient); only present when KL is in the loss. It is 0 at
+the first step, where both are the same model; 0.001 to 0.1 is customary later. Far above: the policy has left the
+reference, so raise actor_rollout_ref.actor.kl_loss_coef or lower the learning rate. actor/kl_term is the part of the
+loss: this times the coefficient.""",
+    "policy_loss": """\
+The policy loss, as a mean over the step's mini-batches. It says little: with one update per batch the ratio is 1 and
+the loss is minus the mean advantage, which is near 0 whatever the policy learns; it wavers, and need not fall. Judge a
+run by reward_mean and the validation metrics. Not a number, or suddenly large: look at actor/ppo_kl and
+actor/grad_norm.""",
+    "response_length": """\
+Mean number of response tokens. Steady, or growing together with the reward. Growing while the reward stays: length bias
+of the loss (see `drgrpo`), unless the reward itself grows with length. At data.max_response_length: responses are cut
+off; raise it.""",
+    "groups/no_signal": """\
+Share of groups whose rewards are all equal: their advantages are 0 and they teach nothing. High with low rewards:
+easier prompts, a larger rollout.n, or a broken reward. High with high rewards: the prompts are learnt; harder ones.""",
+    "actor/pg_clipfrac": """\
+Share of tokens whose ratio lies outside the clip range on the side where clipping acts: they have no gradient. 0 at the
+first update of a batch. Growing beyond about 0.2: the updates are too large; lower the learning rate or ppo_epochs.""",
+    "actor/pg_clipfrac_lower": """\
+Share of tokens with negative advantage at which dual clip acts (ratio above clip_ratio_c). Near 0 in a healthy run.""",
+    "actor/ppo_kl": """\
+Mean of old_log_prob - log_prob: how far the updates on this batch have moved the policy. 0 at the first update.""",
+    "actor/entropy": """\
+Mean entropy of the policy's next-token distribution. Falls as the policy becomes sure. Near 0 early: it has stopped
+exploring; raise the temperature, the KL coefficient or actor_rollout_ref.actor.entropy_coeff.""",
+    "actor/grad_norm": """\
+Norm of the gradient before clipping to actor_rollout_ref.actor.grad_clip. Spikes far above the usual value announce
+instability; always far above grad_clip means that the clip sets the step size.""",
+    "mismatch/k3_kl": """\
+KL between the rollout's and the trainer's log-probs of the sampled tokens (k3 estimate). 0 but for rounding when both
+hold the same weights. Larger: precision or kernels differ, or weights are stale; see `rollout_correction`.""",
+}

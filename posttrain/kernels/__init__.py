@@ -1,0 +1,1 @@
+"""Attention over packed rows and the log-prob head; each has a plain torch twin that tests compare it with."""

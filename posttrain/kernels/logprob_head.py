@@ -1,0 +1,100 @@
+"""Log-probs and entropies of given tokens from hidden states, without holding tokens x vocabulary logits.
+
+logp = log-softmax(hidden @ weight.T / temperature)[label]; entropy = -sum(p * log p) of the same distribution.
+The forward pass walks over chunks of tokens and keeps two numbers per token; the backward pass computes each chunk's
+logits again. Shapes: N tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
+
+
+def _chunks(tokens: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _scores(hidden_NE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, temperature: float):
+    """Tempered logits, in float32 or better."""
+    logits = hidden_NE @ weight_VE.T
+    if bias_V is not None:
+        logits = logits + bias_V
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+
+
+class _LogProbHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks):
+        logps, entropies, logsumexps = [], [], []
+        for part in chunks:
+            scores = _scores(hidden_NE[part], weight_VE, bias_V, temperature)
+            logsumexp = scores.logsumexp(-1)
+            logps.append(scores.gather(1, labels_N[part, None]).squeeze(1) - logsumexp)
+            probs = (scores - logsumexp[:, None]).exp_()
+            entropies.append(logsumexp - (probs * scores).sum(-1))
+            logsumexps.append(logsumexp)
+        ctx.chunks, ctx.temperature = chunks, temperature
+        entropy_N = torch.cat(entropies)
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, labels_N, torch.cat(logsumexps), entropy_N)
+        return torch.cat(logps), entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logp_N, grad_entropy_N):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_NE, weight_VE, bias_V, labels_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_NE) if need_hidden else None
+        wide = torch.promote_types(weight_VE.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight_VE, dtype=wide) if need_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if need_bias else None
+        for part in ctx.chunks:
+            grad_scores = _grad_scores(
+                _scores(hidden_NE[part], weight_VE, bias_V, ctx.temperature),
+                labels_N[part],
+                logsumexp_N[part],
+                entropy_N[part],
+                grad_logp_N[part],
+                grad_entropy_N[part],
+            ).div_(ctx.temperature)
+            narrow = grad_scores.to(hidden_NE.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = narrow @ weight_VE
+            if grad_weight is not None:
+                grad_weight += (narrow.T @ hidden_NE[part]).to(wide)
+            if grad_bias is not None:
+                grad_bias += grad_scores.sum(0)
+        as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
+        as_bias = grad_bias.to(bias_V.dtype) if grad_bias is not None else None
+        return grad_hidden, as_weight, as_bias, None, None, None
+
+
+def _grad_scores(scores, labels, logsumexp, entropy, grad_logp, grad_entropy) -> torch.Tensor:
+    """d logp / d score = onehot - p;  d entropy / d score = -p * (log p + entropy)."""
+    log_p = scores.sub_(logsumexp[:, None])
+    p = log_p.exp()
+    grad = p * -(grad_logp[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None]))
+    return grad.scatter_add_(1, labels[:, None], grad_logp[:, None])
+
+
+def logprob_head(
+    hidden_NE: torch.Tensor,
+    weight_VE: torch.Tensor,
+    labels_N: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    bias_V: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, entropies), each (N,), in float32 or better."""
+    chunks = _chunks(hidden_NE.shape[0], weight_VE.shape[0])
+    if not chunks:
+        empty = hidden_NE.sum(-1).to(torch.promote_types(hidden_NE.dtype, torch.float32))
+        return empty, empty
+    return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks)  # pyright: ignore
+
+
+def plain_logprob_head(hidden_NE, weight_VE, labels_N, *, temperature: float = 1.0, bias_V=None):
+    """The twin: all logits at once, derived by autograd."""
+    logp_NV = torch.log_softmax(torch.nn.functional.linear(hidden_NE, weight_VE, bias_V) / temperature, -1)
+    return logp_NV.gather(1, labels_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)

@@ -1,0 +1,32 @@
+"""Plugs packed attention into transformers: models loaded with `ATTENTION` take packed rows or padded batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from posttrain.kernels.packed_attention import active_layout, packed_attention
+
+ATTENTION = "posttrain"
+
+
+def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
+    layout = active_layout()
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    window = kwargs.get("sliding_window")
+    out_THD = packed_attention(query[0], key[0], value[0], layout, scale=scaling, sliding_window=window)
+    return out_THD.unsqueeze(0), None
+
+
+def _mask(*args: Any, **kwargs: Any):
+    """Packed rows need no mask: their layout says who sees whom."""
+    return None if active_layout() is not None else sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask)

@@ -1,0 +1,70 @@
+"""The embedded model: a decoder of about a million parameters and a byte-level tokenizer, made here, not downloaded.
+
+Every byte is a token, so any text round-trips; four special tokens frame the turns of a chat.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def byte_tokenizer():
+    """A tokenizer whose vocabulary is the 256 bytes and the special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in (PAD, END, USER, ASSISTANT, SYSTEM)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END, padding_side="left")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: Any, *, seed: int = 0, **shape: Any):
+    """A freshly initialised Qwen2 decoder of `SHAPE` (any entry can be replaced)."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    settings = Qwen2Config(
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **{**SHAPE, **shape},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(settings)
+
+
+def write_model(folder: Path | str, *, seed: int = 0, **shape: Any) -> Path:
+    """An untrained embedded model and its tokenizer as a Hugging Face folder."""
+    folder = Path(folder)
+    tokenizer = byte_tokenizer()
+    build_model(tokenizer, seed=seed, **shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,122 @@
+"""Tokenizers and models from a local folder or a hub id, with errors that say which folder to give."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config.model import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
+
+
+class ModelError(Exception):
+    """A model or tokenizer could not be loaded; the text says what to do."""
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 on CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def local_or_hub(path: str) -> str:
+    """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id."""
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if Path(expanded).is_dir():
+        if not (Path(expanded) / "config.json").exists():
+            raise ModelError(f"model.path={path}: the folder holds no config.json; give the folder of a model")
+        return expanded
+    looks_local = expanded.startswith(("/", ".", "~")) or expanded.count("/") > 1 or "\\" in expanded
+    if looks_local or Path(expanded).exists():
+        raise ModelError(f"model.path={path}: no such folder; give one, or a hub id such as Qwen/Qwen2.5-0.5B")
+    return expanded
+
+
+def _explain(error: Exception, path: str, what: str) -> ModelError:
+    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+    return ModelError(
+        f"model.path={path}: {what} could not be loaded{offline}: {str(error).splitlines()[0]}\n"
+        f"  Without a reachable hub give a local folder: actor_rollout_ref.model.path=/path/to/{Path(path).name}\n"
+        f"  (HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
+    )
+
+
+def load_tokenizer(config: ModelConfig, path: str | None = None):
+    """The tokenizer of `tokenizer_path` or of the model, with a padding token."""
+    from transformers import AutoTokenizer
+
+    source = local_or_hub(path or config.tokenizer_path or str(config.path))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _explain(error, source, "the tokenizer") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, path: str | None = None):
+    """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from posttrain.models.attention import ATTENTION
+    from posttrain.models.norms import fuse_norms
+
+    source = local_or_hub(path or str(config.path))
+    try:
+        settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        for key, value in config.override_config.items():
+            if not hasattr(settings, key):
+                raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
+            setattr(settings, key, value)
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=settings,
+            dtype=dtype,
+            attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _explain(error, source, "the model") from error
+    fuse_norms(model)
+    _no_dropout(model)
+    return model.to(device).eval()  # pyright: ignore
+
+
+def _no_dropout(model: torch.nn.Module) -> None:
+    """RL compares two passes over the same tokens, so no pass may be random."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # pyright: ignore
+
+
+def needs_plain_attention(settings: Any) -> bool:
+    """Score caps and attention sinks live in the model's own attention, which packed rows do not go through."""
+    return bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
+
+
+def can_pack(model: torch.nn.Module) -> bool:
+    """Whether the model takes packed rows; others are computed padded."""
+    from posttrain.models.attention import ATTENTION
+
+    return getattr(model.config, "_attn_implementation", None) == ATTENTION
+
+
+def end_token_ids(tokenizer: Any, model_settings: Any, generation_settings: Any = None) -> tuple[int, ...]:
+    """All ids that end a response: the tokenizer's, the model's and the generation config's."""
+    found: set[int] = set()
+    for value in (
+        tokenizer.eos_token_id,
+        getattr(model_settings, "eos_token_id", None),
+        getattr(generation_settings, "eos_token_id", None),
+    ):
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(found))

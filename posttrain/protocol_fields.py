@@ -1,0 +1,247 @@
+"""The two containers inside a DataProto: named tensors and named object arrays whose first dimension is the rows.
+
+Legend of spans (second dimension of a tensor): `prompts` spans the prompt; `input_ids`, `attention_mask` and
+`position_ids` span prompt and response; the fields in `RESPONSE_FIELDS` span the response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+
+OTHER_SPELLINGS = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_prob"}
+"""Other names of stored tensors; both names read and write the same tensor."""
+
+TOKEN_ID_FIELDS = frozenset({"prompts", "responses", "input_ids"})
+WHOLE_FIELDS = frozenset({"input_ids", "attention_mask", "position_ids"})
+RESPONSE_FIELDS = frozenset(
+    {
+        "responses",
+        "response_mask",
+        "token_level_scores",
+        "token_level_rewards",
+        "old_log_probs",
+        "ref_log_prob",
+        "rollout_log_probs",
+        "entropy",
+        "values",
+        "advantages",
+        "returns",
+    }
+)
+
+Value = TypeVar("Value")
+Rows = slice | torch.Tensor
+
+
+class Fields(MutableMapping[str, Value], Generic[Value]):
+    """Named values with the same number of rows; `rows` is None until the first value tells it."""
+
+    kind = "field"
+
+    def __init__(self, fields: Mapping[str, Any] | None = None, rows: int | None = None) -> None:
+        self.rows = rows
+        self._fields: dict[str, Value] = {}
+        for name, value in (fields or {}).items():
+            self[name] = value
+
+    def _accept(self, name: str, value: Any) -> Value:
+        raise NotImplementedError
+
+    def _spelling(self, name: str) -> str:
+        return name
+
+    def __getitem__(self, name: str) -> Value:
+        try:
+            return self._fields[self._spelling(name)]
+        except KeyError:
+            raise KeyError(f"no {self.kind} '{name}' in this batch; it has: {', '.join(self) or 'none'}") from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        accepted = self._accept(name, value)
+        rows = len(accepted)  # type: ignore[arg-type]
+        if self.rows is not None and rows != self.rows:
+            shape = tuple(accepted.shape)  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self.kind} '{name}' has shape {shape}: {rows} rows, "
+                f"but this batch has shape ({self.rows},): {self.rows} rows"
+            )
+        self.rows = rows
+        self._fields[self._spelling(name)] = accepted
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        self._fields.pop(self._spelling(name), None)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._spelling(name) in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+class TensorBatch(Fields[torch.Tensor]):
+    """Tensors that share the first dimension. Example: `TensorBatch({"responses": ids}).batch_size`."""
+
+    kind = "tensor"
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return torch.Size([self.rows or 0])
+
+    def _spelling(self, name: str) -> str:
+        return OTHER_SPELLINGS.get(name, name)
+
+    def _accept(self, name: str, value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"'{name}' in `batch` is a {type(value).__name__}; it takes tensors only (see `non_tensor_batch`)"
+            )
+        if value.dim() == 0:
+            raise ValueError(f"tensor '{name}' has shape (): it needs a first dimension, the rows")
+        return value
+
+    def take(self, index: Rows) -> TensorBatch:
+        taken = TensorBatch({name: tensor[_on_device_of(index, tensor)] for name, tensor in self.items()})
+        taken.rows = _rows_after(index, self.rows or 0)
+        return taken
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in self.items())
+
+
+class DecodedText:
+    """The fields `prompt` and `response`, decoded from a batch's token ids when somebody reads them."""
+
+    SOURCES: ClassVar = {"prompt": "prompts", "response": "responses"}
+
+    def __init__(self, batch: TensorBatch, decode: Callable[[list[int]], str]) -> None:
+        self.batch, self.decode = batch, decode
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.SOURCES and self.SOURCES[str(name)] in self.batch
+
+    def make(self, name: str) -> list[str]:
+        ids = self.batch[self.SOURCES[name]]
+        rows = [row.tolist() for row in ids.cpu()]
+        if "attention_mask" in self.batch:
+            mask = self.batch["attention_mask"].bool().cpu()
+            mask = mask[:, : ids.shape[1]] if name == "prompt" else mask[:, mask.shape[1] - ids.shape[1] :]
+            rows = [row[kept].tolist() for row, kept in zip(ids.cpu(), mask, strict=True)]
+        return [self.decode(row) for row in rows]
+
+
+class ObjectBatch(Fields[np.ndarray]):
+    """Numpy object arrays, one Python value per row.
+
+    With `decoded` set, reading (or `in`) also finds the decoded texts; iteration lists them only once they are made.
+    """
+
+    kind = "non-tensor field"
+    decoded: DecodedText | None = None
+
+    def _accept(self, name: str, value: Any) -> np.ndarray:
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise TypeError(
+                f"'{name}' in `non_tensor_batch` is a {type(value).__name__}; give a list or array, one value per row"
+            )
+        if isinstance(value, np.ndarray) and value.dtype == object and value.ndim == 1:
+            return value
+        # A plain 1-d array becomes Python values; rows of an n-d array stay arrays.
+        values = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else list(value)
+        return object_array(values)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._fields and self.decoded is not None and name in self.decoded:
+            self[name] = self.decoded.make(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (self.decoded is not None and name in self.decoded)
+
+    def take(self, index: Rows) -> ObjectBatch:
+        where = index if isinstance(index, slice) else index.cpu().numpy()
+        taken = ObjectBatch({name: array[where] for name, array in self.items()})
+        taken.rows = _rows_after(index, self.rows or 0)
+        return taken
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """A 1-d object array; numpy alone would turn lists of equal length into a 2-d one."""
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def row_index(index: Any, rows: int) -> Rows:
+    """Turns a slice, list, range, array, tensor or boolean mask into a slice or a tensor of row numbers."""
+    if isinstance(index, slice):
+        if index.step in (None, 1):
+            return index
+        index = range(rows)[index]
+    if isinstance(index, range):
+        index = list(index)
+    where = torch.as_tensor(index)
+    if where.numel() == 0 and where.dtype != torch.bool:
+        return torch.zeros(0, dtype=torch.long)
+    if where.dim() != 1 or where.is_floating_point():
+        raise TypeError(f"rows are chosen by integers or a mask, not by {where.dtype} of shape {tuple(where.shape)}")
+    if where.dtype == torch.bool:
+        if len(where) != rows:
+            raise IndexError(f"mask of shape ({len(where)},) for a batch of shape ({rows},)")
+        return where.nonzero().squeeze(1)
+    where = where.long()
+    if int(where.min()) < -rows or int(where.max()) >= rows:
+        raise IndexError(f"row numbers from {int(where.min())} to {int(where.max())} for a batch of {rows} rows")
+    return torch.where(where < 0, where + rows, where)
+
+
+def _on_device_of(index: Rows, tensor: torch.Tensor) -> Rows:
+    return index if isinstance(index, slice) else index.to(tensor.device)
+
+
+def _rows_after(index: Rows, rows: int) -> int:
+    return len(range(rows)[index]) if isinstance(index, slice) else len(index)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of two values of a batch, through tensors, arrays and nested containers; NaN equals NaN."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.shape == b.shape and all(same(x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True))
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    return bool(a == b)
+
+
+def json_ready(value: Any, where: str) -> Any:
+    """The value as JSON can hold it (numpy scalars become numbers, tuples lists), or an error that says where it is."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic) and not isinstance(value, np.void):
+        return json_ready(value.item(), where)
+    if isinstance(value, list | tuple):
+        return [json_ready(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: json_ready(item, f"{where}['{key}']") for key, item in value.items()}
+    what = "a dict with keys that are not strings" if isinstance(value, dict) else f"a {type(value).__name__}"
+    raise TypeError(f"{where} is {what}, which JSON cannot hold; `pop` it before saving (tensors belong into `batch`)")

@@ -1,0 +1,127 @@
+"""The final answer of a response or a stored solution.
+
+It stands in `\\boxed{}`, after `####`, in `<answer>`, after "the answer is" or 答案是, or else it is the last number.
+"""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.rewards.numbers import Number, find_numbers, last_number, parse_number
+
+_HASHES = re.compile(r"####[ \t]*([^\s#][^\n]*)")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_SAYS = re.compile(
+    r"(?P<direct>\banswer\**\s*(?:is|are|:|：|=)|答案\**\s*(?:应该|应)?(?:是|为|：|:|等于)|结果\s*(?:是|为))|(?P<sentence>答\s*[：:])",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|。|！|(?<!\\)[.!](?=\s|$)")
+_LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
+_LATEX_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
+_MATH = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BOXES_READ = 20  # from the end; a response of nothing but unclosed boxes must not cost quadratic time
+
+
+def boxed(text: str) -> tuple[int, str] | None:
+    """Position and content of the last closed `\\boxed{}` (braces may nest), or None."""
+    end = len(text)
+    for _ in range(_BOXES_READ):
+        start = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+        if start < 0:
+            return None
+        opened = re.compile(r"\\(?:boxed|fbox)\s*\{").match(text, start)
+        content = _braced(text, opened.end()) if opened else None
+        if content is not None:
+            return start, content.strip()
+        end = start
+    return None
+
+
+def explicit_answer(text: str) -> str | None:
+    """What stands in the last marker for answers: `\\boxed{...}`, `#### ...` or `<answer>...</answer>`; or None."""
+    found = []
+    if (box := boxed(text)) is not None:
+        found.append(box)
+    for match in reversed(list(_HASHES.finditer(text))):
+        if not is_prose(match.group(1)):  # `#### Step 2: add them up` is a heading
+            found.append((match.start(), match.group(1).strip()))
+            break
+    if tags := list(_TAG.finditer(text)):
+        found.append((tags[-1].start(), tags[-1].group(1).strip()))
+    return max(found)[1] if found else None
+
+
+def said_answer(text: str) -> tuple[str, bool] | None:
+    """What follows the last "the answer is" or 答：, to its sentence's end; and whether it was 答： (a sentence)."""
+    matches = list(_SAYS.finditer(text))
+    if not matches:
+        return None
+    rest = text[matches[-1].end() :].lstrip(" \t\n*:：")
+    said = _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *,，;；")
+    return (said, matches[-1].group("sentence") is not None) if said else None
+
+
+def final_number(text: str) -> Number | None:
+    """The number that a text ends up with, or None."""
+    explicit = explicit_answer(text)
+    if explicit is not None:
+        return parse_number(explicit) or last_number(explicit.rpartition("=")[2])
+    whole = parse_number(text) if len(text) < 100 else None
+    if whole is not None:
+        return whole
+    said = said_answer(text)
+    if said is not None:
+        numbers = find_numbers(said[0].rpartition("=")[2])
+        if numbers:
+            return numbers[-1] if said[1] else numbers[0]
+    return last_number(text)
+
+
+def final_expression(text: str) -> str | None:
+    """The expression that a text ends up with (a number, a formula, a word), as it is written, or None."""
+    explicit = explicit_answer(text)
+    if explicit is not None:
+        return explicit
+    said = said_answer(text)
+    if said is not None:
+        math = list(_MATH.finditer(said[0]))
+        return next(group for group in math[-1].groups() if group) if math else said[0]
+    text = text.strip()
+    if text and len(text) <= 200 and not is_prose(text):
+        return text
+    math = list(_MATH.finditer(text))
+    if math:
+        return next(group for group in math[-1].groups() if group).rpartition("=")[2].strip()
+    number = last_number(text)
+    return str(number) if number is not None else None
+
+
+def extract_final_answer(solution_str: str) -> str | None:
+    """The final answer as a string: `42` for `15 + 27 = 42`, `\\boxed{42}`, `#### 42` and 答案是42; else None."""
+    explicit = explicit_answer(solution_str)
+    if explicit is not None and parse_number(explicit) is None:
+        return explicit
+    number = final_number(solution_str)
+    if number is not None:
+        return str(number)
+    said = said_answer(solution_str)
+    return said[0] if said is not None else None
+
+
+def is_prose(text: str) -> bool:
+    """Whether a text is running words rather than an answer: three words or more outside LaTeX, or a heading."""
+    bare = _LATEX_COMMAND.sub(" ", _LATEX_WORDS.sub(" ", text))
+    words = re.findall(r"[A-Za-z]{3,}", bare)
+    return len(words) >= 3 or bool(re.match(r"\s*(?:step|solution|answer|final|explanation)\b", bare, re.IGNORECASE))
+
+
+def _braced(text: str, start: int) -> str | None:
+    depth = 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        if match.group() == "{":
+            depth += 1
+        elif match.group() == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start : match.start()]
+    return None

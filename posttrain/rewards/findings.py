@@ -1,0 +1,96 @@
+"""What `posttrain reward try` found: the numbers, the problems among them, and both as a page of text."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from posttrain.rewards.scorers import known_sources
+from posttrain.rewards.types import RewardSpec
+
+EXAMPLES = 3
+"""Examples shown of each finding."""
+
+
+@dataclass
+class Findings:
+    """What came out of a try: problems (worth a look before a run) and the numbers behind them."""
+
+    rows: int = 0
+    unmatched: Counter[str] = field(default_factory=Counter)
+    """Data sources without a scorer, and how many rows have them."""
+    unscored: list[tuple[int, str, float]] = field(default_factory=list)
+    """Truths that do not score 1 against themselves: row, truth, best score."""
+    by_form: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    best: list[float] = field(default_factory=list)
+    responses: list[float] = field(default_factory=list)
+    unanswered: list[tuple[int, str]] = field(default_factory=list)
+    """Responses from which no answer was extracted: row, response."""
+    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    errors: Counter[str] = field(default_factory=Counter)
+    prints: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that would spoil a run."""
+        return not (self.unmatched or self.unscored or self.errors or self.unanswered)
+
+
+def report(found: Findings, spec: RewardSpec) -> str:
+    """The findings as a page of text."""
+    lines = [f"reward: {spec.label}", f"rows:   {found.rows}"]
+    for source, count in found.unmatched.most_common():
+        lines.append(
+            f"! {count} rows have data_source {source!r}, which has no scorer (known: {', '.join(known_sources())})"
+        )
+    if found.best:
+        lines += ["", "truths scored against themselves (best spelling): " + distribution(found.best)]
+        if found.unscored:
+            lines.append(
+                f"! {len(found.unscored)} of {len(found.best)} truths do not score 1 against themselves, for example:"
+            )
+            lines += [
+                f"    row {row}: {_short(truth)} scores {score:g}" for row, truth, score in found.unscored[:EXAMPLES]
+            ]
+            lines.append(
+                "    so no response can earn their full reward: bring the truths into the form that the reward reads"
+            )
+        lines += ["", "mean score by form of the response:"]
+        lines += [f"    {form:<34} {_mean(scores):>8.3f}" for form, scores in found.by_form.items()]
+    lines += ["", *_response_lines(found)]
+    if found.parts:
+        lines += ["mean by part:", *(f"    {name:<34} {_mean(values):>8.3f}" for name, values in found.parts.items())]
+    for error, count in found.errors.most_common(EXAMPLES):
+        lines += [f"! {count} calls failed: " + error.replace("\n", "\n    ")]
+    lines += [f"printed: {line}" for line in found.prints[:EXAMPLES]]
+    lines.append("nothing suspicious found" if found.ok else "look at the lines marked `!` before you train")
+    return "\n".join(lines)
+
+
+def distribution(scores: Sequence[float]) -> str:
+    """`mean 0.900, min 0, max 1; 1: 90, 0: 10` (the eight most frequent values)."""
+    counts = Counter(round(score, 4) for score in scores).most_common()
+    shown = ", ".join(f"{score:g}: {count}" for score, count in counts[:8]) + (", ..." if len(counts) > 8 else "")
+    return f"mean {_mean(scores):.3f}, min {min(scores):g}, max {max(scores):g}; {shown}"
+
+
+def _response_lines(found: Findings) -> list[str]:
+    if not found.responses:
+        return ["responses: none given (--responses FILE scores those of a run or of a model)"]
+    lines = [f"responses: {len(found.responses)}, " + distribution(found.responses)]
+    if found.unanswered:
+        lines.append(
+            f"! {len(found.unanswered)} of {len(found.responses)} responses gave no extracted answer, for example:"
+        )
+        lines += [f"    row {row}: {_short(response)}" for row, response in found.unanswered[:EXAMPLES]]
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return repr(flat if len(flat) <= 80 else "..." + flat[-77:])

@@ -1,0 +1,91 @@
+"""One reward worker as its parent sees it: a process in its own group, a connection to it, and a sure way to end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import posttrain
+from posttrain.rewards.types import RewardError, RewardSpec
+
+_ROOT = str(Path(posttrain.__file__).resolve().parents[1])
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class WorkerProcess:
+    """A running `posttrain.rewards.worker` that was told its reward; says ("ready", spec) or ("failed", what, todo)."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        ours, theirs = socket.socketpair()
+        # A plain subprocess, not multiprocessing: the user's __main__ is never imported a second time. -P keeps the
+        # working folder out of the worker's own imports, where a user's random.py would shadow the standard library.
+        command = [sys.executable, "-P", "-m", "posttrain.rewards.worker", str(theirs.fileno()), str(os.getpid())]
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what is written past sys.stdout (C code, children) must not mix with the run's own output
+            env=_environment(),
+            start_new_session=True,
+        )
+        theirs.close()
+        self.conn: Connection[Any, Any] = Connection(ours.detach())
+        with contextlib.suppress(OSError):  # a worker that died already is noticed where it is read
+            self.conn.send(spec)
+
+    def wait_until_ready(self, seconds: float) -> RewardSpec:
+        """The spec with what the worker found filled in; RewardError if the worker failed, died or took too long."""
+        end = time.monotonic() + seconds
+        while self.conn.poll(max(0.0, end - time.monotonic())):
+            try:
+                kind, *rest = self.conn.recv()
+            except (EOFError, OSError):
+                raise RewardError(
+                    f"a worker ended ({self.exit_text()}) while it imported the reward",
+                    todo="run the file alone with python; it must be importable",
+                ) from None
+            if kind == "print":
+                print(rest[0])
+            elif kind == "failed":
+                raise RewardError(rest[0], todo=rest[1])
+            elif kind == "ready":
+                return rest[0]
+        raise RewardError(
+            f"importing the reward took longer than {seconds:g} s", todo="move slow work out of the file's top level"
+        )
+
+    def exit_text(self) -> str:
+        """How the process ended: `exit code 3`, `killed by SIGSEGV`."""
+        try:
+            code = self.process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
+        if code >= 0:
+            return f"exit code {code}"
+        return f"killed by {signal.Signals(-code).name}"
+
+    def kill(self) -> None:
+        """End the process and whatever it started, and wait for it."""
+        # Before wait(), so that the group's number still is the worker's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.process.returncode is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.conn.close()
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *([] if _ROOT in paths else [_ROOT])])
+    # Equal hash seeds: a set has the same order in every worker, so a score cannot depend on which one computed it.
+    environment.update({"PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"}, **dict.fromkeys(_ONE_THREAD, "1"))
+    return environment

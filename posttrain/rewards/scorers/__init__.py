@@ -1,0 +1,96 @@
+"""Built-in scorers, found by a row's `data_source`. A registry is a plain dict: `SCORERS["mine"] = score` adds one.
+
+A scorer is `score(solution_str, ground_truth, extra_info) -> float | dict`; ours give `{"score": ..., "pred": answer}`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from posttrain.rewards.scorers import classification, gsm8k, math, math_reasoning, qa
+from posttrain.rewards.types import RewardError
+
+Scorer = Callable[[str, Any, Any], "float | dict[str, Any]"]
+
+SCORERS: dict[str, Scorer] = {
+    "math_reasoning": math_reasoning.score,
+    "gsm8k": gsm8k.score,
+    "math": math.score,
+    "qa": qa.score,
+    "trivia": qa.score,
+    "classification": classification.score,
+}
+
+ALIASES = {
+    "math-500": "math",
+    "math500": "math",
+    "math-lighteval": "math",
+    "hendrycks_math": "math",
+    "competition_math": "math",
+    "trivia_qa": "trivia",
+    "triviaqa": "trivia",
+    "nq_open": "qa",
+}
+"""Data sets by the last part of their hub name (`HuggingFaceH4/MATH-500`), in lower case."""
+
+UNAVAILABLE = {
+    name: "running generated code needs a sandbox, which this version does not have"
+    for name in ("code", "code_generation")
+}
+"""Sources of the documentation whose scorer is missing, and why."""
+
+
+NO_SCORER = "no built-in scorer for data source"
+
+
+def known_sources() -> list[str]:
+    """The data sources that have a built-in scorer."""
+    return sorted(SCORERS)
+
+
+def canonical_source(data_source: str) -> str | None:
+    """The name under which a data source's scorer is registered (`openai/gsm8k` is `gsm8k`), or None."""
+    short = str(data_source).strip().rpartition("/")[2].lower()
+    for name in (data_source, short, ALIASES.get(short)):
+        if name in SCORERS or name in UNAVAILABLE:
+            return name
+    return None
+
+
+def score_by_source(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float | dict[str, Any]:
+    """The score of a response by its data source's scorer; RewardError when there is none."""
+    return find_scorer(data_source)(solution_str, ground_truth, extra_info)
+
+
+def find_scorer(data_source: str) -> Scorer:
+    """The scorer of a data source; RewardError when there is none."""
+    name = canonical_source(data_source)
+    if name is not None and name in SCORERS:
+        return SCORERS[name]
+    where = "column data_source of the data, or data.data_source for rows without it"
+    own = "give your own function: custom_reward_function.path=my_reward.py (train.sh: --reward_func my_reward.py)"
+    if name is not None:
+        raise RewardError(f"{NO_SCORER} {data_source!r}: {UNAVAILABLE[name]}", where, own)
+    near = difflib.get_close_matches(str(data_source).lower(), known_sources(), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise RewardError(
+        f"{NO_SCORER} {data_source!r}",
+        where,
+        f"{hint}use one of {', '.join(known_sources())}; or {own}",
+    )
+
+
+def check_sources(sources: Iterable[str]) -> None:
+    """Raise one RewardError that lists every data source without a built-in scorer; call it before a run."""
+    problems: list[RewardError] = []
+    for source in sorted({str(source) for source in sources}):
+        try:
+            find_scorer(source)
+        except RewardError as error:
+            problems.append(error)
+    if problems:
+        raise RewardError("; ".join(problem.what for problem in problems), problems[0].where, problems[0].todo)

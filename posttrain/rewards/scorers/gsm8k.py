@@ -1,0 +1,22 @@
+"""`gsm8k`: grade-school word problems (Cobbe et al. 2021), whose solutions end in `#### N`.
+
+1.0 if the response's final number is the truth's, else 0.0. A number after `####` is the answer whatever else is boxed;
+without it `\\boxed{}`, "the answer is" or the last number count. The truth may be the solution or the number alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from posttrain.rewards.numbers import find_numbers
+from posttrain.rewards.scorers import math_reasoning
+
+_MARKED = re.compile(r"####\s*(?:(?:the\s+)?answer\s*(?:is|:)?\s*)?([-+−$\d.][^\n]*)", re.IGNORECASE)
+
+
+def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
+    """1.0 or 0.0 and the number that was read as `pred` (empty when there was none)."""
+    marked = _MARKED.findall(solution_str)
+    numbers = find_numbers(marked[-1]) if marked else []
+    return math_reasoning.score(f"#### {numbers[0]}" if numbers else solution_str, ground_truth, extra_info)

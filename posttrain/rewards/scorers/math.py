@@ -1,0 +1,113 @@
+"""`math`: competition mathematics (MATH, Hendrycks et al. 2021), whose answers are formulas in `\\boxed{}`.
+
+1.0 if the answers are the same: the same spelling after normalisation, the same number, or the same tuple of these.
+What that plain path cannot decide (`2\\sqrt{3}` against `\\sqrt{12}`) goes to math-verify, which is imported only then
+because it loads sympy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.rewards.answers import final_expression
+from posttrain.rewards.numbers import parse_number, same_number, tidy
+
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|textit|mbox)\s*\{([^{}]*)\}")
+_SHORT_FRAC = re.compile(r"\\frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))")
+_LONGEST = 300  # sympy's time grows fast with the length; no answer of the data set is longer
+_SECONDS = 4
+
+before_slow_import: Callable[[], None] = lambda: None  # noqa: E731  (a worker replaces it to have its deadline moved)
+
+
+def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
+    """1.0 or 0.0 and the answer that was read as `pred` (empty when there was none)."""
+    truth = final_expression(str(ground_truth))
+    answer = final_expression(solution_str)
+    if answer is None or truth is None:
+        return {"score": 0.0, "pred": ""}
+    if "=" in answer and "=" not in truth:
+        answer = answer.rpartition("=")[2].strip()
+    same = plainly_same(answer, truth)
+    if same is None:
+        same = _verified(answer, truth)
+    number = parse_number(answer)
+    return {"score": float(same), "pred": str(number) if number is not None else normal_form(answer)}
+
+
+def plainly_same(left: str, right: str) -> bool | None:
+    """Whether two answers are the same; None when only algebra can tell."""
+    if normal_form(left) == normal_form(right):
+        return True
+    numbers = parse_number(left), parse_number(right)
+    if numbers[0] is not None and numbers[1] is not None:
+        return same_number(numbers[0], numbers[1])
+    lefts, rights = _elements(left), _elements(right)
+    if len(lefts) > 1 and len(rights) > 1 and normal_form(left)[0] == normal_form(right)[0]:
+        if len(lefts) != len(rights):
+            return None
+        verdicts = [plainly_same(a, b) for a, b in zip(lefts, rights, strict=True)]
+        ordered = normal_form(left)[0] in "(["
+        if ordered and False in verdicts:
+            return False
+        if ordered and all(verdicts):  # the closing brackets decide between (0, 1) and (0, 1]
+            return normal_form(left)[-1] == normal_form(right)[-1]
+        return True if all(verdicts) else None
+    if max(len(left), len(right)) > _LONGEST or (_is_word(left) and _is_word(right)):
+        return False
+    return None
+
+
+def normal_form(answer: str) -> str:
+    """One spelling for answers that differ in LaTeX habits only: spaces, `\\left`, `\\dfrac`, `\\text{}`, stops."""
+    text = _TEXT.sub(r"\1", tidy(answer)).replace("\\%", "%").replace("\\$", "").replace("$", "")
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\,", "").replace("\\ ", "")
+    text = _SHORT_FRAC.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
+    text = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\s+", "", text).rstrip(".。,")
+    return text.casefold() if _is_word(text) else text
+
+
+def _is_word(answer: str) -> bool:
+    return re.fullmatch(r"[^\W\d_]{2,}", _TEXT.sub(r"\1", answer).strip()) is not None
+
+
+def _elements(answer: str) -> list[str]:
+    text = normal_form(answer)
+    if text[:1] in "([" and text[-1:] in ")]":
+        text = text[1:-1]
+    elif text.startswith("\\{") and text.endswith("\\}"):
+        text = text[2:-2]
+    parts, depth, start = [], 0, 0
+    for position, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+    return [*parts, text[start:]]
+
+
+def _verified(answer: str, truth: str) -> bool:
+    parse, verify = _math_verify()
+    # math-verify stops itself with SIGALRM, which only the main thread can; elsewhere the pool's deadline has to do.
+    seconds: Any = _SECONDS if threading.current_thread() is threading.main_thread() else None
+    try:
+        sides = [parse(f"${side.strip().strip('$')}$", parsing_timeout=seconds) for side in (truth, answer)]
+        return bool(all(sides)) and bool(verify(*sides, timeout_seconds=seconds))
+    except Exception:  # sympy raises nearly anything on odd input; what cannot be read is not the answer
+        return False
+
+
+@functools.cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    before_slow_import()
+    from math_verify import parse, verify
+
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return parse, verify

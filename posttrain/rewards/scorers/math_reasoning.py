@@ -1,0 +1,31 @@
+"""`math_reasoning`: the final number of the response compared with the final number of the truth.
+
+1.0 if they are the same number (42, 42.0, 1,234 and 1234, 50% and 50), else 0.0. The answer is what stands in
+`\\boxed{}`, after `####` or in `<answer>`, what follows "the answer is", or else the last number.
+Use it for short arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.rewards.answers import extract_final_answer, final_number
+from posttrain.rewards.numbers import same_number
+
+
+def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
+    """1.0 or 0.0 and the number that was read as `pred` (empty when there was none)."""
+    truth = final_number(str(ground_truth))
+    if truth is None:
+        return _score_words(solution_str, str(ground_truth))
+    answer = final_number(solution_str)
+    if answer is None:
+        return {"score": 0.0, "pred": ""}
+    return {"score": float(same_number(answer, truth)), "pred": str(answer)}
+
+
+def _score_words(solution_str: str, ground_truth: str) -> dict[str, float | str]:
+    # A truth without any number ("yes", "x + y") can still be met word by word.
+    answer = (extract_final_answer(solution_str) or solution_str).strip().rstrip(".。").casefold()
+    truth = (extract_final_answer(ground_truth) or ground_truth).strip().rstrip(".。").casefold()
+    return {"score": float(bool(truth) and answer == truth), "pred": answer[:100]}

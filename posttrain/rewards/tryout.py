@@ -1,0 +1,196 @@
+"""`posttrain reward try`: what a reward makes of a data file, before a run spends time on it.
+
+Every row's truth is scored as if it were the response, in the usual spellings (bare, `\\boxed{}`, `#### `, `<answer>`),
+next to the truth of another row and to an empty response; responses, where there are some, are scored too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from posttrain.config.reward import CustomRewardConfig
+from posttrain.rewards.answers import extract_final_answer
+from posttrain.rewards.files import read_rows
+from posttrain.rewards.findings import Findings, report
+from posttrain.rewards.loading import resolve_reward
+from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.scorers import NO_SCORER, canonical_source, find_scorer
+from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "bare": lambda truth: truth,
+    "\\boxed{}": lambda truth: f"\\boxed{{{truth}}}",
+    "####": lambda truth: f"#### {truth}",
+    "<answer>": lambda truth: f"<answer>{truth}</answer>",
+}
+"""How a right response may spell the truth; a truth counts as scored if one of them scores 1."""
+
+
+def try_reward(rows: Sequence[dict[str, Any]], spec: RewardSpec | None = None, **options: Any) -> str:
+    """The report of `examine` as text."""
+    spec = spec or RewardSpec()
+    return report(examine(rows, spec, **options), spec)
+
+
+def examine(
+    rows: Sequence[dict[str, Any]],
+    spec: RewardSpec,
+    *,
+    responses: Sequence[dict[str, Any]] | None = None,
+    default_source: str | None = None,
+    num_workers: int | None = None,
+    timeout_s: float = 10.0,
+) -> Findings:
+    """Score truths, wrong answers and responses (those given, else the rows' own column `response`)."""
+    found = Findings(rows=len(rows))
+    with RewardPool(
+        spec, num_workers=num_workers, timeout_s=timeout_s, failure_score=0.0, on_print=found.prints.append
+    ) as pool:
+        usable = [(i, row) for i, row in enumerate(rows) if _matched(row, spec, default_source, found)]
+        for place, (i, row) in enumerate(usable):
+            other = truth_of(usable[(place + 1) % len(usable)][1])
+            for form, text in _trials(truth_of(row), other):
+                pool.submit((i, form), _item(row, text, default_source))
+        if responses is None:
+            responses = [row for row in rows if row.get("response") is not None]
+        scored = [(i, row) for i, row in enumerate(responses) if _matched(row, spec, default_source, None)]
+        for i, row in scored:
+            pool.submit((i, "response"), _item(row, str(row["response"]), default_source))
+        results = pool.wait_all()
+    for i, row in usable:
+        _note_truth(found, i, row, results)
+    for i, row in scored:
+        _note_response(found, i, row, results[i, "response"])
+    return found
+
+
+def truth_of(row: dict[str, Any]) -> Any:
+    """A row's truth: `ground_truth`, `reward_model.ground_truth` or `answer`."""
+    if row.get("ground_truth") is not None:
+        return row["ground_truth"]
+    nested = row.get("reward_model")
+    if isinstance(nested, dict) and nested.get("ground_truth") is not None:
+        return nested["ground_truth"]
+    return row.get("answer")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """`posttrain reward try --data FILE [--reward_func FILE] [--responses FILE]`; 0 if nothing suspicious was found."""
+    parser = argparse.ArgumentParser(
+        prog="posttrain reward try", description="Score a data file's truths and responses."
+    )
+    parser.add_argument("--data", required=True, help="parquet, json or jsonl with data_source and ground_truth")
+    parser.add_argument("--reward_func", help="your function's file or dotted path; default: built-in, by data_source")
+    parser.add_argument("--name", help="function in that file")
+    parser.add_argument("--responses", help="file with `response` columns, e.g. samples/step_10.parquet of a run")
+    parser.add_argument("--data_source", help="data source of rows that name none")
+    parser.add_argument("--limit", type=int, default=1000, help="rows to read (default 1000)")
+    parser.add_argument("--timeout_s", type=float, default=10.0, help="seconds for one score (default 10)")
+    options = parser.parse_args(list(args) if args is not None else None)
+    try:
+        config = CustomRewardConfig(path=options.reward_func, name=options.name)
+        spec = resolve_reward(config, where=f"--reward_func {options.reward_func}")
+        rows = read_rows(options.data, options.limit)
+        responses = _with_truths(read_rows(options.responses, options.limit), rows) if options.responses else None
+        found = examine(
+            rows, spec, responses=responses, default_source=options.data_source, timeout_s=options.timeout_s
+        )
+    except RewardError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(report(found, spec))
+    return 0 if found.ok else 1
+
+
+def _matched(row: dict[str, Any], spec: RewardSpec, default_source: str | None, found: Findings | None) -> bool:
+    """Whether the reward can score the row's source; a user's own function is taken to know all its sources."""
+    if spec.kind != "builtin":
+        return True
+    source = _source(row, default_source)
+    try:
+        find_scorer(source)
+    except RewardError:
+        if found is not None:
+            found.unmatched[source] += 1
+        return False
+    return True
+
+
+def _source(row: dict[str, Any], default_source: str | None) -> str:
+    return str(row.get("data_source") or default_source or "")
+
+
+def _item(row: dict[str, Any], text: str, default_source: str | None) -> RewardItem:
+    return RewardItem(_source(row, default_source), text, truth_of(row), row.get("extra_info"))
+
+
+def _trials(truth: Any, other: Any) -> Iterable[tuple[str, str]]:
+    for name, spell in SPELLINGS.items():
+        yield f"truth, {name}", spell(_one(truth))
+        if _one(other) != _one(truth):
+            yield f"another row's truth, {name}", spell(_one(other))
+    yield "empty response", ""
+
+
+def _one(truth: Any) -> str:
+    truth = truth.tolist() if hasattr(truth, "tolist") else truth
+    return str(truth[0]) if isinstance(truth, list | tuple) and truth else str(truth)
+
+
+def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any, RewardResult]) -> None:
+    forms = [
+        *(f"{whose}, {name}" for whose in ("truth", "another row's truth") for name in SPELLINGS),
+        "empty response",
+    ]
+    if all(NO_SCORER in (results[i, f"truth, {name}"].error or "") for name in SPELLINGS):
+        found.unmatched[str(row.get("data_source"))] += 1  # a user's function that asks ours by data source
+        return
+    for form in forms:
+        result = results.get((i, form))
+        if result is not None:
+            found.by_form[form].append(result.score)
+            if result.error:
+                found.errors[_source(row, None) + ": " + result.error] += 1
+    best = max(results[i, f"truth, {name}"].score for name in SPELLINGS)
+    found.best.append(best)
+    if best < 1.0:
+        found.unscored.append((i, _one(truth_of(row)), best))
+
+
+def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardResult) -> None:
+    found.responses.append(result.score)
+    if result.error:
+        found.errors[_source(row, None) + ": " + result.error] += 1
+    for name, value in result.parts.items():
+        if not isinstance(value, str):
+            found.parts[name].append(value)
+    response = str(row["response"])
+    # A function that reports what it read decides; for the others our own extraction stands in.
+    pred = result.parts["pred"] if "pred" in result.parts else _read_answer(row, response)
+    if pred == "" or pred is None:
+        found.unanswered.append((i, response))
+
+
+def _read_answer(row: dict[str, Any], response: str) -> str | None:
+    if canonical_source(_source(row, None)) in ("qa", "trivia", "classification"):
+        return response.strip()
+    return extract_final_answer(response)
+
+
+def _with_truths(responses: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Responses with the data row's columns: as they are when they carry a truth, else line by line."""
+    missing = [row for row in responses if row.get("response") is None]
+    if missing:
+        raise RewardError("a row of the responses has no `response`", "--responses", "name the column `response`")
+    if all(truth_of(row) is not None for row in responses):
+        return responses
+    if len(responses) != len(rows):
+        raise RewardError(
+            f"{len(responses)} responses without ground_truth for {len(rows)} rows of data",
+            "--responses",
+            "give one response per row of --data, or add ground_truth and data_source to the responses",
+        )
+    return [{**row, **response} for row, response in zip(rows, responses, strict=True)]

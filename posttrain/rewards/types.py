@@ -1,0 +1,69 @@
+"""The records that rewards are made of: what is scored, what came out, which function does it, and what went wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RewardError(Exception):
+    """A reward that cannot be used; says what is wrong, where it was set and what to do."""
+
+    def __init__(self, what: str, where: str = "", todo: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.todo = what, where, todo
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  set in: {self.where}")
+        if self.todo:
+            lines.append(f"  to do:  {self.todo}")
+        return "\n".join(lines)
+
+
+@dataclass
+class RewardItem:
+    """One response to be scored. Items that share `group` are handed to a list-form function in one call."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Any = None
+    group: Hashable = None
+    group_size: int = 1
+
+
+@dataclass
+class RewardResult:
+    """A score and its named parts; `error` tells why the failure score was given instead, or is None."""
+
+    score: float
+    parts: dict[str, float | str] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass
+class RewardSpec:
+    """Where a reward function comes from and how it is called: plain data that travels to the workers."""
+
+    kind: str = "builtin"
+    """`builtin` (by data source), `file`, `dotted` or `pickled`."""
+    path: str = ""
+    """The file or dotted path, as it was given."""
+    name: str | None = None
+    """The function's name; filled in when the reward is resolved."""
+    form: str = "source"
+    """`source`, `pair` or `list`: which of the three signatures the function has."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of every call."""
+    folder: str = field(default_factory=os.getcwd)
+    """The working folder: dotted paths are looked up here first."""
+    sys_path: list[str] = field(default_factory=list)
+    """Import path of the process that named the function; needed for functions that were pickled by reference."""
+    pickled: bytes = b""
+    """The function itself, when an object was given instead of a path."""
+    label: str = "built-in scorers, by data_source"
+    """How the run names it to its user."""

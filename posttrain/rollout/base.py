@@ -1,0 +1,91 @@
+"""The contract of a rollout engine: requests in, outputs out, one step at a time.
+
+An engine sees token ids only. Batch generation, streaming into rewards and agent loops are written once, above it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is sampled. Log-probs are those of the tempered distribution before any filter."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be made. `parent` names a finished request whose cache may be reused."""
+
+    id: Hashable
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    seed: int
+    parent: Hashable | None = None
+
+
+@dataclass
+class Output:
+    """A finished (or aborted) response. `versions` are (policy version, number of tokens) spans in order."""
+
+    id: Hashable
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str  # "stop", "length" or "abort"
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+
+class RolloutEngine(ABC):
+    """What every engine (`hf`, and later `native`, `vllm`, `sglang`) can do."""
+
+    version: int = 0
+
+    @abstractmethod
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def step(self) -> list[Output]:
+        """Advance every running request by (at least) one token; gives those that finished."""
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether requests are queued or running."""
+
+    @abstractmethod
+    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
+        """Stop these requests; gives what they have so far, with finish reason `abort`."""
+
+    @abstractmethod
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        """Log-probs of each row's tokens after its first, as the engine itself computes them."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take new weights under their Hugging Face names; outputs carry `version` from now on."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give back memory that only generation needs."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Be ready to generate again."""

@@ -1,0 +1,76 @@
+"""Batch generation above the engine contract: prompts in, a DataProto of responses out, each handed on when it ends.
+
+Shapes: B rows, P prompt width, R response width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
+
+
+def generate(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    seeds: Sequence[int],
+    on_output: Callable[[int, Output], None] | None = None,
+) -> list[Output]:
+    """One output per prompt, in order; `on_output(row, output)` is called as soon as a row is finished."""
+    for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
+        engine.submit(Request(row, prompt, sampling, seed))
+    outputs: dict[int, Output] = {}
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.id] = output  # pyright: ignore
+            if on_output is not None:
+                on_output(output.id, output)  # pyright: ignore
+    return [outputs[row] for row in range(len(prompts))]
+
+
+def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_token_id: int) -> DataProto:
+    """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs."""
+    prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
+    responses = [output.token_ids for output in outputs]
+    response_BR, response_mask_BR = _pad(responses, pad_token_id, left=False)
+    log_probs_BR, _ = _pad([output.log_probs for output in outputs], 0.0, left=False)
+    attention_mask = torch.cat([prompt_mask_BP, response_mask_BR], -1)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompt_BP,
+            "responses": response_BR,
+            "input_ids": torch.cat([prompt_BP, response_BR], -1),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+            "response_mask": response_mask_BR,
+            "rollout_log_probs": log_probs_BR,
+        },
+        non_tensors={
+            "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
+            "policy_versions": _objects([output.versions for output in outputs]),
+        },
+    )
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    array[:] = list(values)
+    return array
+
+
+def _pad(rows: Sequence[Sequence[Any]], value: Any, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    gaps = [width - len(row) for row in rows]
+    if left:
+        padded = [[value] * gap + list(row) for row, gap in zip(rows, gaps, strict=True)]
+        mask = [[0] * gap + [1] * len(row) for row, gap in zip(rows, gaps, strict=True)]
+    else:
+        padded = [list(row) + [value] * gap for row, gap in zip(rows, gaps, strict=True)]
+        mask = [[1] * len(row) + [0] * gap for row, gap in zip(rows, gaps, strict=True)]
+    return torch.tensor(padded), torch.tensor(mask)

@@ -1,0 +1,193 @@
+"""The `hf` engine: any transformers causal LM, decoded in waves. The oracle that faster engines are compared with.
+
+Requests wait until a wave of them is prefilled together, each distinct prompt once; then every step decodes one token
+of every running row, and rows that finished are dropped from the cache. On one process it reads the trainer's own
+module, so a weight sync copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.rollout.sampling import sample, uniforms
+
+
+@dataclass
+class _Row:
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, token: int, log_prob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+
+    def output(self, reason: str) -> Output:
+        return Output(self.request.id, self.tokens, self.log_probs, reason, self.versions)
+
+
+class HFEngine(RolloutEngine):
+    """Decodes with `module` as it is now; `decode` turns ids into text for stop strings."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        pad_token_id: int,
+        max_num_seqs: int = 1024,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        self.module, self.pad, self.max_num_seqs, self.decode = module, pad_token_id, max_num_seqs, decode
+        self.waiting: deque[Request] = deque()
+        self.rows: list[_Row] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows, self.cache, self.logits_BV = [], None, None
+        self.mask_BL = torch.zeros(0, 0, dtype=torch.long)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def submit(self, request: Request) -> None:
+        if request.sampling.stop and self.decode is None:
+            raise ValueError("stop strings need an engine that was given `decode`")
+        if request.sampling.max_tokens < 1 or not request.prompt_ids:
+            raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
+        self.waiting.append(request)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.rows)
+
+    @torch.no_grad()
+    def step(self) -> list[Output]:
+        self.module.eval()
+        if not self.rows:
+            if not self.waiting:
+                return []
+            self._prefill([self.waiting.popleft() for _ in range(min(self.max_num_seqs, len(self.waiting)))])
+        tokens_B, log_probs_B = self._sample()
+        finished, keep = [], []
+        for place, (row, token, log_prob) in enumerate(
+            zip(self.rows, tokens_B.tolist(), log_probs_B.tolist(), strict=True)
+        ):
+            row.add(token, log_prob, self.version)
+            reason = self._finish_reason(row)
+            if reason:
+                finished.append(row.output(reason))
+            else:
+                keep.append(place)
+        self._go_on(tokens_B, keep)
+        return finished
+
+    def _prefill(self, requests: list[Request]) -> None:
+        """One row per distinct prompt, left-padded; the cache is then spread over the requests."""
+        prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in requests))
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad] * (width - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        self.mask_BL = mask.to(self.device)
+        logits, self.cache = self._forward(ids.to(self.device), None)
+        number = {prompt: index for index, prompt in enumerate(prompts)}
+        spread = torch.tensor([number[tuple(r.prompt_ids)] for r in requests], device=self.device)
+        self.rows = [_Row(request) for request in requests]
+        self.logits_BV = logits[spread]
+        self.mask_BL = self.mask_BL[spread]
+        if len(requests) != len(prompts) or not torch.equal(spread.cpu(), torch.arange(len(prompts))):
+            self.cache.batch_select_indices(spread)
+
+    def _forward(self, ids_BS: torch.Tensor, cache):
+        position_BL = (self.mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
+        out = self.module(
+            input_ids=ids_BS,
+            attention_mask=self.mask_BL,
+            position_ids=position_BL,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1], out.past_key_values
+
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.logits_BV is not None
+        requests = [row.request for row in self.rows]
+        uniform_B = uniforms([r.seed for r in requests], [len(row.tokens) for row in self.rows])
+        seen = [[*row.request.prompt_ids, *row.tokens] for row in self.rows]
+        return sample(self.logits_BV, [r.sampling for r in requests], uniform_B, seen)
+
+    def _finish_reason(self, row: _Row) -> str | None:
+        sampling = row.request.sampling
+        if row.tokens[-1] in sampling.stop_token_ids:
+            return "stop"
+        if sampling.stop and self.decode is not None:
+            text = self.decode(row.tokens)
+            if any(stop in text for stop in sampling.stop):
+                return "stop"
+        return "length" if len(row.tokens) >= sampling.max_tokens else None
+
+    def _go_on(self, tokens_B: torch.Tensor, keep: list[int]) -> None:
+        """Drop finished rows and decode the next logits of the others."""
+        if not keep:
+            return self._clear()
+        assert self.cache is not None
+        if len(keep) < len(self.rows):
+            index = torch.tensor(keep, device=self.device)
+            self.cache.batch_select_indices(index)
+            self.rows = [self.rows[place] for place in keep]
+            tokens_B, self.mask_BL = tokens_B[index], self.mask_BL[index]
+        self.mask_BL = torch.cat([self.mask_BL, self.mask_BL.new_ones(len(keep), 1)], -1)
+        self.logits_BV, self.cache = self._forward(tokens_B[:, None], self.cache)
+
+    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
+        wanted = set(ids)
+        gone = [_Row(request).output("abort") for request in self.waiting if request.id in wanted]
+        self.waiting = deque(request for request in self.waiting if request.id not in wanted)
+        gone += [row.output("abort") for row in self.rows if row.request.id in wanted]
+        keep = [place for place, row in enumerate(self.rows) if row.request.id not in wanted]
+        if not keep:
+            self._clear()
+        elif len(keep) < len(self.rows):
+            assert self.cache is not None and self.logits_BV is not None
+            index = torch.tensor(keep, device=self.device)
+            self.cache.batch_select_indices(index)
+            self.rows = [self.rows[place] for place in keep]
+            self.mask_BL, self.logits_BV = self.mask_BL[index], self.logits_BV[index]
+        return gone
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        self.module.eval()
+        width = max(map(len, token_ids))
+        ids = torch.tensor([list(row) + [self.pad] * (width - len(row)) for row in token_ids], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in token_ids], device=self.device)
+        logits = self.module(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+        log_p = torch.log_softmax(logits[:, :-1] / temperature, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return [log_p[place, : len(row) - 1].cpu() for place, row in enumerate(token_ids)]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copies what does not already live in this module (the trainer's own tensors do)."""
+        own = self.module.state_dict()
+        for name, tensor in weights:
+            if name in own and own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
+        self.version = version
+
+    def sleep(self) -> None:
+        if self.rows:
+            raise RuntimeError("the engine still has running requests; abort them before sleep")
+        self._clear()
+
+    def wake(self) -> None:
+        self.module.eval()

@@ -1,0 +1,98 @@
+"""Sampling of next tokens: exact filters, and randomness that belongs to the request alone.
+
+The random number of a request's t-th token is a hash of (its seed, t). A sample therefore depends on its seed and on
+its own logits, never on its neighbours in the batch, their order, or how often the engine was interrupted.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from posttrain.rollout.base import Sampling
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: Sequence[int], places: Sequence[int]) -> torch.Tensor:
+    """One number in [0, 1) per row, from its seed and the place of the token in its response."""
+    with np.errstate(over="ignore"):
+        seed = _mix(np.asarray([s & (2**64 - 1) for s in seeds], dtype=np.uint64) + _GOLDEN)
+        bits = _mix(seed + _GOLDEN * (np.asarray(places, dtype=np.uint64) + np.uint64(1)))
+    return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def combine_seeds(*parts: int) -> int:
+    """One 63-bit seed from several numbers (run seed, step, row, ...)."""
+    state = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for part in parts:
+            state = _mix(np.asarray(state + _GOLDEN, dtype=np.uint64) ^ np.uint64(part & (2**64 - 1)))
+    return int(state) & (2**63 - 1)
+
+
+def sample(
+    logits_BV: torch.Tensor, settings: Sequence[Sampling], uniform_B: torch.Tensor, seen: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, log-probs), each (B,). `seen` holds the tokens that the repetition penalty looks at."""
+    logits_BV = logits_BV.float()
+    temperature_B = logits_BV.new_tensor([1.0 if s.greedy else s.temperature for s in settings])
+    log_p_BV = torch.log_softmax(logits_BV / temperature_B[:, None], -1)
+    drawn_BV = _penalised(logits_BV, settings, seen)
+    drawn_log_p = log_p_BV if drawn_BV is logits_BV else torch.log_softmax(drawn_BV / temperature_B[:, None], -1)
+    p_BV = drawn_log_p.exp()
+    if any(s.filtered for s in settings):
+        p_BV = _filtered(p_BV, settings)
+    tokens_B = _inverse_cdf(p_BV, uniform_B.to(p_BV.device))
+    greedy_B = torch.tensor([s.greedy for s in settings], device=p_BV.device)
+    tokens_B = torch.where(greedy_B, drawn_log_p.argmax(-1), tokens_B)
+    return tokens_B, log_p_BV.gather(1, tokens_B[:, None]).squeeze(1)
+
+
+def _inverse_cdf(p_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """The first token at which the cumulative probability exceeds the uniform number; never one of probability 0."""
+    cdf_BV = p_BV.double().cumsum(-1)
+    target_B = uniform_B * cdf_BV[:, -1]
+    index_B = torch.searchsorted(cdf_BV, target_B[:, None], right=True).squeeze(1)
+    last_B = p_BV.shape[1] - 1 - (p_BV.flip(-1) > 0).int().argmax(-1)
+    return torch.minimum(index_B, last_B)
+
+
+def _filtered(p_BV: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
+    """Probabilities with everything outside top-k, then top-p, then min-p set to 0; ties go to the smaller id."""
+    size = p_BV.shape[1]
+    sorted_p, order = p_BV.sort(-1, descending=True, stable=True)
+    top_k = torch.tensor([s.top_k if s.top_k > 0 else size for s in settings], device=p_BV.device)
+    sorted_p = sorted_p.masked_fill(torch.arange(size, device=p_BV.device) >= top_k[:, None], 0.0)
+    sorted_p = sorted_p / sorted_p.sum(-1, keepdim=True)
+    top_p = p_BV.new_tensor([s.top_p for s in settings])
+    before = sorted_p.double().cumsum(-1) - sorted_p  # mass of the likelier tokens: below top_p, the token is needed
+    sorted_p = sorted_p.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1.0), 0.0)
+    min_p = p_BV.new_tensor([s.min_p for s in settings])
+    sorted_p = sorted_p.masked_fill(sorted_p < min_p[:, None] * sorted_p[:, :1], 0.0)
+    return torch.zeros_like(p_BV).scatter(1, order, sorted_p)
+
+
+def _penalised(logits_BV: torch.Tensor, settings: Sequence[Sampling], seen: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits of tokens seen before, divided (if positive) or multiplied (if negative) by the penalty."""
+    if all(s.repetition_penalty == 1.0 for s in settings):
+        return logits_BV
+    out = logits_BV.clone()
+    for row, (setting, tokens) in enumerate(zip(settings, seen, strict=True)):
+        index = torch.tensor(sorted(set(tokens)), device=out.device)
+        scores = out[row, index]
+        penalty = setting.repetition_penalty
+        out[row, index] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    return out

@@ -1,0 +1,104 @@
+"""Pictures of a run for a terminal: a metric over the steps in braille, and samples from before beside samples now."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bit of the braille dot at (row, column) of a character's 4 x 2 dots."""
+
+
+def text_plot(
+    steps: Sequence[float], values: Sequence[float], *, title: str = "", width: int = 72, height: int = 12
+) -> str:
+    """A line through (step, value) as text of at most `width` columns; values that are not finite are left out."""
+    points = [(float(x), float(y)) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
+    if not points:
+        return f"{title}: no values"
+    low, high = _range([y for _, y in points])
+    labels = [_label(high - (high - low) * row / max(1, height - 1)) for row in range(height)]
+    gutter = max(map(len, labels))
+    columns = max(8, width - gutter - 2)
+    canvas = _draw(points, (low, high), columns, height)
+    lines = [title] if title else []
+    for row in range(height):
+        shown = labels[row] if row % 4 == 0 or row == height - 1 else ""
+        lines.append(f"{shown:>{gutter}} {'┤' if shown else '│'}" + "".join(canvas[row]).rstrip("⠀"))
+    first, last = _label(points[0][0]), _label(points[-1][0])
+    lines.append(" " * gutter + " └" + "─" * columns)
+    lines.append(" " * (gutter + 2) + first + last.rjust(columns - len(first)))
+    return "\n".join(lines)
+
+
+def _draw(points: list[tuple[float, float]], span: tuple[float, float], columns: int, rows: int) -> list[list[str]]:
+    low, high = span
+    left, right = points[0][0], points[-1][0]
+    dots_x, dots_y = columns * 2 - 1, rows * 4 - 1
+    places = [
+        (round((x - left) / ((right - left) or 1) * dots_x), round((high - y) / (high - low) * dots_y))
+        for x, y in points
+    ]
+    cells = [[0x2800] * columns for _ in range(rows)]
+    for (x0, y0), (x1, y1) in zip(places, places[1:] or places, strict=False):
+        count = max(abs(x1 - x0), abs(y1 - y0), 1)
+        for i in range(count + 1):
+            x, y = round(x0 + (x1 - x0) * i / count), round(y0 + (y1 - y0) * i / count)
+            cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    return [[chr(cell) for cell in row] for row in cells]
+
+
+def before_after(rows: Sequence[tuple[str, str, float, str, float]], *, width: int = 100, lines: int = 4) -> str:
+    """Prompts with a response (and its score) from the start of a run beside one from now.
+
+    `rows` are (prompt, response before, score before, response now, score now).
+    """
+    half = (width - 3) // 2
+    out = []
+    for prompt, before, before_score, after, after_score in rows:
+        out.append(textwrap.shorten(" ".join(prompt.split()), width, placeholder=" …"))
+        left = [f"before  score {before_score:.3g}", *_wrapped(before, half, lines)]
+        right = [f"after   score {after_score:.3g}", *_wrapped(after, half, lines)]
+        for i in range(max(len(left), len(right))):
+            a, b = (side[i] if i < len(side) else "" for side in (left, right))
+            out.append(f"{_padded(a, half)} │ {b}".rstrip())
+        out.append("─" * width)
+    return "\n".join(out)
+
+
+def _wrapped(text: str, width: int, most: int) -> list[str]:
+    lines: list[str] = []
+    for paragraph in text.splitlines() or [""]:
+        line = ""
+        for char in paragraph.expandtabs(2):
+            if not char.isprintable():
+                continue  # a response must not steer the reader's terminal
+            if _columns(line + char) > width:
+                lines.append(line)
+                line = ""
+            line += char
+        lines.append(line)
+    return lines if len(lines) <= most else [*lines[: most - 1], "…"]
+
+
+def _columns(text: str) -> int:
+    """Terminal columns: wide characters (Chinese, Japanese, ...) take two, combining ones none."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * max(0, width - _columns(text))
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if low == high:
+        margin = abs(low) * 0.1 or 1.0
+        return low - margin, high + margin
+    return low, high
+
+
+def _label(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 or value == round(value) else f"{value:.3g}"

@@ -1,0 +1,188 @@
+"""Where metrics go: `metrics.jsonl` always, and the console, TensorBoard or wandb as `trainer.logger` says.
+
+A logger has `log(step, metrics)` and `close()`. One that cannot start or fails later is named in a note and left out: a
+run never ends because of a logger. Only `metrics.jsonl`, which the run's own tools read, must be writable.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.redact import redact
+from posttrain.tracking.rundir import RunDirectory
+
+Note = Callable[[str], object]
+
+
+class Logger(Protocol):
+    """Receives every metric of every step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlLogger:
+    """One JSON object per line, `step` first; floats to the bit, NaN and infinities as text that any reader takes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = {"step": step, **{name: _plain(value) for name, value in metrics.items() if name != "step"}}
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, NaN and infinities as floats; a last line that was cut off is left out."""
+    with Path(path).open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield {name: _number(value) for name, value in json.loads(line).items()}
+
+
+class ConsoleLogger:
+    """One line per step with every metric."""
+
+    def __init__(self, say: Note) -> None:
+        self._say = say
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._say(f"step:{step} - " + " - ".join(f"{name}:{_short(value)}" for name, value in metrics.items()))
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoardLogger:
+    """Event files under `<run>/tensorboard`; after a resume, later steps of the earlier process are hidden."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """A wandb run, sent to its server if WANDB_API_KEY is set and otherwise recorded below the run directory."""
+
+    def __init__(self, run: RunDirectory, config: Mapping[str, Any], note: Note) -> None:
+        import wandb
+
+        online = bool(os.environ.get("WANDB_API_KEY"))
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if online else "offline")
+        if mode == "offline":
+            note(f"wandb records to {run.path / 'wandb'}; set WANDB_API_KEY to send runs, or run `wandb sync` later.")
+        self._run = wandb.init(
+            project=run.path.parent.name,
+            name=run.path.name,
+            id=_wandb_id(run.path / "wandb_id"),
+            resume="allow" if mode == "online" else None,
+            dir=str(run.path),
+            config=redact(config),
+            mode=mode,
+            # Without metadata: wandb would record the command line, which may hold secrets.
+            settings=wandb.Settings(console="off", silent=True, x_disable_meta=True),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class LoggerGroup:
+    """All loggers of a run as one."""
+
+    def __init__(self, required: Logger, optional: dict[str, Logger], note: Note) -> None:
+        self._required, self._optional, self._note = required, optional, note
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._required.log(step, metrics)
+        self._each(lambda logger: logger.log(step, metrics))
+
+    def close(self) -> None:
+        self._required.close()
+        self._each(lambda logger: logger.close())
+        self._optional = {}
+
+    def _each(self, act: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._optional.items()):
+            try:
+                act(logger)
+            except Exception as error:
+                self._note(f"The logger {name} failed and is left out from here on: {type(error).__name__}: {error}")
+                del self._optional[name]
+
+
+LOGGERS = ("console", "tensorboard", "wandb")
+
+
+def open_loggers(
+    names: Sequence[str],
+    run: RunDirectory,
+    config: Mapping[str, Any],
+    *,
+    first_step: int = 0,
+    say: Note = print,
+) -> LoggerGroup:
+    """`metrics.jsonl` and the loggers named in `trainer.logger`; `first_step` is the first that will be logged."""
+    unknown = sorted(set(names) - set(LOGGERS))
+    if unknown:
+        raise ValueError(f"trainer.logger names {', '.join(unknown)}; known are {', '.join(LOGGERS)}.")
+    makers: dict[str, Callable[[], Logger]] = {
+        "console": lambda: ConsoleLogger(say),
+        "tensorboard": lambda: TensorBoardLogger(run.path / "tensorboard", first_step),
+        "wandb": lambda: WandbLogger(run, config, say),
+    }
+    optional: dict[str, Logger] = {}
+    for name in dict.fromkeys(names):
+        try:
+            optional[name] = makers[name]()
+        except ImportError as error:
+            say(f"The logger {name} is left out: {error}. Install it with `pip install 'posttrain[{name}]'`.")
+        except Exception as error:
+            say(f"The logger {name} is left out, as it could not start: {type(error).__name__}: {error}")
+    return LoggerGroup(JsonlLogger(run.metrics), optional, say)
+
+
+def _plain(value: Any) -> Any:
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, float) and not math.isfinite(number):
+        return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")
+    return number
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _wandb_id(path: Path) -> str:
+    """The id of this run directory's wandb run: kept, so that a resumed run continues it."""
+    if not path.is_file():
+        replace_file(path, os.urandom(8).hex().encode())
+    return path.read_text().strip()

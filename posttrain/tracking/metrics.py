@@ -1,0 +1,199 @@
+"""step_metrics: the numbers of one training step, from its batch, its update and its timings.
+
+Sums are exact (`math.fsum` over float64), so that the same batch gives the same numbers in any order of rows.
+`reward_mean`, `reward_std`, `kl_loss`, `policy_loss` and `response_length` are the five to watch; the others are the
+names that tools for this kind of training commonly read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.tracking.fields import Fields, groups_of
+
+RIGHT_FROM = 0.5
+"""A response whose score reaches this counts as right, unless its reward gave an `acc` part."""
+_CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
+
+
+def step_metrics(
+    batch: Any,
+    *,
+    timing: Mapping[str, float] | None = None,
+    update: Mapping[str, float | Sequence[float]] | None = None,
+    max_response_length: int | None = None,
+    n_devices: int = 1,
+) -> dict[str, float]:
+    """Metrics by name.
+
+    `batch` is a DataProto, or one mapping, with `response_mask`, `token_level_scores` and `uid`; where present also
+    `token_level_rewards`, `advantages`, `returns`, `values`, `attention_mask`, `data_source`, `finish_reason`,
+    `reward_parts` (a dict per row) and `reward_error` (text or None per row).
+    `timing` maps stages (`gen`, `reward`, ..., and `step` for all of it) to seconds.
+    `update` holds the update's metrics by their names (`actor/policy_loss`, ...): numbers, or one per mini-batch.
+    """
+    fields = Fields(batch)
+    mask = fields.numbers("response_mask")
+    scores_BT = fields.numbers("token_level_scores", "token_level_rewards")
+    if mask is None or scores_BT is None:
+        raise KeyError("a step's batch needs response_mask and token_level_scores")
+    scores = _row_sums(scores_BT)
+    lengths = mask.sum(axis=1)
+    parts = _parts_of(fields, len(scores))
+    right = right_answers(scores, parts)
+    metrics = _score_metrics(fields, scores)
+    metrics |= _group_metrics(fields, scores, right)
+    metrics |= _token_metrics(fields, mask)
+    metrics |= _length_metrics(fields, lengths, right, max_response_length)
+    metrics |= _source_metrics(fields, scores)
+    metrics |= _part_metrics(fields, parts)
+    metrics |= _update_metrics(update or {})
+    metrics |= _time_metrics(fields, lengths, timing or {}, n_devices)
+    return metrics
+
+
+def right_answers(scores: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Whether each response is right: by its `acc` part, otherwise by its score reaching RIGHT_FROM."""
+    right = np.asarray(scores) >= RIGHT_FROM
+    for row, part in enumerate(parts):
+        for name in _CORRECTNESS_PARTS:
+            if isinstance(part.get(name), bool | int | float):
+                right[row] = part[name] >= RIGHT_FROM
+                break
+    return right
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean, rounded once; NaN for nothing."""
+    numbers = [float(value) for value in values]
+    return math.fsum(numbers) / len(numbers) if numbers else math.nan
+
+
+def sample_deviation(values: Iterable[float]) -> float:
+    """The sample standard deviation (divisor n - 1); 0 for a single value."""
+    numbers = [float(value) for value in values]
+    if len(numbers) < 2:
+        return 0.0
+    centre = mean(numbers)
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in numbers) / (len(numbers) - 1))
+
+
+def _score_metrics(fields: Fields, scores: np.ndarray) -> dict[str, float]:
+    metrics = {"reward_mean": mean(scores), **_spread("critic/score", scores)}
+    rewards = fields.numbers("token_level_rewards")
+    metrics["critic/rewards/mean"] = metrics["reward_mean"] if rewards is None else mean(_row_sums(rewards))
+    return metrics
+
+
+def _group_metrics(fields: Fields, scores: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    uids = fields.objects("uid")
+    groups = groups_of(uids if uids is not None else range(len(scores)))
+    deviations = [sample_deviation(scores[rows]) for rows in groups]
+    metrics = {"reward_std": mean(deviations)}
+    several = [rows for rows in groups if len(rows) > 1]
+    if several:  # a group of one has nothing to be compared with
+        means = [mean(scores[rows]) for rows in several]
+        metrics |= {
+            "groups/no_signal": mean(float(np.ptp(scores[rows]) == 0) for rows in several),
+            "groups/all_right": mean(float(right[rows].all()) for rows in several),
+            "groups/all_wrong": mean(float(not right[rows].any()) for rows in several),
+            "groups/reward_mean/min": min(means),
+            "groups/reward_mean/max": max(means),
+            "groups/reward_mean/std": sample_deviation(means),
+            "groups/reward_std/max": max(sample_deviation(scores[rows]) for rows in several),
+        }
+    return {**metrics, "groups/count": float(len(groups)), "right/mean": mean(right)}
+
+
+def _token_metrics(fields: Fields, mask: np.ndarray) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in ("advantages", "returns", "values"):
+        values = fields.numbers(name)
+        if values is not None and mask.any():
+            metrics |= _spread(f"critic/{name}", values[mask > 0])
+    return metrics
+
+
+def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limit: int | None) -> dict[str, float]:
+    metrics = {"response_length": mean(lengths), **_spread("response_length", lengths)}
+    reasons = fields.objects("finish_reason")
+    if reasons is not None:
+        metrics["response_length/clip_ratio"] = mean(float(reason == "length") for reason in reasons)
+    elif limit is not None:
+        metrics["response_length/clip_ratio"] = mean(float(length >= limit) for length in lengths)
+    prompt_lengths = _prompt_lengths(fields)
+    if prompt_lengths is not None:
+        metrics |= _spread("prompt_length", prompt_lengths)
+    for name, chosen in (("right", lengths[right]), ("wrong", lengths[~right])):
+        if len(chosen):
+            metrics[f"response_length/{name}/mean"] = mean(chosen)
+    return metrics
+
+
+def _source_metrics(fields: Fields, scores: np.ndarray) -> dict[str, float]:
+    sources = fields.objects("data_source")
+    if sources is None:
+        return {}
+    return {
+        f"data_source/{source}/reward_mean": mean(scores[[row for row, own in enumerate(sources) if own == source]])
+        for source in sorted(set(sources), key=str)
+    }
+
+
+def _part_metrics(fields: Fields, parts: list[Mapping[str, Any]]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in sorted({name for part in parts for name in part}):
+        numbers = [part[name] for part in parts if isinstance(part.get(name), bool | int | float)]
+        if numbers:
+            metrics[f"reward/{name}/mean"] = mean(numbers)
+    errors = fields.objects("reward_error")
+    if errors is not None:
+        metrics["reward/failures"] = float(sum(error is not None for error in errors))
+    return metrics
+
+
+def _update_metrics(update: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
+    metrics = {name: float(v) if np.ndim(v) == 0 else mean(v) for name, v in update.items()}  # type: ignore[arg-type]
+    for plain, spellings in (("policy_loss", ("actor/policy_loss", "actor/pg_loss")), ("kl_loss", ("actor/kl_loss",))):
+        found = [metrics[name] for name in spellings if name in metrics]
+        if found:
+            metrics.setdefault(plain, found[0])
+    return metrics
+
+
+def _time_metrics(fields: Fields, lengths: np.ndarray, timing: Mapping[str, float], n_devices: int) -> dict[str, float]:
+    metrics = {f"timing_s/{stage}": float(seconds) for stage, seconds in timing.items()}
+    attention = fields.numbers("attention_mask")
+    tokens = float(lengths.sum() if attention is None else attention.sum())
+    metrics["perf/total_num_tokens"] = tokens
+    seconds = timing.get("step", math.fsum(timing.values()))
+    if seconds > 0:
+        metrics["perf/time_per_step"] = float(seconds)
+        metrics["perf/throughput"] = tokens / seconds / n_devices
+    if timing.get("gen", 0) > 0:
+        metrics["perf/generated_tokens_per_s"] = float(lengths.sum()) / timing["gen"]
+    return metrics
+
+
+def _parts_of(fields: Fields, rows: int) -> list[Mapping[str, Any]]:
+    parts = fields.objects("reward_parts")
+    return [part or {} for part in parts] if parts is not None else [{}] * rows
+
+
+def _prompt_lengths(fields: Fields) -> np.ndarray | None:
+    attention, responses = fields.numbers("attention_mask"), fields.raw("responses", "response_mask")
+    if attention is None or responses is None:
+        return None
+    return attention[:, : attention.shape[1] - responses.shape[1]].sum(axis=1)
+
+
+def _row_sums(values_BT: np.ndarray) -> np.ndarray:
+    return values_BT.sum(axis=1) if values_BT.ndim == 2 else values_BT
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {f"{name}/mean": mean(values), f"{name}/max": float(np.max(values)), f"{name}/min": float(np.min(values))}

@@ -1,0 +1,35 @@
+"""Taking secrets out of settings before they are written anywhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+_SECRET_NAME = re.compile(r"(^|[_.-])(api_?key|secret(_key)?|password|passwd|token|credentials?)$", re.IGNORECASE)
+
+
+def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
+    """A copy of `value` in plain dicts and lists, with `***` for secrets.
+
+    A secret is what stands under a name like `api_key`, and any text that holds the value of an environment variable
+    with such a name (`WANDB_API_KEY`, `HF_TOKEN`).
+    """
+    values = {text for name, text in environ.items() if _SECRET_NAME.search(name) and len(text) >= 8}
+    return _redact(value, values)
+
+
+def _redact(value: Any, secrets: set[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if isinstance(key, str) and item and _SECRET_NAME.search(key) else _redact(item, secrets)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_redact(item, secrets) for item in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, HIDDEN)
+    return value

@@ -1,0 +1,176 @@
+"""RunDirectory: where one run is written, who may write there, and what a resumed run cuts off.
+
+outputs/<project>/<experiment>/
+  config.yaml     the resolved settings, secrets taken out
+  metrics.jsonl   one line per step
+  samples/        step_N.parquet
+  logs/           run.log
+  checkpoints/    global_step_N/
+  crash/          what was at hand when a run failed
+outputs/checkpoints -> the newest run's checkpoints
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.lock import RunDirectoryError, RunLock
+from posttrain.tracking.redact import redact
+
+_SAMPLES = re.compile(r"step_(\d+)\.parquet")
+_FREE_TO_CHANGE = {
+    "trainer.total_training_steps",
+    "trainer.total_epochs",
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+}
+
+
+class RunDirectory:
+    """The paths of one run; `open()` (or `with`) makes them and takes the lock that keeps a second process out."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        project: str,
+        experiment: str,
+        *,
+        on_note: Callable[[str], object] = print,
+    ) -> None:
+        for key, name in (("trainer.project_name", project), ("trainer.experiment_name", experiment)):
+            if not name or name in (".", "..") or "/" in name or "\0" in name:
+                raise RunDirectoryError(f"{key}={name!r} is no name for a folder: give one without '/'.")
+        self.root = Path(root)
+        self.path = self.root / project / experiment
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples"
+        self.logs = self.path / "logs"
+        self.log = self.logs / "run.log"
+        self.checkpoints = self.path / "checkpoints"
+        self.crash = self.path / "crash"
+        self._note = on_note
+        self._lock = RunLock(self.path / "run.lock")
+
+    def open(self) -> Self:
+        """Make the folders, take the lock, and point `<root>/checkpoints` here."""
+        for folder in (self.path, self.samples, self.logs, self.checkpoints, self.crash):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"The run directory {self.path} cannot be made: {error}. Choose another place with "
+                    "trainer.default_local_dir, trainer.project_name or trainer.experiment_name."
+                ) from error
+        self._lock.acquire()
+        self._link_newest()
+        return self
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def holds_run(self) -> bool:
+        """Whether an earlier run wrote something here that a new one would mix with."""
+        if self.metrics.is_file() and self.metrics.stat().st_size > 0:
+            return True
+        return self.checkpoints.is_dir() and any(self.checkpoints.glob("global_step_*"))
+
+    def _link_newest(self) -> None:
+        link = self.root / "checkpoints"
+        if link.exists() and not link.is_symlink():
+            self._note(
+                f"{link} is a real folder, so it is left alone; this run's checkpoints are in {self.checkpoints}."
+            )
+            return
+        temporary = self.root / f".checkpoints.{os.getpid()}.tmp"
+        try:
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(self.checkpoints.relative_to(self.root), target_is_directory=True)
+            os.replace(temporary, link)
+        except OSError as error:
+            self._note(
+                f"The link {link} could not be made ({error}); this run's checkpoints are in {self.checkpoints}."
+            )
+
+    # -- settings
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Store the resolved settings, without secrets."""
+        text = yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
+        replace_file(self.config, text.encode())
+
+    def read_config(self) -> dict[str, Any] | None:
+        """The stored settings, None if there are none."""
+        if not self.config.is_file():
+            return None
+        return yaml.safe_load(self.config.read_text()) or {}
+
+    def changed_settings(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """(key, stored, new) for every setting that differs from the stored run's; secrets are not compared."""
+        stored = self.read_config()
+        return [] if stored is None else diff_config(stored, redact(config))
+
+    # -- resuming
+
+    def truncate_after(self, step: int) -> None:
+        """Cut what was written past `step`, so that a killed and resumed run leaves what a straight one would have."""
+        if self.metrics.is_file():
+            kept = [line for line in self.metrics.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
+            replace_file(self.metrics, b"".join(kept))
+        for path in self.samples.glob("step_*.parquet"):
+            match = _SAMPLES.fullmatch(path.name)
+            if match and int(match[1]) > step:
+                path.unlink()
+
+
+def diff_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) wherever two trees differ; how long a run is and how it resumes may differ."""
+    before, after = _flat(old), _flat(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    return [
+        (key, before.get(key), after.get(key))
+        for key in keys
+        if key not in _FREE_TO_CHANGE and not _equal(before.get(key), after.get(key))
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _equal(old: Any, new: Any) -> bool:
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        return len(old) == len(new) and all(map(_equal, old, new))
+    if old in (None, {}, []) and new in (None, {}, []):
+        return True  # an empty section and an absent one say the same
+    return old == new
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False  # the write of a killed process
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,98 @@
+"""Prepares the embedded default: sums as data, and the small model warmed up on them by a minute of SFT.
+
+Made once per machine and kept under `$POSTTRAIN_CACHE` (default `~/.cache/posttrain`), in a folder named by the recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config.optim import OptimConfig
+from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
+from posttrain.trainer.sft import fit_pairs
+
+RECIPE: dict[str, Any] = {
+    "version": 1,
+    "shape": SHAPE,
+    "max_operand": 50,
+    "val_size": 200,
+    "sft_steps": 270,
+    "sft_batch_size": 256,
+    "lr": 3e-3,
+    "seed": 0,
+}
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain")
+
+
+def embedded_folder() -> Path:
+    """Where the embedded model (`model/`) and data (`train.json`, `test.json`) lie, or will lie."""
+    name = hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()[:12]
+    return cache_folder() / f"embedded-{name}"
+
+
+def ensure_embedded(say: Any, *, model: bool = True) -> Path:
+    """The folder with data and (if asked for) model, made now if they are not there yet."""
+    folder = embedded_folder()
+    if not (folder / "test.json").exists():
+        sizes = {"max_operand": RECIPE["max_operand"], "val_size": RECIPE["val_size"], "seed": RECIPE["seed"]}
+        write_files(folder, arithmetic_rows(**sizes))
+    if model and not (folder / "model" / "config.json").exists():
+        say(f"Making the embedded model once: {RECIPE['sft_steps']} steps of SFT on sums, about a minute on two cores.")
+        _make_model(folder, say)
+    return folder
+
+
+def _make_model(folder: Path, say: Any) -> None:
+    from tqdm import tqdm
+
+    from posttrain.models.attention import ATTENTION
+    from posttrain.models.norms import fuse_norms
+
+    tokenizer = byte_tokenizer()
+    model = build_model(tokenizer, seed=RECIPE["seed"])
+    model.set_attn_implementation(ATTENTION)
+    fuse_norms(model)
+    steps = RECIPE["sft_steps"]
+    optim = OptimConfig(lr=RECIPE["lr"], betas=[0.9, 0.95], lr_warmup_steps=20, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    settings = EngineSettings(device=torch.device("cpu"), optim=optim, total_steps=steps, token_budget=8192)
+    pairs = [_pair(tokenizer, row) for row in json.loads((folder / "train.json").read_text())]
+    with tqdm(total=steps, desc="SFT warm-up", unit="step", disable=not sys.stderr.isatty()) as bar:
+
+        def show(step: int, loss: float) -> None:
+            bar.update(1)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+
+        loss = fit_pairs(
+            FSDPEngine(model, settings),
+            pairs,
+            steps=steps,
+            batch_size=RECIPE["sft_batch_size"],
+            pad_token_id=tokenizer.pad_token_id,
+            seed=RECIPE["seed"],
+            on_step=show,
+        )
+    partial = folder / f".model.{os.getpid()}"
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    partial.rename(folder / "model")
+    say(f"The embedded model is in {folder / 'model'} (SFT loss {loss:.3f}).")
+
+
+def _pair(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    messages = [{"role": "user", "content": row["prompt"]}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return prompt, [*tokenizer.encode(row["ground_truth"]), tokenizer.eos_token_id]

@@ -1,0 +1,91 @@
+"""The entry of PPO, GRPO and the others: `python -m posttrain.trainer.main_ppo key=value ...`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from posttrain.config import ConfigError
+from posttrain.errors import UserError
+
+HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
+
+Trains with the settings below, each followed by where its value comes from. `posttrain explain KEY` says more.
+"""
+
+
+def main(config: Any = None) -> None:
+    """Compose `ppo_trainer` from `config/` with the command line (unless a configuration is given), and train."""
+    if config is None:
+        resolved = _from_command_line(sys.argv[1:])
+        if resolved is None:
+            return
+        config = resolved
+    run_ppo(config)
+
+
+def _from_command_line(args: list[str]) -> Any:
+    from posttrain.config import load_config
+
+    shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
+    resolved = load_config(args, environment=not shows)
+    if resolved.show == "help":
+        print(HELP)
+        print(resolved.describe())
+        return None
+    if resolved.show is not None:
+        print(resolved.to_yaml(), end="")
+        return None
+    print(f"Configuration: {resolved.main_file} and the command line")
+    return resolved
+
+
+def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
+    """Run one training. With one worker Ray is not needed and the runner works in this process.
+
+    `config` is what `load_config` gave, a PPOConfig, or a nested mapping of settings.
+    """
+    runner = (task_runner_class or TaskRunner)()
+    return runner.run(config)
+
+
+class TaskRunner:
+    """Builds and runs the trainer; a subclass given to `run_ppo` can do something else with the configuration."""
+
+    def run(self, config: Any) -> Any:
+        from posttrain.trainer.constants_ppo import apply_environment
+
+        apply_environment()
+        resolved = as_resolved(config)
+        print("One worker: Ray is not needed, the run works in this process.")
+        from posttrain.trainer.ppo.runner import run_training
+
+        return run_training(resolved)
+
+
+def as_resolved(config: Any) -> Any:
+    """A checked configuration from whatever a caller has."""
+    from posttrain.config import PPOConfig, Resolved, load_config
+
+    if isinstance(config, Resolved):
+        return config
+    if isinstance(config, PPOConfig):
+        return load_config(config.to_dict(), environment=True)
+    return load_config(config, environment=True)
+
+
+def cli() -> int:
+    """`main` with errors meant for users printed as they are."""
+    try:
+        main()
+    except (ConfigError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,43 @@
+"""The algorithms of the PPO family under their customary address; the work is done in `posttrain.algorithms`."""
+
+from posttrain.algorithms import (
+    AdaptiveKLController,
+    AdvantageEstimator,
+    FixedKLController,
+    agg_loss,
+    apply_kl_in_reward,
+    compute_advantage,
+    compute_gae_advantage_return,
+    compute_grpo_outcome_advantage,
+    compute_kl_divergence,
+    compute_policy_loss_vanilla,
+    compute_rollout_correction,
+    compute_value_loss,
+    get_adv_estimator,
+    get_kl_controller,
+    get_policy_loss,
+    kl_penalty,
+    register_adv_est,
+    register_policy_loss,
+)
+
+__all__ = [
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "FixedKLController",
+    "agg_loss",
+    "apply_kl_in_reward",
+    "compute_advantage",
+    "compute_gae_advantage_return",
+    "compute_grpo_outcome_advantage",
+    "compute_kl_divergence",
+    "compute_policy_loss_vanilla",
+    "compute_rollout_correction",
+    "compute_value_loss",
+    "get_adv_estimator",
+    "get_kl_controller",
+    "get_policy_loss",
+    "kl_penalty",
+    "register_adv_est",
+    "register_policy_loss",
+]

@@ -1,0 +1,42 @@
+"""Imports a user's module or file, such as one that registers an estimator; its errors name file and line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from posttrain.errors import UserError
+
+KEY = "actor_rollout_ref.model.external_lib"
+
+
+def import_external(name: str) -> ModuleType:
+    """The imported module; a path ending in `.py` is loaded as a file, anything else from the working folder first."""
+    try:
+        if name.endswith(".py"):
+            return _import_file(Path(name).expanduser())
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(name)
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{KEY}={name}: importing it failed in {frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{KEY}={path}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,374 @@
+"""The training loop of the PPO family: prompts -> rollout -> reward -> log-probs -> advantages -> update -> sync.
+
+What differs between algorithms is data: which estimator, which loss, whether there is a critic, a reference, KL in the
+reward. A stage whose result is not needed is not run. One controller process runs the loop and calls worker groups;
+with one worker the group calls it in this process and Ray is not needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain import algorithms
+from posttrain.algorithms import AdvantageEstimator, apply_kl_in_reward, get_adv_estimator, get_kl_controller
+from posttrain.checkpoint.rng import restore_rng
+from posttrain.config.algorithm import AlgorithmConfig
+from posttrain.config.root import PPOConfig
+from posttrain.controller.local import LocalWorkerGroup
+from posttrain.data.collate import collate
+from posttrain.data.dataset import PromptDataset
+from posttrain.data.sampler import PromptSampler, make_sampler
+from posttrain.protocol import DataProto
+from posttrain.rollout.sampling import combine_seeds
+from posttrain.tracking.progress import say
+from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.recorder import Recorder
+from posttrain.trainer.ppo.reward import RewardManager, on_last_token
+from posttrain.trainer.ppo.sizes import critic_updates, fit_sizes
+from posttrain.trainer.ppo.step_zero import compare_log_probs, largest_rows, tolerance, too_slow_to_try
+from posttrain.trainer.ppo.stopping import GracefulStop
+from posttrain.trainer.ppo.validate import Validator
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+
+ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
+
+
+class TrainingStopped(Exception):
+    """The run ended before its last step; the text says why."""
+
+
+@dataclass
+class RunResult:
+    """What a run gave: its directory, how it ended, and the metrics of every step."""
+
+    path: Path
+    status: str
+    steps: int
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str | AdvantageEstimator,
+    *,
+    config: AlgorithmConfig | None = None,
+    **settings: Any,
+) -> DataProto:
+    """`data` with `advantages` and `returns`, from its `token_level_rewards`, `response_mask` and `uid`."""
+    batch = data.batch
+    found = {name: batch[name] for name in ("values", "old_log_probs", "ref_log_prob") if name in batch}
+    advantages, returns = algorithms.compute_advantage(
+        adv_estimator,
+        token_level_rewards=batch["token_level_rewards"],
+        response_mask=batch["response_mask"],
+        index=data.non_tensor_batch["uid"] if "uid" in data.non_tensor_batch else None,
+        config=config,
+        **found,
+        **settings,
+    )
+    batch["advantages"], batch["returns"] = advantages, returns
+    return data
+
+
+class RayPPOTrainer:
+    """Holds the parts of a run; `fit` trains. Built from a configuration, a tokenizer, data and a reward."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        tokenizer: Any,
+        run: RunDirectory,
+        train_dataset: PromptDataset,
+        val_dataset: PromptDataset | None,
+        reward_fn: RewardManager,
+        device: torch.device,
+        explicit: set[str] | None = None,
+        stored_config: PPOConfig | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
+        self.train_dataset, self.reward_fn = train_dataset, reward_fn
+        estimator = get_adv_estimator(config.algorithm.adv_estimator)
+        say(f"Using advantage estimator: {config.algorithm.adv_estimator}")
+        actor = config.actor_rollout_ref.actor
+        kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
+        self.use_critic, self.use_reference = estimator.needs_critic, kl_loss or config.algorithm.use_kl_in_reward
+        self.sizes, notes = fit_sizes(config, explicit or set(), len(train_dataset))
+        for sentence in (*notes, self.sizes.words()):
+            say(sentence)
+        self.sampler: PromptSampler = make_sampler(
+            train_dataset, config.data, batch_size=self.sizes.prompts, seed=config.trainer.seed
+        )
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.recorder = Recorder(
+            config,
+            run,
+            self.sizes.total_steps,
+            stored_config=stored_config or config,
+            grouped=estimator.compares_group,
+            kl_on=kl_loss,
+        )
+        self.validator = Validator(self, val_dataset) if val_dataset is not None else None
+        self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
+        self.init_workers()
+
+    def init_workers(self) -> None:
+        """Create the workers and load their models; no step is made."""
+        say(f"Creating workers on {self.device}: actor, rollout" + self._other_roles())
+        updates = self.sizes.total_updates
+        worker = ActorRolloutRefWorker(
+            self.config, self.tokenizer, self.device, total_updates=updates, reference=self.use_reference
+        )
+        self.actor_rollout_wg = LocalWorkerGroup(worker)
+        self.actor_rollout_wg.init_model()
+        self.critic_wg = None
+        if self.use_critic:
+            critic = CriticWorker(self.config, self.device, total_updates=critic_updates(self.config, self.sizes))
+            self.critic_wg = LocalWorkerGroup(critic)
+            self.critic_wg.init_model()
+
+    def _other_roles(self) -> str:
+        return ", reference" * self.use_reference + ", critic" * self.use_critic
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+    def fit(self) -> RunResult:
+        """Train to the last step; gives what was reached. Ctrl-C and SIGTERM save and end it early."""
+        self._resume()
+        self.recorder.start(self.step)
+        status = "failed"
+        try:
+            with GracefulStop(say) as stop:
+                self._validate_at_start()
+                while self.step < self.sizes.total_steps and not self.config.trainer.val_only:
+                    if stop.requested:
+                        break
+                    self._train_step()
+                status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
+                self._leave(stop)
+        finally:
+            self.recorder.close(status)
+        self.recorder.farewell()
+        validation = [(step, metrics) for step, metrics, _ in self.recorder.validations]
+        return RunResult(self.run.path, status, self.step, self.recorder.history, validation)
+
+    def _train_step(self) -> None:
+        stage = self.recorder.stage
+        step = self.step + 1
+        with stage("gen"):
+            batch = self._next_prompts(step)
+            batch = self._generate(batch)
+        with stage("reward"):
+            batch = self._score(batch)
+        self._check_step_zero(batch)
+        if self._needs_old_log_probs():
+            with stage("old_log_prob"):
+                batch.union(self._old_log_probs(batch))
+        if self.use_reference:
+            with stage("ref"):
+                batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
+        if self.critic_wg:
+            with stage("values"):
+                batch.union(self.critic_wg.compute_values(batch))
+        with stage("adv"):
+            metrics = self._reward_kl(batch)
+            compute_advantage(batch, self.config.algorithm.adv_estimator, config=self.config.algorithm)
+        metrics |= self._update(batch, step)
+        with stage("sync"):
+            metrics |= self.actor_rollout_wg.sync_weights(step)
+        self.step = step
+        validation = self._validate_if_due()
+        self.recorder.finish_step(step, batch, metrics, validation)
+        self._count_bad_steps(metrics)
+        if self._save_is_due():
+            self._save()
+
+    # -- stages ---------------------------------------------------------------------------------------------------
+    def _next_prompts(self, step: int) -> DataProto:
+        """The step's prompts, each with its own uid."""
+        rows = self.sampler.next_batch()
+        batch = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
+        batch.non_tensor_batch["uid"] = np.array([f"{step}-{row}" for row in range(len(rows))], dtype=object)
+        batch.meta_info["step"] = step
+        return batch
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """The prompt's fields only; everything else stays in `batch`, same rows, same order."""
+        return batch.pop(["prompts", "attention_mask", "position_ids"], ["raw_prompt_ids"])
+
+    def _generate(self, batch: DataProto) -> DataProto:
+        """n responses per prompt; each goes to the reward workers as soon as it ends."""
+        n = self.config.actor_rollout_ref.rollout.n
+        gen_batch = self._get_gen_batch(batch).repeat(repeat_times=n, interleave=True)
+        batch = batch.repeat(repeat_times=n, interleave=True)
+        seeds = [combine_seeds(self.config.trainer.seed, batch.meta_info["step"], row) for row in range(len(batch))]
+        gen_batch.non_tensor_batch["seed"] = np.array(seeds, dtype=object)
+        self.reward_fn.begin(batch)
+        output = self.actor_rollout_wg.generate_sequences(
+            gen_batch, on_output=lambda row, done: self.reward_fn.feed(row, done.token_ids)
+        )
+        output.meta_info.clear()
+        return batch.union(output)
+
+    def _score(self, batch: DataProto) -> DataProto:
+        """Waits for the scores that are still being computed, and puts each on its response's last token."""
+        batch.union(self.reward_fn.finish())
+        scores = on_last_token(batch.non_tensor_batch["reward_score"], batch)
+        batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
+        texts = self.tokenizer.batch_decode(
+            [row[mask.bool()].tolist() for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)],
+            skip_special_tokens=True,
+        )
+        batch.non_tensor_batch["response_text"] = np.array(texts, dtype=object)
+        return batch
+
+    def _needs_old_log_probs(self) -> bool:
+        """One update per batch needs none: its old policy is the one being differentiated."""
+        source = self.config.actor_rollout_ref.actor.old_log_probs
+        return source != "auto" or self.sizes.updates_per_step > 1 or self.config.algorithm.use_kl_in_reward
+
+    def _old_log_probs(self, batch: DataProto) -> DataProto:
+        source = self.config.actor_rollout_ref.actor.old_log_probs
+        if source == "rollout" or (source == "auto" and self.old_from_rollout):
+            return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
+        return self.actor_rollout_wg.compute_log_prob(batch)
+
+    def _reward_kl(self, batch: DataProto) -> dict[str, float]:
+        """KL taken from the reward, if configured; the coefficient is the controller's."""
+        if not self.config.algorithm.use_kl_in_reward:
+            return {}
+        fields = batch.batch
+        fields["token_level_rewards"], metrics = apply_kl_in_reward(
+            fields["token_level_scores"],
+            fields["old_log_probs"],
+            fields["ref_log_prob"],
+            fields["response_mask"],
+            self.kl_controller,
+            self.config.algorithm.kl_penalty,
+        )
+        return metrics
+
+    def _update(self, batch: DataProto, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self.critic_wg:
+            with self.recorder.stage("update_critic"):
+                metrics |= self.critic_wg.update_critic(batch)
+        if step > self.config.trainer.critic_warmup or not self.critic_wg:
+            with self.recorder.stage("update_actor"):
+                metrics |= self.actor_rollout_wg.update_actor(batch)
+        if step == 1:
+            for note in self.actor_rollout_wg.notes():
+                say(note)
+        return metrics
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+    def _check_step_zero(self, batch: DataProto) -> None:
+        """On the first batch of this process: agreement of rollout and trainer, and the largest batch tried once."""
+        if self.checked:
+            return
+        self.checked = True
+        ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
+        sentence, largest = compare_log_probs(batch, ours, tolerance(self.config, self.weights_dtype))
+        say(sentence)
+        if self.step == 0:
+            correction = self.config.algorithm.rollout_correction.rollout_is
+            self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and correction is None
+        lengths = largest_rows(self.config, self.sizes)
+        if too_slow_to_try(lengths, self.parameters, self.device):
+            say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
+        else:
+            self.actor_rollout_wg.dry_run(lengths, self.config.data.max_prompt_length)
+            say(f"The largest batch ({len(lengths)} rows, {sum(lengths)} tokens at once) fits into memory.")
+
+    checked = False
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return next(self.actor_rollout_wg.worker.engine.module.parameters()).dtype
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.numel() for weight in self.actor_rollout_wg.worker.engine.module.parameters())
+
+    def _count_bad_steps(self, metrics: dict[str, float]) -> None:
+        self.bad_steps = self.bad_steps + 1 if metrics.get("actor/skipped", 0.0) > 0 else 0
+        if self.bad_steps:
+            say(f"  ! step {self.step}: loss or gradient was not finite; the update was skipped.")
+        if self.bad_steps >= self.config.trainer.max_bad_steps:
+            raise TrainingStopped(
+                f"{self.bad_steps} updates in a row were skipped because loss or gradient was not finite "
+                "(trainer.max_bad_steps). Lower actor_rollout_ref.actor.optim.lr, or look at the samples for rewards "
+                f"that are not numbers. The run continues from its last checkpoint in {self.run.checkpoints}."
+            )
+
+    # -- validation, saving, leaving ------------------------------------------------------------------------------
+    def _validate_at_start(self) -> None:
+        wanted = self.config.trainer.val_before_train and self.step == 0
+        if self.validator is None or not (wanted or self.config.trainer.val_only):
+            return
+        metrics = self.validator.run(self.step)
+        if self.step == 0:
+            self.recorder.loggers.log(0, metrics)
+
+    def _validate_if_due(self) -> dict[str, float]:
+        freq, last = self.config.trainer.test_freq, self.step >= self.sizes.total_steps
+        if self.validator is None or not (last or (freq > 0 and self.step % freq == 0)):
+            return {}
+        with self.recorder.stage("validation"):
+            return self.validator.run(self.step)
+
+    def _save_is_due(self) -> bool:
+        freq = self.config.trainer.save_freq
+        return self.step >= self.sizes.total_steps or (freq > 0 and self.step % freq == 0)
+
+    def _save(self) -> Path:
+        export_hf, last = self.config.trainer.export_hf, self.step >= self.sizes.total_steps
+        export = None
+        if export_hf == "all" or (export_hf == "last" and last):
+            export = lambda folder: self.actor_rollout_wg.export_hf(folder / "huggingface")  # noqa: E731
+        tensors = {"actor": self.actor_rollout_wg.state()}
+        if self.critic_wg:
+            tensors["critic"] = self.critic_wg.state()
+        state = {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "old_from_rollout": self.old_from_rollout,
+            "bad_steps": self.bad_steps,
+        }
+        return self.recorder.save(self.step, tensors=tensors, state=state, export=export)
+
+    def _resume(self) -> None:
+        """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory."""
+        trainer, checkpoints = self.config.trainer, self.recorder.checkpoints
+        given = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        path = Path(given) if given else checkpoints.newest() if trainer.resume_mode == "auto" else None
+        if path is None:
+            return
+        state = checkpoints.load_state(path)
+        actor = self.actor_rollout_wg.state()
+        checkpoints.load_tensors(path, "actor", actor)
+        self.actor_rollout_wg.load_state(actor)
+        if self.critic_wg:
+            critic = self.critic_wg.state()
+            checkpoints.load_tensors(path, "critic", critic)
+            self.critic_wg.load_state(critic)
+        self.step, self.bad_steps = int(state["step"]), int(state["bad_steps"])
+        self.old_from_rollout = bool(state["old_from_rollout"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        restore_rng(checkpoints.load_rng(path))
+        checkpoints.set_aside_after(self.step)
+        self.actor_rollout_wg.sync_weights(self.step)
+        say(f"Resumed from {path}: {self.step} of {self.sizes.total_steps} steps are done.")
+
+    def _leave(self, stop: GracefulStop) -> None:
+        if stop.requested and self.step < self.sizes.total_steps:
+            if self.step and not self._save_is_due():
+                self._save()
+            say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")

@@ -1,0 +1,83 @@
+"""Scores of responses, computed in worker processes while other responses are still being generated.
+
+Shapes: B rows, R response width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.protocol import DataProto
+from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.types import RewardItem, RewardResult
+
+
+class RewardManager:
+    """`begin` a batch, `feed` each response as it ends, `finish` to have all scores; or call it on a whole batch."""
+
+    def __init__(self, pool: RewardPool, tokenizer: Any, *, default_source: str | None = None) -> None:
+        self.pool, self.tokenizer, self.default_source = pool, tokenizer, default_source
+        self.rows: DataProto | None = None
+
+    def begin(self, rows: DataProto) -> None:
+        """The rows that responses will be fed for, with their truths and groups."""
+        self.rows = rows
+        uids = rows.non_tensor_batch["uid"]
+        names, counts = np.unique(uids, return_counts=True)
+        self.group_size = dict(zip(names.tolist(), counts.tolist(), strict=True))
+
+    def feed(self, row: int, token_ids: list[int]) -> None:
+        """Score the response of one row; returns at once."""
+        assert self.rows is not None, "begin() comes before feed()"
+        fields = self.rows.non_tensor_batch
+        uid = fields["uid"][row]
+        item = RewardItem(
+            data_source=fields["data_source"][row] or self.default_source,
+            solution_str=self.tokenizer.decode(token_ids, skip_special_tokens=True),
+            ground_truth=fields["ground_truth"][row],
+            extra_info=fields["extra_info"][row],
+            group=uid,
+            group_size=self.group_size[uid],
+        )
+        self.pool.submit(row, item)
+
+    def finish(self) -> DataProto:
+        """Wait for the rest; gives `reward_score`, `reward_parts` and `reward_error` of each row."""
+        assert self.rows is not None
+        results = self.pool.wait_all()
+        ordered: list[RewardResult] = [results[row] for row in range(len(self.rows))]
+        self.rows = None
+        return DataProto.from_dict(
+            non_tensors={
+                "reward_score": [result.score for result in ordered],
+                "reward_parts": [dict(result.parts) for result in ordered],
+                "reward_error": [result.error for result in ordered],
+            }
+        )
+
+    def score(self, data: DataProto) -> DataProto:
+        """As begin, feed and finish, for responses that are all there."""
+        self.begin(data)
+        for row, (ids, mask) in enumerate(zip(data.batch["responses"], _real_responses(data), strict=True)):
+            self.feed(row, ids[mask].tolist())
+        return self.finish()
+
+    def __call__(self, data: DataProto) -> torch.Tensor:
+        """(B, R): each row's score on its last response token, 0 elsewhere."""
+        return on_last_token(self.score(data).non_tensor_batch["reward_score"], data)
+
+
+def _real_responses(data: DataProto) -> torch.Tensor:
+    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
+
+
+def on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
+    """(B, R) token-level scores: each score on the last real token of its response."""
+    real_BR = _real_responses(data)
+    out = torch.zeros(real_BR.shape, dtype=torch.float32)
+    last_B = real_BR.long().cumsum(-1).argmax(-1)
+    out[torch.arange(len(data)), last_B] = torch.tensor([float(score) for score in scores], dtype=torch.float32)
+    return out

@@ -1,0 +1,77 @@
+"""Which directory a run is written to, and whether it continues the run that is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.root import PPOConfig
+from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.lock import RunDirectoryError
+from posttrain.tracking.rundir import RunDirectory
+
+Say = Callable[[str], object]
+
+
+def open_run_directory(config: PPOConfig, say: Say) -> tuple[RunDirectory, bool]:
+    """The opened directory, and whether the run in it goes on. Never mixes two runs."""
+    trainer = config.trainer
+    root = Path(trainer.default_local_dir)
+    if trainer.experiment_name is not None:
+        run = RunDirectory(root, trainer.project_name, trainer.experiment_name, on_note=say).open()
+        return run, _continues(run, config, say)
+    number = _newest_number(root / trainer.project_name, _stem(config))
+    if number and trainer.resume_mode == "auto":
+        run = RunDirectory(root, trainer.project_name, f"{_stem(config)}-{number}", on_note=say)
+        if not _is_finished(run, config) and not run.changed_settings(config.to_dict()):
+            run.open()
+            say(f"Continuing the unfinished run {run.path} (the settings are the same).")
+            return run, _continues(run, config, say)
+    run = RunDirectory(root, trainer.project_name, f"{_stem(config)}-{number + 1}", on_note=say)
+    return run.open(), False
+
+
+def _stem(config: PPOConfig) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", config.algorithm.adv_estimator)
+
+
+def _newest_number(folder: Path, stem: str) -> int:
+    found = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", path.name) for path in folder.glob(f"{stem}-*")]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _continues(run: RunDirectory, config: PPOConfig, say: Say) -> bool:
+    if not run.holds_run():
+        return False
+    if config.trainer.resume_mode == "disable":
+        run.close()
+        raise RunDirectoryError(
+            f"{run.path} holds a run already and trainer.resume_mode=disable. Choose another trainer.experiment_name, "
+            "set trainer.resume_mode=auto to continue it, or move the folder away."
+        )
+    for key, old, new in run.changed_settings(config.to_dict()):
+        say(f"Changed since this run was started: {key} was {old}, is now {new}.")
+    return True
+
+
+def read_status(run: RunDirectory) -> dict[str, Any]:
+    path = run.path / "status.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_status(run: RunDirectory, status: str, step: int, total_steps: int) -> None:
+    """`running`, `stopped`, `failed` or `finished`, for people and for the next start."""
+    text = json.dumps({"status": status, "step": step, "total_steps": total_steps}) + "\n"
+    replace_file(run.path / "status.json", text.encode())
+
+
+def _is_finished(run: RunDirectory, config: PPOConfig) -> bool:
+    status = read_status(run)
+    wanted = config.trainer.total_training_steps or 0
+    return status.get("status") == "finished" and wanted <= int(status.get("total_steps", 0))

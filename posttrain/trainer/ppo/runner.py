@@ -1,0 +1,149 @@
+"""From a resolved configuration to a finished run: directory, data, reward workers, trainer, and tidy ends."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config.resolved import Resolved
+from posttrain.config.root import PPOConfig
+from posttrain.data.dataset import PromptDataset
+from posttrain.errors import UserError
+from posttrain.models.loading import load_tokenizer
+from posttrain.rewards.loading import resolve_reward
+from posttrain.rewards.pool import RewardPool
+from posttrain.tracking.progress import say, tee_output
+from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.embedded import ensure_embedded
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, RunResult
+from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.trainer.ppo.rundirs import open_run_directory
+from posttrain.workers.roles import pick_device
+
+Rows = Sequence[dict[str, Any]]
+
+
+def run_training(
+    resolved: Resolved,
+    *,
+    reward: Callable[..., Any] | None = None,
+    data: Rows | None = None,
+    val_data: Rows | None = None,
+) -> RunResult:
+    """One whole run. `reward`, `data` and `val_data` stand in for files when called from Python."""
+    config = copy.deepcopy(resolved.config)
+    with ExitStack() as stack:
+        run, _ = open_run_directory(config, say)
+        stack.callback(run.close)
+        stack.enter_context(tee_output(run.log))
+        say(f"Run directory: {run.path}")
+        for note in resolved.notes:
+            say(f"note: {note}")
+        try:
+            trainer = _build(stack, resolved, config, run, reward, data, val_data)
+            return trainer.fit()
+        except torch.OutOfMemoryError as error:
+            raise UserError(_memory_words(config, error)) from error
+        except Exception:
+            _write_crash(run)
+            raise
+
+
+def _build(
+    stack: ExitStack, resolved: Resolved, config: PPOConfig, run: RunDirectory, reward: Any, data: Any, val_data: Any
+) -> RayPPOTrainer:
+    stored = copy.deepcopy(config)
+    _load_external(config)
+    spec = resolve_reward(config.custom_reward_function, function=reward)
+    device = pick_device(config.trainer.device)
+    _prepare_torch(config, device)
+    _fill_embedded(config, data)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    train = PromptDataset(data if data is not None else config.data.train_files, tokenizer, config.data)
+    held_out = val_data if val_data is not None else config.data.val_files
+    val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val")
+    for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
+        say(f"note: {note}")
+    if val is None:
+        say("note: no validation file is given (data.val_files), so nothing is validated.")
+    limits = config.reward
+    workers = limits.num_workers or max(1, min(8, os.cpu_count() or 1))
+    pool = RewardPool(
+        spec, num_workers=workers, timeout_s=limits.timeout_s, failure_score=limits.failure_score, on_print=say
+    )
+    stack.enter_context(pool)
+    trainer = RayPPOTrainer(
+        config,
+        tokenizer=tokenizer,
+        run=run,
+        train_dataset=train,
+        val_dataset=val,
+        reward_fn=RewardManager(pool, tokenizer, default_source=config.data.data_source),
+        device=device,
+        explicit=resolved.explicit,
+        stored_config=stored,
+    )
+    return trainer
+
+
+def _prepare_torch(config: PPOConfig, device: torch.device) -> None:
+    torch.manual_seed(config.trainer.seed)
+    if config.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    say(f"Device: {device} ({torch.cuda.get_device_name() if device.type == 'cuda' else f'{torch.get_num_threads()} threads'})")
+
+
+def _load_external(config: PPOConfig) -> None:
+    """Import the user's module, which may register estimators, losses or samplers."""
+    name = config.actor_rollout_ref.model.external_lib
+    if name:
+        from posttrain.trainer.ppo.external import import_external
+
+        import_external(name)
+        say(f"Loaded {name}.")
+
+
+def _fill_embedded(config: PPOConfig, data: Any) -> None:
+    """Replace `embedded` (and what was left unset) by the files that posttrain makes itself."""
+    model, files = config.actor_rollout_ref.model, config.data
+    wants_model = model.path in (None, "embedded")
+    wants_train = data is None and files.train_files in (None, "embedded")
+    if not (wants_model or wants_train or files.val_files == "embedded"):
+        return
+    folder = ensure_embedded(say, model=wants_model)
+    if wants_model:
+        model.path = str(folder / "model")
+    if wants_train:
+        files.train_files = str(folder / "train.json")
+    if files.val_files == "embedded":
+        files.val_files = str(folder / "test.json")
+
+
+def _memory_words(config: PPOConfig, error: Exception) -> str:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    return (
+        f"Out of memory: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
+        f"  actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} (tokens at once)\n"
+        f"  actor_rollout_ref.rollout.n={rollout.n}, rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
+        f"  actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}\n"
+        f"  actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing} (true recomputes activations)"
+    )
+
+
+def _write_crash(run: RunDirectory) -> None:
+    path = run.crash / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    try:
+        path.write_text(traceback.format_exc())
+    except OSError:
+        return  # the original error matters more than its copy
+    say(f"The run failed; the traceback is in {Path(path)}.")

@@ -1,0 +1,72 @@
+"""How large a step is: prompts, responses, optimizer steps, fitted to the data, and said in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from posttrain.config.root import PPOConfig
+
+
+class SizeError(ValueError):
+    """The sizes asked for do not fit the data."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of one run. `updates_per_step` are optimizer steps of the actor on one batch."""
+
+    prompts: int
+    responses: int
+    mini_batch_prompts: int
+    updates_per_step: int
+    total_steps: int
+
+    @property
+    def total_updates(self) -> int:
+        return self.updates_per_step * self.total_steps
+
+    def words(self) -> str:
+        n = self.responses // self.prompts
+        return (
+            f"{self.total_steps} steps; each generates {self.prompts} prompts x {n} = {self.responses} responses and makes "
+            f"{self.updates_per_step} optimizer step{'s' * (self.updates_per_step != 1)} on mini-batches of "
+            f"{self.mini_batch_prompts} prompts ({self.mini_batch_prompts * n} responses)."
+        )
+
+
+def fit_sizes(config: PPOConfig, explicit: set[str], rows: int) -> tuple[Sizes, list[str]]:
+    """The sizes for `rows` training prompts; lowers defaults that are too large (with a note), writes them into config."""
+    notes = []
+    if config.data.train_batch_size > rows:
+        if "data.train_batch_size" in explicit:
+            raise SizeError(
+                f"data.train_batch_size={config.data.train_batch_size}, but the training data has {rows} prompts; "
+                f"set it to {rows} or less"
+            )
+        notes.append(
+            f"data.train_batch_size was not set; its default {config.data.train_batch_size} is lowered to the {rows} "
+            "prompts that there are."
+        )
+        config.data.train_batch_size = rows
+    actor = config.actor_rollout_ref.actor
+    if actor.ppo_mini_batch_size > config.data.train_batch_size:
+        notes.append(f"ppo_mini_batch_size {actor.ppo_mini_batch_size} is lowered to the batch of {rows_text(config)}.")
+        actor.ppo_mini_batch_size = config.data.train_batch_size
+    prompts = config.data.train_batch_size
+    per_epoch = rows // prompts
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * per_epoch
+    updates = math.ceil(prompts / actor.ppo_mini_batch_size) * actor.ppo_epochs
+    responses = prompts * config.actor_rollout_ref.rollout.n
+    return Sizes(prompts, responses, actor.ppo_mini_batch_size, updates, total_steps), notes
+
+
+def rows_text(config: PPOConfig) -> str:
+    return f"{config.data.train_batch_size} prompts"
+
+
+def critic_updates(config: PPOConfig, sizes: Sizes) -> int:
+    """Optimizer steps of the critic in the whole run."""
+    mini = config.critic.ppo_mini_batch_size or sizes.mini_batch_prompts
+    epochs = config.critic.ppo_epochs or config.actor_rollout_ref.actor.ppo_epochs
+    return math.ceil(sizes.prompts / mini) * epochs * sizes.total_steps

@@ -1,0 +1,56 @@
+"""What is proved before the first update: rollout and trainer agree, and the largest batch fits into memory."""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.config.root import PPOConfig
+from posttrain.protocol import DataProto
+from posttrain.trainer.ppo.sizes import Sizes
+
+# Past this, on CPU, the trial of the largest batch would cost more time than a surprise would.
+CPU_TRIAL_FLOPS = 2e12
+
+
+class MismatchError(Exception):
+    """Rollout and trainer do not compute the same policy."""
+
+
+def tolerance(config: PPOConfig, dtype: torch.dtype) -> float:
+    """Largest mean difference of log-probs that a run starts with."""
+    if config.trainer.rollout_mismatch_tol is not None:
+        return config.trainer.rollout_mismatch_tol
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
+
+
+def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed: float) -> tuple[str, float]:
+    """One sentence on how well rollout and trainer agree, and the largest difference; raises if they do not."""
+    real = batch.batch["response_mask"].bool()
+    gap = (trainer_log_probs - batch.batch["rollout_log_probs"]).abs()[real]
+    ratio = ((trainer_log_probs - batch.batch["rollout_log_probs"]).exp() - 1).abs()[real]
+    mean, largest = float(gap.mean()), float(gap.max())
+    sentence = (
+        f"rollout and trainer log-probs differ by {mean:.2g} on average and {largest:.2g} at most over {gap.numel()} "
+        f"tokens; the ratio is 1 within {float(ratio.max()):.2g}"
+    )
+    if not mean <= allowed:
+        raise MismatchError(
+            f"Step 0: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is trained. "
+            "Is the model supported by the rollout engine (try actor_rollout_ref.rollout.name=hf), and is "
+            "model.dtype the same? trainer.rollout_mismatch_tol sets the limit."
+        )
+    return f"Step 0: {sentence}.", largest
+
+
+def largest_rows(config: PPOConfig, sizes: Sizes) -> list[int]:
+    """Lengths of the rows of the largest micro-batch that this run can meet."""
+    actor = config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rows = sizes.mini_batch_prompts * config.actor_rollout_ref.rollout.n
+    if actor.ppo_micro_batch_size_per_gpu:
+        rows = min(rows, actor.ppo_micro_batch_size_per_gpu)
+    return [longest] * max(1, min(rows, actor.ppo_max_token_len_per_gpu // longest))
+
+
+def too_slow_to_try(lengths: list[int], parameters: int, device: torch.device) -> bool:
+    return device.type == "cpu" and 6.0 * sum(lengths) * parameters > CPU_TRIAL_FLOPS

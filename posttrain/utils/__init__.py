@@ -1,0 +1,1 @@
+"""Front doors under names that other documents use."""

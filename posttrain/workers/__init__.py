@@ -1,0 +1,1 @@
+"""Workers: roles (actor, rollout, reference, critic) that one process hosts."""

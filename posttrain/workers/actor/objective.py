@@ -1,0 +1,123 @@
+"""The actor's loss on one mini-batch: policy loss + KL loss - entropy bonus, with counts of the whole mini-batch.
+
+`prepare` gives every response token its weight once per mini-batch; the loss of a micro-batch is the weighted sum over
+its own tokens, so the shares add up to the same number however the rows are split.
+
+Shapes: b rows of a micro-batch, B rows of the mini-batch, R response width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms import (
+    aggregation_weights,
+    call_policy_loss,
+    compute_rollout_correction,
+    get_policy_loss,
+    kl_penalty,
+    scalar_loss_note,
+)
+from posttrain.config.actor import ActorConfig
+from posttrain.config.algorithm import RolloutCorrectionConfig
+from posttrain.protocol import DataProto
+
+
+class ActorObjective:
+    """Call it with a micro-batch and the engine's outputs; read `metrics()` after the mini-batch."""
+
+    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig, loss_scale_factor: float) -> None:
+        self.config, self.correction, self.loss_scale_factor = config, correction, loss_scale_factor
+        self.prepare_loss = get_policy_loss(config.policy_loss.loss_mode).prepare
+        self.notes: list[str] = []
+        self.prepared: dict[str, Any] = {}
+        self.sums: dict[str, float] = {}
+        self.maxima: dict[str, float] = {}
+
+    def prepare(self, mini: DataProto) -> DataProto:
+        """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here."""
+        mask_BR = mini.batch["response_mask"]
+        scale = self.loss_scale_factor
+        weights_BR = aggregation_weights(mask_BR, self.config.loss_agg_mode, loss_scale_factor=scale)
+        self.prepared = self.prepare_loss(mini) if self.prepare_loss else {}
+        self.sums, self.maxima = {}, {}
+        means_BR = aggregation_weights(mask_BR, "token-mean")
+        return mini.union(DataProto.from_dict(tensors={"loss_weights": weights_BR, "mean_weights": means_BR}))
+
+    def __call__(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch, log_prob = micro.batch, outputs["log_probs"]
+        # With one update per batch the old policy is the one that is differentiated: its ratio is 1 by definition.
+        old = batch["old_log_probs"] if "old_log_probs" in batch else log_prob.detach()
+        weights, means = batch["loss_weights"], batch["mean_weights"]
+        result = call_policy_loss(
+            self.config.policy_loss.loss_mode,
+            old_log_prob=old,
+            log_prob=log_prob,
+            advantages=batch["advantages"],
+            response_mask=batch["response_mask"],
+            config=self.config,
+            rollout_is_weights=self._importance(micro, old),
+            prepared=self.prepared,
+        )
+        if result.is_scalar and not self.notes:
+            self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
+        share = result.loss * means.sum() if result.is_scalar else (weights * result.loss).sum()
+        self._add("policy_loss", float(share.detach()))
+        share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
+        self._add("actor/loss", float(share.detach()))
+        self._measure(result.metrics, means)
+        self._agreement(log_prob.detach(), old, batch)
+        return share
+
+    def _kl(self, log_prob, batch, weights) -> torch.Tensor | float:
+        if "ref_log_prob" not in batch or not self.config.use_kl_loss:
+            return 0.0
+        kl = (weights * kl_penalty(log_prob, batch["ref_log_prob"], self.config.kl_loss_type)).sum()
+        self._add("kl_loss", float(kl.detach()))
+        self._add("actor/kl_term", float(kl.detach()) * self.config.kl_loss_coef)
+        return kl * self.config.kl_loss_coef
+
+    def _entropy(self, entropy, weights, mean_weights) -> torch.Tensor | float:
+        self._add("actor/entropy", float((mean_weights * entropy.detach()).sum()))
+        if self.config.entropy_coeff == 0:
+            return 0.0
+        return -self.config.entropy_coeff * (weights * entropy).sum()
+
+    def _importance(self, micro: DataProto, old: torch.Tensor) -> torch.Tensor | None:
+        if self.correction.rollout_is is None or "rollout_log_probs" not in micro.batch:
+            return None
+        batch = micro.batch
+        weights, facts = compute_rollout_correction(
+            old, batch["rollout_log_probs"], batch["response_mask"], self.correction
+        )
+        self._measure(facts, batch["mean_weights"])
+        return weights
+
+    def _agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
+        """How far the policy moved from the old one, and how well rollout and trainer agree."""
+        real = batch["response_mask"].bool()
+        self._max("actor/ratio_deviation", ((log_prob - old).exp() - 1).abs()[real])
+        if "rollout_log_probs" in batch:
+            gap = (log_prob - batch["rollout_log_probs"]).abs()
+            self._add("mismatch/logp_mean", float((batch["mean_weights"] * gap).sum()))
+            self._max("mismatch/logp_max", gap[real])
+
+    def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
+        """Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them."""
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
+                self._add(name, float((mean_weights * value.detach()).sum()))
+            else:
+                self._add(name, float(value) * float(mean_weights.sum()))
+
+    def _add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def _max(self, name: str, values: torch.Tensor) -> None:
+        if values.numel():
+            self.maxima[name] = max(self.maxima.get(name, 0.0), float(values.max()))
+
+    def metrics(self) -> dict[str, float]:
+        return {**self.sums, **self.maxima}

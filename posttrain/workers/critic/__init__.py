@@ -1,0 +1,1 @@
+"""The critic's update."""

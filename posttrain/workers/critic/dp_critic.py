@@ -1,0 +1,58 @@
+"""The critic: values of responses, and their clipped regression to the returns."""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.algorithms import aggregation_weights, compute_value_loss
+from posttrain.config.root import PPOConfig
+from posttrain.engine.base import TrainEngine
+from posttrain.protocol import DataProto
+from posttrain.workers.actor.dp_actor import mean_of
+
+
+class DataParallelPPOCritic:
+    """Runs `compute_values` and `update_critic` on a train engine whose module has a value head."""
+
+    def __init__(self, config: PPOConfig, engine: TrainEngine) -> None:
+        actor = config.actor_rollout_ref.actor
+        self.config, self.engine = config.critic, engine
+        self.epochs = config.critic.ppo_epochs or actor.ppo_epochs
+        prompts = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+        self.mini_batch_rows = prompts * config.actor_rollout_ref.rollout.n
+        self.scale = float(config.data.max_response_length)
+        self.sums: dict[str, float] = {}
+
+    def compute_values(self, data: DataProto) -> torch.Tensor:
+        return self.engine.values(data)
+
+    def update_critic(self, data: DataProto) -> dict[str, float]:
+        metrics = []
+        for _ in range(self.epochs):
+            for mini in data.split(self.mini_batch_rows):
+                mask = mini.batch["response_mask"]
+                weights = aggregation_weights(mask, self.config.loss_agg_mode, loss_scale_factor=self.scale)
+                extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
+                self.sums = {}
+                step = self.engine.update(mini.union(DataProto.from_dict(tensors=extra)), self._loss)
+                named = {f"critic/{name}": step[name] for name in ("grad_norm", "lr", "skipped")}
+                metrics.append({**self.sums, **named})
+        return {**mean_of(metrics), "critic/optimizer_steps": float(len(metrics))}
+
+    def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch = micro.batch
+        token_loss, facts = compute_value_loss(
+            outputs["values"],
+            batch["values"],
+            batch["returns"],
+            batch["response_mask"],
+            cliprange_value=self.config.cliprange_value,
+        )
+        share = (batch["loss_weights"] * token_loss).sum()
+        self._add("critic/vf_loss", share)
+        for name, value in facts.items():
+            self._add(name, (batch["mean_weights"] * value).sum())
+        return share
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + float(value.detach())

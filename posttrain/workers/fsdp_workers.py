@@ -1,0 +1,182 @@
+"""The workers of one process: actor, rollout and reference together, and the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config.root import PPOConfig
+from posttrain.controller.dispatch import Dispatch, register
+from posttrain.engine.fsdp import FSDPEngine
+from posttrain.models.loading import end_token_ids
+from posttrain.models.lora import base_only
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output, RolloutEngine, Sampling
+from posttrain.rollout.generate import generate, to_batch
+from posttrain.rollout.hf import HFEngine
+from posttrain.workers.actor.dp_actor import DataParallelPPOActor
+from posttrain.workers.critic.dp_critic import DataParallelPPOCritic
+from posttrain.workers.probe import WeightProbe
+from posttrain.workers.roles import actor_engine, critic_engine, reference_engine
+
+OnOutput = Callable[[int, Output], None]
+
+
+class ActorRolloutRefWorker:
+    """Trains the policy, generates with it, and holds its reference."""
+
+    def __init__(
+        self, config: PPOConfig, tokenizer: Any, device: torch.device, *, total_updates: int = 1, reference: bool = False
+    ) -> None:
+        self.config, self.tokenizer, self.device = config, tokenizer, device
+        self.total_updates, self.with_reference = total_updates, reference
+        self.reference: FSDPEngine | None = None
+
+    @register(Dispatch.ALL)
+    def init_model(self) -> None:
+        """Load weights and build the optimizer; a reference is loaded only if one is needed and no adapter can be off."""
+        self.engine = actor_engine(self.config, self.device, self.total_updates)
+        self.actor = DataParallelPPOActor(self.config, self.engine)
+        self.adapters = hasattr(self.engine.module, "peft_config")
+        if self.with_reference and not self.adapters:
+            self.reference = reference_engine(self.config, self.device)
+        self.rollout: RolloutEngine = HFEngine(
+            self.engine.module,
+            pad_token_id=self.tokenizer.pad_token_id,
+            max_num_seqs=self.config.actor_rollout_ref.rollout.max_num_seqs,
+            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
+        )
+        generation = getattr(self.engine.module, "generation_config", None)
+        self.end_ids = end_token_ids(self.tokenizer, self.engine.module.config, generation)
+        self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
+
+    @register(Dispatch.SPLIT)
+    def generate_sequences(self, prompts: DataProto, on_output: OnOutput | None = None) -> DataProto:
+        """One response per row, in order. `meta_info["validate"]` takes the validation's sampling settings."""
+        ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
+        sampling = self.sampling(validate=bool(prompts.meta_info.get("validate")))
+        seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
+        self.engine.onload()
+        self.rollout.wake()
+        outputs = generate(self.rollout, ids, [sampling] * len(ids), seeds, on_output)
+        self.rollout.sleep()
+        return to_batch(ids, outputs, self.tokenizer.pad_token_id)
+
+    def sampling(self, *, validate: bool) -> Sampling:
+        rollout = self.config.actor_rollout_ref.rollout
+        chosen: Any = rollout.val_kwargs if validate else rollout
+        return Sampling(
+            max_tokens=self.config.data.max_response_length,
+            temperature=chosen.temperature,
+            greedy=(validate and not rollout.val_kwargs.do_sample) or chosen.temperature == 0,
+            top_p=chosen.top_p,
+            top_k=chosen.top_k,
+            min_p=0.0 if validate else rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+            stop_token_ids=() if rollout.ignore_eos else self.end_ids,
+            stop=tuple(rollout.stop),
+        )
+
+    @register(Dispatch.SPLIT)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropy` under the weights as they are."""
+        self.engine.onload()
+        out = self.actor.compute_log_prob(data)
+        return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
+
+    compute_log_probs = compute_log_prob
+
+    @register(Dispatch.SPLIT)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob`: of the frozen copy, or of the base with its adapters off."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        if self.reference is None:
+            with base_only(self.engine.module):
+                out = self.engine.log_probs(data, temperature=temperature)
+        else:
+            self.reference.onload()
+            out = self.reference.log_probs(data, temperature=temperature)
+            self.reference.offload()
+        return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+
+    @register(Dispatch.SPLIT)
+    def update_actor(self, data: DataProto) -> dict[str, float]:
+        """All optimizer steps on this batch; gives their mean metrics."""
+        self.engine.onload(optimizer=True)
+        metrics = self.actor.update_policy(data)
+        self.engine.offload()
+        return metrics
+
+    @register(Dispatch.ALL)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Hand the new weights to the rollout engine, and prove that it computes with them."""
+        self.engine.onload()
+        weights = () if self.rollout_shares_weights else self.engine.export_weights()
+        self.rollout.load_weights(weights, version)
+        return self.probe.compare(self.engine, self.rollout)
+
+    @property
+    def rollout_shares_weights(self) -> bool:
+        return getattr(self.rollout, "module", None) is self.engine.module
+
+    @register(Dispatch.ALL)
+    def dry_run(self, rows: Sequence[int], prompt_length: int) -> None:
+        """Forward and backward over rows of these lengths; nothing changes, but running out of memory shows."""
+        self.engine.onload(optimizer=True)
+        self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
+        self.engine.offload()
+
+    @register(Dispatch.ONE)
+    def notes(self) -> list[str]:
+        return self.actor.objective.notes
+
+    @register(Dispatch.ALL)
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.engine.save()
+
+    @register(Dispatch.ALL)
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.engine.load(state)
+
+    @register(Dispatch.ONE)
+    def export_hf(self, folder: Path) -> None:
+        """A Hugging Face folder with weights (adapters folded in), configuration and tokenizer."""
+        module: Any = self.engine.module
+        base = module.get_base_model() if self.adapters else module
+        base.save_pretrained(folder, state_dict=dict(self.engine.export_weights()))
+        self.tokenizer.save_pretrained(folder)
+
+
+class CriticWorker:
+    """Predicts and learns the value of each response token."""
+
+    def __init__(self, config: PPOConfig, device: torch.device, *, total_updates: int = 1) -> None:
+        self.config, self.device, self.total_updates = config, device, total_updates
+
+    @register(Dispatch.ALL)
+    def init_model(self) -> None:
+        self.engine = critic_engine(self.config, self.device, self.total_updates)
+        self.critic = DataParallelPPOCritic(self.config, self.engine)
+
+    @register(Dispatch.SPLIT)
+    def compute_values(self, data: DataProto) -> DataProto:
+        self.engine.onload()
+        return DataProto.from_dict(tensors={"values": self.critic.compute_values(data)})
+
+    @register(Dispatch.SPLIT)
+    def update_critic(self, data: DataProto) -> dict[str, float]:
+        self.engine.onload(optimizer=True)
+        metrics = self.critic.update_critic(data)
+        self.engine.offload()
+        return metrics
+
+    @register(Dispatch.ALL)
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.engine.save()
+
+    @register(Dispatch.ALL)
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.engine.load(state)

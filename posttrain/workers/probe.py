@@ -1,0 +1,60 @@
+"""Proofs at the weights: after a sync the engine must score fixed tokens as the trainer does; a dry run fills memory.
+
+Shapes: B rows, R response width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from posttrain.engine.fsdp import FSDPEngine
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output, RolloutEngine
+from posttrain.rollout.generate import to_batch
+
+ROWS, LENGTH = 4, 12  # enough to see a wrong tensor, too little to be felt
+
+
+class SyncError(Exception):
+    """The rollout engine does not compute with the trainer's weights."""
+
+
+class WeightProbe:
+    """Fixed token rows that trainer and rollout engine score after each sync."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        generator = torch.Generator().manual_seed(20240203)
+        self.rows = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=generator).tolist()
+        self.pad = tokenizer.pad_token_id
+
+    def compare(self, trainer: FSDPEngine, rollout: RolloutEngine) -> dict[str, float]:
+        """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
+        batch = _rows_batch([row[:1] for row in self.rows], [row[1:] for row in self.rows], self.pad)
+        theirs = torch.stack(rollout.score(self.rows))
+        ours = trainer.log_probs(batch)["log_probs"]
+        gap = float((ours - theirs).abs().max())
+        dtype = next(trainer.module.parameters()).dtype
+        tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.5
+        if not gap <= tolerance:
+            raise SyncError(
+                f"after the weight sync the rollout engine's log-probs differ from the trainer's by up to {gap:.3g} "
+                f"(tolerance {tolerance} in {dtype}): the engine does not compute with the weights it was given"
+            )
+        return {"sync/probe_max": gap}
+
+    def dry_run(self, engine: FSDPEngine, actor: Any, lengths: Sequence[int], prompt_length: int) -> None:
+        prompts = [[0] * min(prompt_length, length - 1) for length in lengths]
+        responses = [[0] * (length - len(prompt)) for length, prompt in zip(lengths, prompts, strict=True)]
+        batch = _rows_batch(prompts, responses, self.pad)
+        zeros = torch.zeros_like(batch.batch["rollout_log_probs"])
+        batch.union(DataProto.from_dict(tensors={"advantages": zeros}))
+        prepared = actor.objective.prepare(batch)
+        engine.backward_only(prepared, actor.objective)
+
+
+def _rows_batch(prompts: list[list[int]], responses: list[list[int]], pad: int) -> DataProto:
+    outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(responses)]
+    return to_batch(prompts, outputs, pad)

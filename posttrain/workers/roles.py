@@ -1,0 +1,71 @@
+"""Building blocks of the workers: engines for each role, made from the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.config.optim import FSDPConfig, OptimConfig
+from posttrain.config.root import PPOConfig
+from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.models.loading import load_causal_lm, resolve_dtype
+from posttrain.models.lora import add_adapters
+from posttrain.models.value import ValueModel
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of `trainer.device`; `auto` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
+    """The trained policy, with adapters if `model.lora_rank` asks for them."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    module = _language_model(config, device)
+    if model.lora_rank > 0:
+        module = add_adapters(module, model)
+    settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
+    return FSDPEngine(module, settings)
+
+
+def reference_engine(config: PPOConfig, device: torch.device) -> FSDPEngine:
+    """A frozen copy of the policy as it was at the start."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    offload = FSDPConfig(param_offload=ref.fsdp_config.param_offload)
+    engine = FSDPEngine(_language_model(config, device), _settings(config, device, actor, None, offload, 1))
+    engine.offload()
+    return engine
+
+
+def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
+    """A value model that starts from the critic's model, or from the actor's."""
+    critic = config.critic
+    module = ValueModel(_language_model(config, device, path=critic.model.path))
+    settings = _settings(config, device, critic, critic.optim, critic.fsdp_config, total_steps)
+    return FSDPEngine(module, settings)
+
+
+def _language_model(config: PPOConfig, device: torch.device, path: str | None = None) -> torch.nn.Module:
+    model = config.actor_rollout_ref.model
+    return load_causal_lm(model, dtype=resolve_dtype(model.dtype, device), device=device, path=path)
+
+
+def _settings(
+    config: PPOConfig, device: torch.device, role: Any, optim: OptimConfig | None, offload: FSDPConfig, total_steps: int
+) -> EngineSettings:
+    model = config.actor_rollout_ref.model
+    return EngineSettings(
+        device=device,
+        optim=optim,
+        total_steps=total_steps,
+        grad_clip=role.grad_clip,
+        token_budget=role.ppo_max_token_len_per_gpu,
+        max_rows=role.ppo_micro_batch_size_per_gpu,
+        pack=model.use_remove_padding,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        param_offload=offload.param_offload,
+        optimizer_offload=offload.optimizer_offload,
+    )

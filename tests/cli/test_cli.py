@@ -1,0 +1,173 @@
+"""The `posttrain` command: its verbs, its exit statuses, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain import __version__, cli, launch
+from posttrain.config import ConfigError, Problem
+
+HEAVY = ("torch", "transformers", "hydra", "omegaconf", "numpy", "pyarrow", "ray")
+REPORT = f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+
+
+def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["version"], ["train", "--help"], ["config", "--help"], ["export", "--help"], ["data", "--help"]],
+    ids=" ".join,
+)
+def test_help_imports_nothing_heavy(args: list[str]):
+    code = f"import sys\nfrom posttrain.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n{REPORT}"
+    ran = python(code, *args)
+    assert ran.stderr.strip() == "[]", ran.stderr
+    assert ran.stdout.strip()
+
+
+def test_import_posttrain_imports_nothing_heavy():
+    assert python(f"import sys, posttrain\n{REPORT}").stderr.strip() == "[]"
+
+
+def test_the_command_lists_its_verbs(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {verb} " in shown for verb in ("train", "config", "explain", "reward", "export", "data", "version"))
+    assert cli.main([]) == 2
+    assert cli.main(["version"]) == 0 and capsys.readouterr().out.endswith(f"posttrain {__version__}\n")
+
+
+@pytest.mark.parametrize(("verb", "near"), [("trian", "train"), ("expalin", "explain"), ("confg", "config")])
+def test_an_unknown_verb_gets_the_nearest(verb: str, near: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([verb]) == 2
+    assert f"`posttrain {near}`" in capsys.readouterr().err
+
+
+def test_a_users_mistake_is_printed_without_traceback_and_ends_with_2(monkeypatch, capsys):
+    def wrong(args):
+        raise ConfigError([Problem("The cow is blue.", "command line", "paint it")])
+
+    monkeypatch.setitem(cli.VERBS, "train", (wrong, ""))
+    assert cli.main(["train"]) == 2
+    captured = capsys.readouterr().err
+    assert "The cow is blue." in captured and "Traceback" not in captured
+
+
+def test_ctrl_c_ends_with_130_and_our_own_mistakes_keep_their_traceback(monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    def broken(args):
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(cli.VERBS, "train", (interrupted, ""))
+    monkeypatch.setitem(cli.VERBS, "data", (broken, ""))
+    assert cli.main(["train"]) == 130
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["data"])
+
+
+def test_config_prints_value_source_and_spelling(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["config", "algorithm.name=grpo", "actor_rollout_ref.rollout.n=6"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    line = next(line for line in lines if line.startswith("algorithm.adv_estimator:"))
+    assert "grpo" in line and "command line" in line and "algorithm.name" in line
+    assert any(line.startswith("actor_rollout_ref.rollout.n: 6") for line in lines)
+
+
+def test_config_alone_prints_every_key_at_its_default(capsys: pytest.CaptureFixture[str]):
+    from posttrain.config.schema import leaves
+
+    assert cli.main(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{key}: " in shown for key in leaves())
+    assert "\ndata.train_batch_size: 1024    # default\n" in shown
+
+
+def test_config_reads_train_shs_flags_and_variables(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("LEARNING_RATE", "3e-6")
+    assert cli.main(["config", "train", "--model", "org/m"]) == 0
+    shown = capsys.readouterr().out
+    assert "actor_rollout_ref.actor.optim.lr: 3.0e-06    # environment variable LEARNING_RATE" in shown
+    assert "data.train_batch_size: 256    # default of train.sh" in shown
+    assert cli.main(["config", "--rollout_n", "4"]) == 0
+    assert "actor_rollout_ref.rollout.n: 4    # flag --rollout_n" in capsys.readouterr().out
+    assert cli.main(["config", "algorithm.adv_estimator=grpo"]) == 0  # main_ppo reads no variables
+    assert "actor_rollout_ref.actor.optim.lr: 1.0e-06    # default" in capsys.readouterr().out
+
+
+def test_train_cfg_job_shows_the_settings_and_does_not_train(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--rollout_n", "3", "--cfg", "job"]) == 0
+    assert "adv_estimator: grpo" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_hands_the_resolved_settings_to_the_trainer(monkeypatch):
+    main_ppo = pytest.importorskip("posttrain.trainer.main_ppo")
+    seen = []
+    monkeypatch.setattr(main_ppo, "run_ppo", seen.append)
+    assert cli.main(["train", "--rollout_n", "3", "trainer.seed=9"]) == 0
+    assert seen[0].config.actor_rollout_ref.rollout.n == 3 and seen[0].config.trainer.seed == 9
+
+
+CUT_SHORT = [
+    pytest.param([" "], "comment after `\\` cut this command short", id="M_01_blank_argument"),
+    pytest.param(["#", "my", "comment"], "a comment inside a command", id="M_04_words_of_a_comment"),
+    pytest.param(["algorithm.adv_estimator"], "key=value", id="M_04_no_equals"),
+]
+
+
+@pytest.mark.parametrize(("extra", "part"), CUT_SHORT)
+def test_a_command_cut_short_by_a_comment_is_answered(extra: list[str], part: str, monkeypatch, capsys):
+    main_ppo = pytest.importorskip("posttrain.trainer.main_ppo")
+    monkeypatch.setattr(sys, "argv", ["main_ppo", "algorithm.adv_estimator=grpo", *extra])
+    assert main_ppo.cli() == 2
+    assert part in capsys.readouterr().err
+    assert cli.main(["train", "--lr", "1e-6", *extra]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_M_02_M_03_main_ppo_without_arguments_says_what_it_needs():
+    ran = subprocess.run(
+        [sys.executable, "-m", "posttrain.trainer.main_ppo"], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 2
+    assert "actor_rollout_ref.model.path" in ran.stderr and "an empty line inside a continued command" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_data_arithmetic_writes_files_that_train_files_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["data", "arithmetic", str(tmp_path / "sums"), "--max-operand", "12"]) == 0
+    rows = json.loads((tmp_path / "sums" / "train.json").read_text())
+    assert {"prompt", "ground_truth", "data_source"} <= set(rows[0])
+    assert f"train.json: {len(rows)} rows" in capsys.readouterr().out
+
+
+def test_explain_prints_a_page_and_answers_an_unknown_name(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["explain", "grpo"]) == 0
+    assert "2402.03300" in capsys.readouterr().out
+    assert cli.main(["explain", "grpoo"]) == 2
+    assert "grpo" in capsys.readouterr().err
+
+
+def test_export_of_something_else_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_the_modules_own_entry_is_the_command():
+    ran = subprocess.run([sys.executable, "-m", "posttrain", "version"], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, f"posttrain {__version__}\n")
+
+
+def test_every_flag_has_one_meaning():
+    keys = [setting.key for setting in launch.SETTINGS]
+    assert len(keys) == len(set(keys)) == len(launch.BY_FLAG)

@@ -1,0 +1,321 @@
+"""Every spelling that the documents use, and where they disagree."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.config import from_shell, load_config
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+BLOCK = """
+algorithm:
+  name: grpo
+  group_size: 8
+  clip_range: 0.2
+  kl_coef: 0.0
+  entropy_coef: 0.0
+actor:
+  model_name: Qwen/Qwen2.5-7B-Instruct
+  learning_rate: 1e-6
+  weight_decay: 0.01
+  warmup_ratio: 0.1
+  max_grad_norm: 1.0
+rollout:
+  engine: vllm
+  temperature: 0.7
+  top_p: 0.9
+  max_new_tokens: 1024
+  gpu_memory_utilization: 0.4
+reward:
+  type: function
+  reward_fn: "rewards.math_reward"
+data:
+  train_path: "data/math_train.parquet"
+  max_prompt_length: 512
+trainer:
+  total_epochs: 3
+  save_steps: 100
+  micro_batch_size: 2
+  gradient_accumulation: 4
+"""
+FROM_BLOCK = {
+    "S1-11": ("algorithm.adv_estimator", "grpo", "algorithm.name"),
+    "S1-12": (f"{ROLLOUT}.n", 8, "algorithm.group_size"),
+    "S1-13": (f"{ACTOR}.clip_ratio", 0.2, "algorithm.clip_range"),
+    "S1-14": (f"{ACTOR}.use_kl_loss", False, "algorithm.kl_coef"),
+    "S1-15": (f"{ACTOR}.entropy_coeff", 0.0, "algorithm.entropy_coef"),
+    "S1-16": (f"{MODEL}.path", "Qwen/Qwen2.5-7B-Instruct", "actor.model_name"),
+    "S1-17": (f"{ACTOR}.optim.lr", 1e-6, "actor.learning_rate"),
+    "S1-18": (f"{ACTOR}.optim.weight_decay", 0.01, "actor.weight_decay"),
+    "S1-19": (f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.1, "actor.warmup_ratio"),
+    "S1-20": (f"{ACTOR}.grad_clip", 1.0, "actor.max_grad_norm"),
+    "S1-21": (f"{ROLLOUT}.name", "vllm", "rollout.engine"),
+    "S1-22": (f"{ROLLOUT}.temperature", 0.7, "rollout.temperature"),
+    "S1-23": (f"{ROLLOUT}.top_p", 0.9, "rollout.top_p"),
+    "S1-24": ("data.max_response_length", 1024, "rollout.max_new_tokens"),
+    "S1-25": (f"{ROLLOUT}.gpu_memory_utilization", 0.4, "rollout.gpu_memory_utilization"),
+    "S1-27": ("custom_reward_function.path", "rewards.math_reward", "reward.reward_fn"),
+    "S1-28": ("data.train_files", "data/math_train.parquet", "data.train_path"),
+    "S1-29": ("data.max_prompt_length", 512, None),
+    "S1-31": ("trainer.total_epochs", 3, None),
+    "S1-32": ("trainer.save_freq", 100, "trainer.save_steps"),
+    "S1-33": (f"{ACTOR}.ppo_micro_batch_size_per_gpu", 2, "trainer.micro_batch_size"),
+    "S1-34": (f"{ACTOR}.ppo_mini_batch_size", 1, "trainer.gradient_accumulation"),
+}
+
+
+@pytest.fixture(scope="module")
+def block(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("doc1")
+    (folder / "config").mkdir()
+    (folder / "config" / "grpo.yaml").write_text(BLOCK)
+    return load_config(["--config-path", "config", "--config-name", "grpo"], cwd=folder)
+
+
+@pytest.mark.parametrize("row", list(FROM_BLOCK))
+def test_a_key_of_document_1_resolves(block, row):
+    key, value, spelling = FROM_BLOCK[row]
+    assert block.value(key) == value and type(block.value(key)) is type(value)
+    written = f", written `{spelling}`" if spelling else ""
+    assert block.sources[key] == f"config/grpo.yaml{written}"
+    assert key in block.explicit
+
+
+def test_S1_10_S1_30_the_block_resolves_and_says_that_there_is_no_validation(block):
+    assert block.value("data.val_files") is None
+    assert sum("no validation" in note for note in block.notes) == 1
+
+
+def test_S1_26_a_reward_model_is_not_built(load, problems):
+    assert load("reward.type=function").value("custom_reward_function.path") is None
+    assert "custom_reward_function.path" in problems("reward.type=model")
+    assert "known: function, model" in problems("trainer.reward_fn.type=oracle")
+
+
+def test_S1_34_D_16_accumulation_becomes_a_mini_batch_in_prompts(load, problems):
+    keys = ["trainer.micro_batch_size=6", "trainer.gradient_accumulation=5", "algorithm.adv_estimator=grpo"]
+    resolved = load(*keys, f"{ROLLOUT}.n=3", "trainer.n_gpus_per_node=2", "data.train_batch_size=100")
+    assert resolved.value(f"{ACTOR}.ppo_mini_batch_size") == 20
+    assert any("6 (micro-batch) x 5 (accumulation) x 2 (workers) = 60 responses" in note for note in resolved.notes)
+    text = problems(*keys, f"{ROLLOUT}.n=4")
+    assert "= 30 responses" in text and "30 / 4 = 7.5" in text
+    assert "both say" in problems(*keys, f"{ROLLOUT}.n=3", f"{ACTOR}.ppo_mini_batch_size=10")
+    assert "needs a micro-batch size" in problems("trainer.gradient_accumulation=5")
+
+
+def test_D_01_two_spellings_agree_or_are_refused(load, problems):
+    assert load("algorithm.name=grpo", "algorithm.adv_estimator=grpo").value("algorithm.adv_estimator") == "grpo"
+    text = problems("algorithm.name=grpo", "algorithm.adv_estimator=gae")
+    assert "`algorithm.name` and `algorithm.adv_estimator`" in text and "'grpo' and 'gae'" in text
+    assert load("trainer.seed=1").value("algorithm.adv_estimator") == "gae"
+
+
+def test_D_01_two_spellings_in_one_file_name_the_file(problems, write):
+    write("two.yaml", "algorithm: {group_size: 8}\nactor_rollout_ref: {rollout: {n: 4}}\n")
+    text = problems("--config-path=.", "--config-name=two")
+    assert "two.yaml" in text and "`algorithm.group_size`" in text and f"`{ROLLOUT}.n`" in text
+
+
+def test_a_higher_rank_wins_whatever_the_spelling(load, write):
+    write("low.yaml", "algorithm: {name: grpo, group_size: 8}\n")
+    resolved = load("--config-path=.", "--config-name=low", f"{ROLLOUT}.n=4")
+    assert resolved.value(f"{ROLLOUT}.n") == 4
+
+
+@pytest.mark.parametrize("spelling", [f"{ROLLOUT}.n", "actor_rollout.ref.rollout.n", "algorithm.group_size"])
+def test_D_02_responses_per_prompt(load, problems, spelling):
+    assert load("algorithm.adv_estimator=grpo", f"{spelling}=3").value(f"{ROLLOUT}.n") == 3
+    assert f"{ROLLOUT}.n=1" in problems("algorithm.adv_estimator=grpo", f"{spelling}=1")
+
+
+def test_D_02_S2_28_unset_is_5_under_grpo_and_1_under_gae(load):
+    grpo = load("algorithm.adv_estimator=grpo")
+    assert grpo.value(f"{ROLLOUT}.n") == 5 and f"{ROLLOUT}.n" not in grpo.explicit
+    assert any("becomes 5" in note for note in grpo.notes)
+    assert load("algorithm.adv_estimator=gae").value(f"{ROLLOUT}.n") == 1
+    assert load("algorithm.adv_estimator=gae", f"{ROLLOUT}.n=1").value(f"{ROLLOUT}.n") == 1
+
+
+def test_D_04_grpo_without_kl_is_allowed_and_said_once(load):
+    notes = load("algorithm.adv_estimator=grpo").notes
+    assert sum("no KL term" in note for note in notes) == 1
+    assert not any("no KL term" in note for note in load("algorithm=grpo").notes)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["algorithm.kl_coef=0.01"], (True, 0.01, 0.001)),
+        (["algorithm.kl_coef=0"], (False, 0.001, 0.001)),
+        (["algorithm.kl_coef=0.01", "algorithm.use_kl_in_reward=True"], (False, 0.001, 0.01)),
+    ],
+)
+def test_D_05_S1_14_the_coefficient_means_the_loss_unless_kl_is_in_the_reward(load, args, expected):
+    resolved = load("algorithm.adv_estimator=grpo", *args)
+    keys = (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef")
+    assert tuple(resolved.value(key) for key in keys) == expected
+    assert any("algorithm.kl_coef" in note for note in resolved.notes)
+
+
+def test_D_05_contradictions_and_a_zero_coefficient(load, problems):
+    assert "keep one of them" in problems("algorithm.kl_coef=0.01", f"{ACTOR}.use_kl_loss=False")
+    resolved = load(f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0")
+    assert any("no reference model is loaded" in note for note in resolved.notes)
+    from posttrain.config import needs_reference
+
+    assert not needs_reference(resolved.config)
+    assert needs_reference(load(f"{ACTOR}.use_kl_loss=True").config)
+
+
+ONE_KEY = [
+    ("D-03", "algorithm.clip_range=0.3", f"{ACTOR}.clip_ratio", 0.3),
+    ("D-06", f"{ACTOR}.kl_loss_type=k3", f"{ACTOR}.kl_loss_type", "k3"),
+    ("D-07", "algorithm.entropy_coef=0.1", f"{ACTOR}.entropy_coeff", 0.1),
+    ("D-07", "algorithm.entropy_coeff=0.1", f"{ACTOR}.entropy_coeff", 0.1),
+    ("D-07", f"{ACTOR}.entropy_coef=0.1", f"{ACTOR}.entropy_coeff", 0.1),
+    ("D-07", f"{ACTOR}.entropy_coeff=0.1", f"{ACTOR}.entropy_coeff", 0.1),
+    ("D-08", "actor.learning_rate=5e-7", f"{ACTOR}.optim.lr", 5e-7),
+    ("D-09", "actor.model_name=a/b", f"{MODEL}.path", "a/b"),
+    ("D-10", "rollout.engine=sglang", f"{ROLLOUT}.name", "sglang"),
+    ("D-11", "rollout.max_new_tokens=7", "data.max_response_length", 7),
+    ("D-12", "rollout.gpu_memory_utilization=0.4", f"{ROLLOUT}.gpu_memory_utilization", 0.4),
+    ("D-13", f"{ROLLOUT}.tensor_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size", 2),
+    ("D-14", "data.val_path=v.parquet", "data.val_files", "v.parquet"),
+    ("D-17", f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.ppo_mini_batch_size", 64),
+    ("D-18", "trainer.total_epochs=20", "trainer.total_epochs", 20),
+    ("D-19", "trainer.save_steps=100", "trainer.save_freq", 100),
+    ("D-21", "trainer.reward_fn.path=my_reward.fn", "custom_reward_function.path", "my_reward.fn"),
+    ("D-21", "reward.reward_fn=rewards.math_reward", "custom_reward_function.path", "rewards.math_reward"),
+    ("D-22", "data.train_files=rows.json", "data.train_files", "rows.json"),
+    ("M-05", "actor_rollout.ref.actor.clip_ratio=0.3", f"{ACTOR}.clip_ratio", 0.3),
+    ("M-18", f"{ACTOR}.policy_loss_fn=vanilla", f"{ACTOR}.policy_loss.loss_mode", "vanilla"),
+]
+
+
+@pytest.mark.parametrize(("row", "argument", "key", "value"), ONE_KEY, ids=[f"{r[0]}-{r[1]}" for r in ONE_KEY])
+def test_a_spelling_resolves_to_its_canonical_key(load, row, argument, key, value):
+    resolved = load("algorithm.adv_estimator=gae", argument)
+    assert resolved.value(key) == value
+    spelling = argument.split("=")[0]
+    assert resolved.sources[key] == "command line" + ("" if spelling == key else f", written `{spelling}`")
+
+
+def test_D_12_D_15_unset_sizes_are_not_explicit(load):
+    resolved = load("data.train_files=a.parquet")
+    assert resolved.value(f"{ROLLOUT}.gpu_memory_utilization") is None
+    assert resolved.value("data.train_batch_size") == 1024 and "data.train_batch_size" not in resolved.explicit
+
+
+def test_a_mini_batch_that_nobody_set_follows_a_small_batch(load, problems):
+    resolved = load("data.train_batch_size=64", "data.train_files=a.parquet")
+    assert resolved.value(f"{ACTOR}.ppo_mini_batch_size") == 64
+    assert "larger than the batch" in problems("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=128")
+
+
+def test_D_23_lora_in_both_spellings(load, problems):
+    peft = f"{ACTOR}.peft_config"
+    keys = [f"{peft}.peft_type=lora", f"{peft}.lora_r=16", f"{peft}.lora_alpha=32"]
+    keys += [f"{peft}.target_modules=" + '["q_proj","v_proj"]', f"{ROLLOUT}.enable_lora=True"]
+    resolved = load(*keys)
+    names = ("lora_rank", "lora_alpha", "target_modules")
+    assert [resolved.value(f"{MODEL}.{name}") for name in names] == [16, 32, ["q_proj", "v_proj"]]
+    assert "rollout follows the actor" in problems(f"{ROLLOUT}.enable_lora=True")
+    assert "rollout follows the actor" in problems(f"{MODEL}.lora_rank=8", f"{ROLLOUT}.enable_lora=False")
+    assert "known: lora" in problems(f"{peft}.peft_type=ia3", f"{peft}.lora_r=16")
+
+
+def test_S3_26_D_08_D_18_key_wins_over_flag_over_environment_variable(load):
+    environ = {"LEARNING_RATE": "1e-5", "ROLLOUT_N": "3", "TOTAL_EPOCHS": "2", "USE_KL_LOSS": "1", "KL_LOSS_TYPE": ""}
+    argv = ["--lr", "5e-7", "--epochs=20", "trainer.total_epochs=30", "algorithm.adv_estimator=grpo"]
+    labelled, rest = from_shell(argv, environ)
+    assert rest == argv[3:]
+    resolved = load_config(rest, labelled=labelled)
+    expected = {
+        f"{ACTOR}.optim.lr": (5e-7, "flag --lr"),
+        f"{ROLLOUT}.n": (3, "environment variable ROLLOUT_N"),
+        "trainer.total_epochs": (30, "command line"),
+        f"{ACTOR}.use_kl_loss": (True, "environment variable USE_KL_LOSS"),
+        f"{ACTOR}.kl_loss_type": ("low_var_kl", "default"),
+    }
+    assert {key: (resolved.value(key), resolved.sources[key]) for key in expected} == expected
+    assert any("KL_LOSS_TYPE" in note and "empty" in note for note in resolved.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("True", True), ("true", True), ("FALSE", False), ("0", False), ("1", True)]
+)
+def test_D_35_booleans_in_any_case(load, text, value):
+    assert load(f"data.shuffle={text}").value("data.shuffle") is value
+
+
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        pytest.param("algorithm.adv_estimator", "gae", id="S2-33"),
+        pytest.param(f"{ACTOR}.clip_ratio", 0.2, id="S2-32"),
+        pytest.param(f"{ACTOR}.loss_agg_mode", "token-mean", id="S2-34"),
+        pytest.param(f"{ACTOR}.use_kl_loss", False, id="S2-37"),
+        pytest.param(f"{ACTOR}.kl_loss_coef", 0.001, id="S2-38"),
+        pytest.param(f"{ACTOR}.ppo_epochs", 1, id="S2-31"),
+        pytest.param("data.train_batch_size", 1024, id="S2-29"),
+        pytest.param(f"{ACTOR}.ppo_mini_batch_size", 256, id="S2-30"),
+    ],
+)
+def test_the_defaults_of_document_2(load, key, default):
+    resolved = load("data.train_files=a.parquet")
+    assert resolved.value(key) == default and resolved.sources[key] == "default"
+
+
+MODES = ["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+KINDS = ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+"]
+
+
+@pytest.mark.parametrize(
+    "argument", [f"{ACTOR}.loss_agg_mode={m}" for m in MODES] + [f"{ACTOR}.kl_loss_type={k}" for k in KINDS]
+)
+def test_S2_35_S2_36_S2_39_to_S2_42_S2_44_options_are_accepted(load, argument):
+    key, value = argument.split("=")
+    assert load(argument).value(key) == value
+
+
+def test_S2_36_S2_41_an_unknown_option_lists_the_known_ones(problems):
+    assert "token-mean, token-sum" in problems(f"{ACTOR}.loss_agg_mode=token_mean")
+    assert "kl, k1, abs, mse, k2, low_var_kl, k3" in problems(f"{ACTOR}.kl_loss_type=full")
+
+
+def test_S2_45_S2_46_S2_47_the_preset_drgrpo_equals_its_three_keys(load):
+    keys = [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.use_kl_loss=False"]
+    keys += ["algorithm.norm_adv_by_std_in_grpo=False"]
+    preset = load("algorithm=drgrpo")
+    assert preset.values() == load("algorithm.adv_estimator=grpo", *keys).values()
+    assert preset.value("algorithm.norm_adv_by_std_in_grpo") is False
+
+
+def test_D_29_S3_52_a_part_of_drgrpo_names_the_rest(load):
+    resolved = load("algorithm=grpo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm")
+    note = next(note for note in resolved.notes if "DrGRPO" in note)
+    assert "norm_adv_by_std_in_grpo=False" in note and "use_kl_loss=False" in note
+    assert not any("DrGRPO" in note for note in load("algorithm=drgrpo").notes)
+
+
+def test_M_05_the_slip_is_accepted_with_a_note(load):
+    assert any("actor_rollout.ref.rollout.n" in note for note in load("actor_rollout.ref.rollout.n=4").notes)
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "0.000001", "1.0e-06"])
+def test_M_37_a_number_is_a_number_everywhere(load, write, text):
+    write("a.yaml", f"actor_rollout_ref: {{actor: {{optim: {{lr: {text}}}}}}}\n")
+    key = f"{ACTOR}.optim.lr"
+    assert load("--config-path=.", "--config-name=a").value(key) == 1e-6
+    assert load(f"{key}={text}").value(key) == 1e-6
+    assert load_config([], labelled=[(f"{key}={text}", "environment variable LEARNING_RATE")]).value(key) == 1e-6
+
+
+def test_M_36_secrets_are_masked_and_empty_means_not_given(load):
+    secret = "custom_reward_function.reward_kwargs.api_key"
+    resolved = load("custom_reward_function.path=r.py", f"{secret}=sk-123", "trainer.project_name=")
+    assert resolved.config.custom_reward_function.reward_kwargs == {"api_key": "sk-123"}
+    assert "sk-123" not in resolved.to_yaml() + resolved.describe() and "***" in resolved.describe()
+    assert resolved.value("trainer.project_name") == "posttrain"
+    assert any("trainer.project_name" in note and "empty" in note for note in resolved.notes)
+    assert "ppo_max_token_len_per_gpu: 16384" in resolved.to_yaml()

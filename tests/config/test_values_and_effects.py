@@ -1,0 +1,123 @@
+"""Values as users write them, dicts from Python, references, and notes about settings without effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.config import load_config
+from posttrain.config.show import show
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+TEMPLATE = "data.apply_chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ('trainer.logger=["console","wandb"]', "trainer.logger", ["console", "wandb"]),
+        ("trainer.logger=console,wandb", "trainer.logger", ["console", "wandb"]),
+        ("trainer.logger=console", "trainer.logger", ["console"]),
+        ("data.train_files=a.parquet,b.parquet", "data.train_files", ["a.parquet", "b.parquet"]),
+        ("data.train_files=['a.parquet', b.parquet]", "data.train_files", ["a.parquet", "b.parquet"]),
+        ("data.train_files='a,b.parquet'", "data.train_files", "a,b.parquet"),
+        ("trainer.project_name='my run'", "trainer.project_name", "my run"),
+        ("trainer.project_name=2024", "trainer.project_name", "2024"),
+        ("trainer.project_name=${trainer.seed}_x", "trainer.project_name", "1_x"),
+        ("trainer.project_name=${oc.env:WHO}", "trainer.project_name", "me"),
+        ("trainer.project_name=${WHO}", "trainer.project_name", "me"),
+        ("data.train_files=$WHO/a.parquet", "data.train_files", "me/a.parquet"),
+        ("data.system_prompt=Solve $WHO, for $x$", "data.system_prompt", "Solve $WHO, for $x$"),
+        ("data.train_batch_size=1e3", "data.train_batch_size", 1000),
+        ("data.val_batch_size=null", "data.val_batch_size", None),
+        ("trainer.export_hf=none", "trainer.export_hf", "none"),
+        ("+trainer.seed=3", "trainer.seed", 3),
+        ("++trainer.seed=3", "trainer.seed", 3),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,0.95]", "actor_rollout_ref.actor.optim.betas", [0.9, 0.95]),
+        (f"{TEMPLATE}={{enable_thinking: false}}", TEMPLATE, {"enable_thinking": False}),
+        (f"{TEMPLATE}.enable_thinking=false", TEMPLATE, {"enable_thinking": False}),
+        ("actor_rollout_ref.rollout={n: 4}", f"{ROLLOUT}.n", 4),
+    ],
+)
+def test_a_value_is_read_as_written(load, monkeypatch, argument, key, value):
+    monkeypatch.setenv("WHO", "me")
+    found = load(argument).value(key)
+    assert found == value and type(found) is type(value)
+
+
+def test_references_and_variables_in_files(load, write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    write("a.yaml", "data: {train_files: $HOME/a.parquet}\ntrainer: {project_name: 'n${algorithm.group_size}'}\n")
+    resolved = load("--config-path=.", "--config-name=a", "algorithm.group_size=7")
+    assert resolved.value("data.train_files") == "/home/me/a.parquet"
+    assert resolved.value("trainer.project_name") == "n7"
+
+
+def test_an_empty_key_in_a_file_counts_as_not_given(load, write):
+    write("a.yaml", "trainer:\n  seed:\ndata:\n")
+    resolved = load("--config-path=.", "--config-name=a")
+    assert resolved.value("trainer.seed") == 1
+    assert any("trainer.seed" in note and "empty" in note for note in resolved.notes)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"algorithm": {"name": "grpo"}, "actor_rollout_ref": {"rollout": {"n": 4}}, "trainer.seed": 3},
+        {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": "4", "trainer": {"seed": 3}},
+    ],
+)
+def test_a_dict_from_python_nested_or_dotted(overrides):
+    resolved = load_config(overrides)
+    keys = ("algorithm.adv_estimator", f"{ROLLOUT}.n", "trainer.seed")
+    assert [resolved.value(key) for key in keys] == ["grpo", 4, 3]
+    assert resolved.explicit == set(keys) and resolved.sources["trainer.seed"] == "overrides"
+
+
+def test_a_dict_chooses_groups_and_keeps_free_form_dicts():
+    resolved = load_config(
+        {"preset": "embedded", "custom_reward_function": {"path": "r.py", "reward_kwargs": {"a": 1}}}
+    )
+    assert resolved.sources["data.train_batch_size"] == "preset embedded"
+    assert resolved.config.custom_reward_function.reward_kwargs == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        (["critic.optim.lr=1e-4"], "critic.optim.lr"),
+        (["algorithm.lam=0.9"], "algorithm.lam"),
+        ([f"{ACTOR}.kl_loss_coef=0.01"], f"{ACTOR}.kl_loss_coef"),
+        (["algorithm.kl_ctrl.kl_coef=0.01"], "algorithm.kl_ctrl.kl_coef"),
+        ([f"{MODEL}.lora_alpha=32"], f"{MODEL}.lora_alpha"),
+        ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor"),
+        (["data.curriculum_key=level"], "data.curriculum_key"),
+        ([f"{ROLLOUT}.val_kwargs.temperature=0.5", "data.val_files=v.json"], f"{ROLLOUT}.val_kwargs.temperature"),
+        ([f"{ROLLOUT}.gpu_memory_utilization=0.5", "trainer.device=cpu"], f"{ROLLOUT}.gpu_memory_utilization"),
+        ([f"{ACTOR}.fsdp_config.param_offload=True", "trainer.device=cpu"], f"{ACTOR}.fsdp_config.param_offload"),
+        (["actor_rollout_ref.ref.fsdp_config.param_offload=True"], "actor_rollout_ref.ref.fsdp_config.param_offload"),
+    ],
+)
+def test_a_set_key_without_effect_is_noted(load, args, key):
+    notes = load("algorithm.adv_estimator=grpo", *args).notes
+    assert sum(f"{key} has no effect" in note for note in notes) == 1
+
+
+def test_keys_with_effect_are_not_noted(load):
+    keys = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "algorithm.lam=0.9", f"{ACTOR}.use_kl_loss=True"]
+    notes = load(*keys, f"{ACTOR}.kl_loss_coef=0.01", f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=32").notes
+    assert not any("no effect" in note for note in notes)
+
+
+def test_show_limits_itself_to_a_prefix_or_to_changes(load):
+    resolved = load("trainer.seed=3", "data.train_files=a.json", f"{MODEL}.path=a/b")
+    lines = show(resolved, changed_only=True, sentences=False, prefix="trainer.").splitlines()
+    assert lines[1:] == ["trainer.seed: 3    # command line"]
+    assert "    Seed of sampling" in show(resolved, prefix="trainer.seed")
+
+
+def test_labels_that_are_defaults_are_not_explicit():
+    labelled = [("data.train_batch_size=256", "default of train.sh"), ("preset=embedded", "train.sh")]
+    resolved = load_config([], labelled=labelled)
+    assert resolved.value("data.train_batch_size") == 256
+    assert resolved.sources["data.train_batch_size"] == "default of train.sh"
+    assert resolved.explicit == set()

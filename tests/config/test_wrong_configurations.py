@@ -1,0 +1,187 @@
+"""Wrong configurations and what is said about them: what was wrong, where it was set, what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from posttrain.config import ConfigError, load_config
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+TEN = {
+    "misspelt estimator": (["algorithm.adv_estimator=gropo"], ["known: grpo, gae", "did you mean `grpo`"]),
+    "misspelt key": ([f"{ROLLOUT}.temprature=1"], ["Unknown key", f"did you mean `{ROLLOUT}.temperature`"]),
+    "wrong type": (["data.train_batch_size=many"], ["expected an integer, got 'many'", "command line"]),
+    "wrong name": ([f"{ACTOR}.loss_agg_mode=mean"], ["is not known", "token-mean", "seq-mean-token-sum-norm"]),
+    "out of range": ([f"{ACTOR}.optim.lr=-1"], [f"{ACTOR}.optim.lr=-1", "above 0"]),
+    "group of one": (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"], ["no group", "2 or more"]),
+    "mini-batch above batch": (
+        ["data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=16"],
+        ["ppo_mini_batch_size=16", "train_batch_size=8"],
+    ),
+    "KL twice": (
+        ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"],
+        ["twice", "algorithm.allow_both_kl"],
+    ),
+    "missing file": (["data.train_files=nowhere.parquet"], ["nowhere.parquet does not exist", "data.train_files"]),
+    "unbuilt engine": ([f"{ACTOR}.strategy=deepspeed"], ["fsdp2 shards the same state".replace("fsdp2", "`fsdp2`")]),
+}
+
+
+@pytest.mark.parametrize("name", list(TEN))
+def test_a_wrong_configuration_is_answered(problems, name):
+    args, parts = TEN[name]
+    text = problems(*args, environment=True)
+    for part in parts:
+        assert part in text
+    assert "where:" in text and "what to do:" in text
+
+
+def test_all_problems_are_reported_together():
+    args = [arg for name in TEN if name not in ("group of one", "misspelt estimator") for arg in TEN[name][0]]
+    args = [arg for arg in args if not arg.startswith("data.train_batch_size=8")]
+    with pytest.raises(ConfigError) as caught:
+        load_config(args, environment=True)
+    assert len(caught.value.problems) == 7
+    assert str(caught.value).startswith("7 problems in the configuration")
+
+
+def test_S0_13_a_wrong_configuration_is_answered_in_under_two_seconds(tmp_path):
+    code = "import sys; from posttrain.config import load_config; load_config(sys.argv[1:], environment=True)"
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "data.train_files=nowhere.parquet", f"{ROLLOUT}.temprature=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "nowhere.parquet" in done.stderr and "temperature" in done.stderr
+    assert time.monotonic() - start < 2
+
+
+def test_M_01_M_03_a_blank_argument_names_the_cut_command(problems):
+    assert "a comment after `\\`" in problems("algorithm.adv_estimator=grpo", " ").lower()
+
+
+def test_M_02_no_argument_at_all_says_what_is_needed(problems):
+    text = problems()
+    for part in ("No argument was given", "data.train_files", f"{MODEL}.path", "comment after"):
+        assert part in text
+    assert load_config({}).value(f"{MODEL}.path") == "embedded"
+
+
+@pytest.mark.parametrize("args", [["#", "the", "estimator"], ["# text"], ["grpo"]])
+def test_M_04_words_of_a_comment_get_the_same_message(problems, args):
+    text = problems("trainer.seed=1", *args)
+    assert "not settings (key=value)" in text and f"`{args[0]}`" in text and "comment" in text
+
+
+def test_M_09_without_model_and_data_the_embedded_ones_serve(load):
+    resolved = load("algorithm.adv_estimator=grpo")
+    assert resolved.value("data.train_files") == resolved.value(f"{MODEL}.path") == "embedded"
+    note = next(note for note in resolved.notes if "embedded" in note)
+    assert f"{MODEL}.path" in note and "data.train_files" in note
+    assert resolved.value("data.max_response_length") == 8 and "data.max_response_length" not in resolved.explicit
+    own = load(f"{MODEL}.path=a/b", "data.train_files=x.parquet")
+    assert not any("embedded" in note for note in own.notes) and own.value("data.max_response_length") == 1024
+    rows = load_config({}, provided=["data.train_files"])
+    assert rows.value("data.train_files") is None
+
+
+def test_M_10_the_default_estimator_is_pointed_to(load):
+    assert any("gae" in note and "adv_estimator=grpo" in note for note in load("trainer.seed=1").notes)
+    assert not any("adv_estimator=grpo" in note for note in load("algorithm.adv_estimator=gae").notes)
+
+
+def test_M_11_a_name_registered_in_the_working_folder_loads_its_file(load, problems, write):
+    code = "from core import register_adv_est\n\n@register_adv_est('mine')\ndef f(**kwargs):\n    return None\n"
+    args = ["algorithm.adv_estimator=mine"]
+    assert f"{MODEL}.external_lib=FILE" in problems(*args)
+    write("my_algorithm.py", code + "\n@core.register_policy_loss(name='my_loss')\ndef g(**kwargs): ...\n")
+    write("other.py", "print('mine', 'register_adv_est')\n")
+    resolved = load(*args, f"{ACTOR}.policy_loss_fn=my_loss")
+    assert resolved.value(f"{MODEL}.external_lib") == "my_algorithm.py"
+    assert any("my_algorithm.py registers" in note for note in resolved.notes)
+    assert load(*args, f"{MODEL}.external_lib=elsewhere").value(f"{MODEL}.external_lib") == "elsewhere"
+    write("second.py", code)
+    assert "my_algorithm.py, second.py" in problems(*args)
+
+
+def test_S0_25_a_name_registered_in_this_process_is_known(load):
+    known = {"algorithm.adv_estimator": ("mine",)}
+    assert load("algorithm.adv_estimator=mine", known_names=known).value("algorithm.adv_estimator") == "mine"
+
+
+def test_M_25_both_kl_terms_only_if_it_is_meant(load, problems):
+    both = ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"]
+    assert "algorithm.allow_both_kl=True" in problems(*both)
+    assert load(*both, "algorithm.allow_both_kl=True").value("algorithm.allow_both_kl") is True
+    for one in both:
+        load("algorithm.adv_estimator=grpo", one)
+
+
+def test_M_33_a_warm_up_over_all_steps_is_noted(load):
+    keys = ["algorithm.adv_estimator=gae", "trainer.critic_warmup=10"]
+    assert any("covers all 5 steps" in note for note in load(*keys, "trainer.total_training_steps=5").notes)
+    assert not any("covers all" in note for note in load(*keys, "trainer.total_training_steps=50").notes)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--multirun", "trainer.seed=1"], "sweeps are not offered"),
+        (["trainer.seed=1,2"], "looks like a sweep"),
+        (["~trainer.seed"], "no setting can be removed"),
+        (["hydra.run.dir=x"], "Hydra's run folder"),
+        (["--lr", "trainer.seed=1"], "key=value"),
+        (["--config-nam=x"], "--config-name"),
+        (["--config-name=ppo_trainr"], "did you mean `ppo_trainer`"),
+        (["algorithm=drgpo"], "did you mean `drgrpo`"),
+        (["data=x"], "legacy_data"),
+        (["trainer=5"], "is a section"),
+        (["reward_model.enable=True"], "reward models are not built"),
+        (["reward_model.model.path=x"], "reward models are not built"),
+        ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "Megatron engine is not built"),
+        ([f"{ROLLOUT}.multi_turn=True"], "multi-turn rollout is not built"),
+        (["training.learning_rate=2e-5"], f"{ACTOR}.optim.lr"),
+        (["trainer.device=npu"], "torch_npu"),
+        (["trainer.logger=[wandbb]"], "did you mean `wandb`"),
+        (["trainer.seed=null"], "got null"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path"),
+        (["data.train_files=[a.json,b.json]", "data.train_weights=[1]"], "1 weights for 2"),
+        (["data.train_files=$NOT_SET_ANYWHERE/x.parquet"], "NOT_SET_ANYWHERE"),
+        (["trainer.project_name=${no.such_key}"], "cannot be resolved"),
+    ],
+)
+def test_a_mistake_is_answered_with(problems, args, part):
+    assert part in problems(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["data.train_files=$HOME/data/gsm8k/train.parquet"], "posttrain data gsm8k"),
+        ([f"{ROLLOUT}.name=vllm"], 'pip install "posttrain[vllm]"'),
+        (["trainer.n_gpus_per_node=8"], "asks for 8 workers"),
+        (["trainer.nnodes=4"], "RAY_HEAD_ADDRESS"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the 1 x 1 = 1"),
+        ([f"{MODEL}.path=./nowhere"], "./nowhere does not exist"),
+        (["custom_reward_function.path=missing.py"], "missing.py does not exist"),
+        (["trainer.default_local_dir=taken/runs"], "taken is no folder"),
+    ],
+)
+def test_the_machine_is_checked_only_when_asked(load, problems, write, monkeypatch, args, part):
+    monkeypatch.setenv("HOME", "/nonexistent-home")
+    write("taken", "a file where a folder should be")
+    load("trainer.seed=1", *args)
+    assert part in problems("trainer.seed=1", *args, environment=True)
+
+
+def test_yaml_that_does_not_parse_names_the_file(problems, write):
+    write("broken.yaml", "algorithm: {adv_estimator: grpo\n")
+    assert "broken.yaml" in problems("--config-path=.", "--config-name=broken")
+    write("list.yaml", "- a\n- b\n")
+    assert "list.yaml" in problems("--config-path=.", "--config-name=list")

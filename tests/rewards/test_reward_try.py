@@ -1,0 +1,132 @@
+"""`posttrain reward try`: what it reports about data and rewards before a run."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from posttrain.config.reward import CustomRewardConfig
+from posttrain.rewards import resolve_reward, try_reward
+from posttrain.rewards.tryout import examine, main
+
+
+def rows(source, truths):
+    return [{"data_source": source, "ground_truth": truth} for truth in truths]
+
+
+def spec_of(function):
+    return resolve_reward(CustomRewardConfig(), function=function)
+
+
+def seed_1(completions, ground_truths):
+    import re
+
+    def one(text, truth):
+        match = re.search(r"\\boxed\{(.+?)\}", text)
+        return -0.5 if match is None else 1.0 if match.group(1) == truth else -1.0
+
+    return [one(*pair) for pair in zip(completions, ground_truths, strict=True)]
+
+
+def seed_4(response, ground_truth):
+    import re
+
+    found = [re.search(r"#### (\d+)", text) for text in (response, ground_truth)]
+    return 1.0 if all(found) and int(found[0][1]) == int(found[1][1]) else 0.0
+
+
+def test_S3_67_unmatched_source_is_reported_with_its_count():
+    text = try_reward(rows("gsm8k", ["1", "2"]) + rows("my_task", ["3", "4", "5"]), num_workers=1)
+    assert "! 3 rows have data_source 'my_task'" in text and "gsm8k" in text
+    assert "truths scored against themselves (best spelling): mean 1.000, min 1, max 1; 1: 2" in text
+
+
+def test_S3_67_unmatched_source_is_seen_through_a_function_that_asks_the_built_in_scorers():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        from posttrain.rewards import score_by_source
+
+        return score_by_source(data_source, solution_str, ground_truth)
+
+    found = examine(rows("gsm8k", ["1"]) + rows("my_task", ["3"]), spec_of(compute_score), num_workers=1)
+    assert dict(found.unmatched) == {"my_task": 1} and not found.errors
+
+
+def test_S3_68_responses_without_an_extracted_answer_are_counted_with_examples():
+    data = rows("gsm8k", ["1", "2", "3"])
+    responses = [{**row, "response": text} for row, text in zip(data, ["#### 1", "I give up", "#### 4"], strict=True)]
+    text = try_reward(data, responses=responses, num_workers=1)
+    assert "responses: 3, mean 0.333, min 0, max 1; 0: 2, 1: 1" in text
+    assert "! 1 of 3 responses gave no extracted answer" in text and "row 1: 'I give up'" in text
+
+
+def test_S3_69_truths_that_do_not_score_against_themselves_are_named():
+    found = examine(rows("qa", ["Paris", "---", "Rome"]), resolve_reward(CustomRewardConfig()), num_workers=1)
+    assert found.unscored == [(1, "---", 0.0)] and not found.ok
+
+
+def test_M_15_function_that_wants_the_marker_in_the_truth_scores_no_bare_truth():
+    text = try_reward(rows("gsm8k", ["42", "7"]), spec_of(seed_4), num_workers=1)
+    assert "! 2 of 2 truths do not score 1 against themselves" in text and "row 0: '42' scores 0" in text
+    assert examine(rows("gsm8k", ["so #### 42", "so #### 7"]), spec_of(seed_4), num_workers=1).ok
+
+
+def test_M_14_truths_that_a_function_cannot_score_are_shown():
+    found = examine(rows("", ["#### 42", "#### -5"]), spec_of(seed_4), num_workers=1)
+    assert [truth for _, truth, _ in found.unscored] == ["#### -5"]
+    found = examine(rows("", ["42", "\\frac{1}{2}"]), spec_of(seed_1), num_workers=1)
+    assert [truth for _, truth, _ in found.unscored] == ["\\frac{1}{2}"]
+
+
+def test_M_30_D_32_means_by_form_show_a_wrong_box_below_no_box():
+    found = examine(rows("", ["42", "7"]), spec_of(seed_1), num_workers=1)
+    means = {form: sum(scores) / len(scores) for form, scores in found.by_form.items()}
+    assert means["truth, \\boxed{}"] == 1.0 and means["truth, bare"] == -0.5
+    assert means["another row's truth, \\boxed{}"] == -1.0 and means["empty response"] == -0.5
+    text = try_reward(rows("", ["42", "7"]), spec_of(seed_1), num_workers=1)
+    assert "another row's truth, \\boxed{}" in text and "-1.000" in text
+
+
+def test_M_30_means_by_part_are_shown():
+    def parts(response, ground_truth):
+        return {"score": 1.0, "format": float(len(response) > 1), "pred": response}
+
+    data = [{"ground_truth": "1", "response": text} for text in ("a", "bb", "ccc", "dddd")]
+    text = try_reward(data, spec_of(parts), num_workers=1)
+    assert "mean by part:" in text and "format" in text and "0.750" in text
+
+
+def test_failing_calls_are_reported_with_their_error():
+    def broken(response, ground_truth):
+        return 1 / len(response)
+
+    text = try_reward(rows("", ["1"]), spec_of(broken), num_workers=1)
+    assert "! 1 calls failed: : ZeroDivisionError" in text or "! 1 calls failed: ZeroDivisionError" in text
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_command_reads_files_and_its_status_says_whether_something_was_found(tmp_path, capsys, kind):
+    def write(name, data):
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), path)
+        else:
+            path.write_text(json.dumps(data) if kind == "json" else "\n".join(map(json.dumps, data)))
+        return str(path)
+
+    nested = [{"data_source": "openai/gsm8k", "reward_model": {"ground_truth": str(n)}} for n in range(3)]
+    data = write("data", nested)
+    assert main(["--data", data]) == 0
+    assert "nothing suspicious found" in capsys.readouterr().out
+    responses = write("responses", [{"response": text} for text in ("#### 0", "#### 1", "no")])
+    assert main(["--data", data, "--responses", responses]) == 1
+    assert "1 of 3 responses gave no extracted answer" in capsys.readouterr().out
+
+
+def test_command_says_what_is_wrong_with_its_files(tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"data_source": "gsm8k", "ground_truth": "1"}')
+    assert main(["--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["--data", str(data), "--reward_func", str(tmp_path / "none.py")]) == 2
+    assert "--reward_func" in capsys.readouterr().err

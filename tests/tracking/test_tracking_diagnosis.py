@@ -1,0 +1,167 @@
+"""Each rule speaks when it should, names the settings that help, and is silent otherwise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from posttrain.tracking import diagnosis
+from posttrain.tracking.diagnosis import RULES, Known, RunFacts, diagnose
+
+HEALTHY = {
+    "reward_mean": 0.5,
+    "reward_std": 0.4,
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "groups/no_signal": 0.2,
+    "groups/all_right": 0.1,
+    "groups/all_wrong": 0.1,
+    "kl_loss": 0.01,
+    "actor/pg_clipfrac": 0.01,
+    "actor/grad_norm": 1.0,
+    "response_length": 100.0,
+    "response_length/clip_ratio": 0.0,
+    "perf/throughput": 12345.6,
+    "timing_s/gen": 6.0,
+    "timing_s/update_actor": 3.0,
+    "timing_s/step": 10.0,
+}
+
+
+def known(now: dict | None = None, past: list[dict] | None = None, **facts) -> Known:
+    return Known(HEALTHY | (now or {}), [HEALTHY | one for one in past or []], RunFacts(**facts))
+
+
+def over(name: str, values: list[float], **more) -> Known:
+    """A run in which `name` took these values, the last one now."""
+    steps = [{name: value} for value in values]
+    for key, series in more.items():
+        for one, value in zip(steps, series, strict=True):
+            one[key.replace("__", "/")] = value
+    return known(steps[-1], steps[:-1])
+
+
+def ramp(start: float, end: float, steps: int = 10) -> list[float]:
+    return [start + (end - start) * i / (steps - 1) for i in range(steps)]
+
+
+def test_healthy_run_gets_no_advice():
+    for count in (0, 1, 20):
+        assert [rule.__name__ for rule in RULES if rule(known(past=[{}] * count, kl_on=True))] == []
+
+
+def test_line_says_reward_signal_kl_clipping_length_speed_and_stages():
+    line, advice = diagnose(HEALTHY, [], RunFacts(kl_on=True), step=3)
+    assert advice == []
+    assert line == (
+        "step 3: reward 0.500, 20% of groups without signal, KL 0.01, clipped 1.0%, length 100, 12,346 tokens/s, "
+        "10.0 s (rollout 60% update 30%, rollout-bound)"
+    )
+
+
+def test_line_names_the_trend_only_when_it_is_more_than_scatter():
+    rising = [HEALTHY | {"reward_mean": value} for value in ramp(0.1, 0.5)]
+    assert "reward 0.500 (rising, +0.222)" in diagnose(rising[-1], rising[:-1])[0]
+    wavering = [HEALTHY | {"reward_mean": 0.5 + 0.1 * (-1) ** i} for i in range(10)]
+    assert "(steady," in diagnose(wavering[-1], wavering[:-1])[0]
+    assert "KL" not in diagnose(HEALTHY, [], RunFacts(kl_on=False))[0]
+    assert diagnose({}, []) == ("", [])
+
+
+def test_M_15_all_rewards_zero_points_to_the_truth():
+    zero = {"critic/score/max": 0.0, "critic/score/min": 0.0, "reward_mean": 0.0}
+    advice = diagnosis.rewards_all_zero(known(zero, [zero, zero]))
+    assert advice and "ground truth" in advice and "posttrain doctor" in advice
+    assert diagnosis.rewards_all_zero(known(zero, [{}])) is None  # the step before had a reward
+    assert diagnosis.rewards_all_zero(known({"critic/score/min": -1.0, "critic/score/max": 0.0})) is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"), [(0.8, 0.1, "harder"), (0.1, 0.8, "easier"), (0.0, 0.0, "finer reward")]
+)
+def test_S3_72_groups_without_signal_are_named_with_their_cause(right, wrong, said):
+    now = {"groups/no_signal": 0.9, "groups/all_right": right, "groups/all_wrong": wrong}
+    advice = diagnosis.groups_without_signal(known(now, n=5))
+    assert (
+        advice
+        and advice.startswith("90% of the groups have equal rewards")
+        and said in advice
+        and "rollout.n=5" in advice
+    )
+    assert diagnosis.groups_without_signal(known(now, grouped=False)) is None
+
+
+def names_remedies_in_order(advice: str | None) -> bool:
+    assert advice is not None
+    places = [advice.index(word) for word in ("optim.lr", "KL", "rollout.n", "clip_ratio")]
+    return places == sorted(places)
+
+
+def test_S3_71_D_31_S3_66_falling_reward_names_rate_kl_n_and_clip_last():
+    falling = over("reward_mean", ramp(0.6, 0.2))
+    advice = diagnosis.reward_falls(falling)
+    assert advice and "fell by 0.222" in advice and names_remedies_in_order(advice)
+    assert "use_kl_loss=true" in advice
+    assert diagnosis.reward_falls(over("reward_mean", ramp(0.6, 0.2, 9))) is None  # too short a history
+    assert diagnosis.reward_falls(over("reward_mean", ramp(0.2, 0.6))) is None
+
+
+def test_S1_47_too_high_a_rate_is_named_with_its_value():
+    now = {"actor/pg_clipfrac": 0.5}
+    advice = diagnosis.update_unstable(known(now, lr=1e-5, clip_ratio=0.2, kl_on=True, kl_coef=0.001))
+    assert names_remedies_in_order(advice) and advice is not None
+    assert advice.startswith("50% of the tokens are clipped") and "1e-05 now; try 2e-06" in advice
+    assert "kl_loss_coef=0.001" in advice and "clip_ratio=0.2" in advice
+
+
+def test_gradient_jump_and_skipped_update_are_instability():
+    assert names_remedies_in_order(diagnosis.update_unstable(over("actor/grad_norm", [1.0] * 10 + [30.0])))
+    assert diagnosis.update_unstable(over("actor/grad_norm", [1.0] * 10 + [5.0])) is None
+    assert names_remedies_in_order(diagnosis.update_unstable(known({"actor/bad_steps": 1.0})))
+
+
+def test_S3_73_M_29_kl_range_counts_after_the_first_steps_and_with_kl_on():
+    small = {"kl_loss": 0.0}
+    assert diagnosis.kl_out_of_range(known(small, [small] * 4, kl_on=True)) is None
+    late = diagnosis.kl_out_of_range(known(small, [small] * 5, kl_on=True))
+    assert late and "below 0.001" in late and "optim.lr" in late
+    large = diagnosis.kl_out_of_range(known({"kl_loss": 0.2}, kl_on=True))
+    assert large and "above 0.1" in large
+    assert diagnosis.kl_out_of_range(known({"kl_loss": 0.2}, kl_on=False)) is None
+    assert diagnosis.kl_out_of_range(known({"kl_loss": math.nan}, kl_on=True)) is None
+
+
+def test_S3_70_M_27_drift_of_length_without_reward_names_the_loss():
+    advice = diagnosis.length_drifts(over("response_length", ramp(100, 200)))
+    assert advice and "seq-mean-token-sum-norm (now token-mean)" in advice and "grew by 45%" in advice
+    already = over("response_length", ramp(100, 200))
+    already.run.loss_agg_mode = "seq-mean-token-sum-norm"
+    assert "max_response_length" in (diagnosis.length_drifts(already) or "")
+
+
+def test_S3_75_M_27_reward_that_grows_with_length_is_told_apart():
+    both = over("response_length", ramp(100, 200), reward_mean=ramp(0.2, 0.6))
+    advice = diagnosis.length_drifts(both)
+    assert advice and "the reward with them" in advice and "seq-mean-token-sum-norm" not in advice
+    wrong_are_longer = over("response_length", ramp(100, 200), reward_mean=ramp(0.2, 0.6))
+    wrong_are_longer.now = {**wrong_are_longer.now, "response_length/right/mean": 90, "response_length/wrong/mean": 300}
+    assert "seq-mean-token-sum-norm" in (diagnosis.length_drifts(wrong_are_longer) or "")
+
+
+def test_shrinking_and_steady_lengths():
+    assert "shrank by 31%" in (diagnosis.length_drifts(over("response_length", ramp(200, 100))) or "")
+    assert diagnosis.length_drifts(over("response_length", ramp(100, 110))) is None
+
+
+def test_cut_off_responses_and_failing_rewards_are_named():
+    assert "40% of the responses are cut off" in (
+        diagnosis.responses_cut_off(known({"response_length/clip_ratio": 0.4})) or ""
+    )
+    assert "failed on 3 responses" in (diagnosis.reward_failures(known({"reward/failures": 3.0})) or "")
+    assert diagnosis.reward_failures(known({"reward/failures": 0.0})) is None
+
+
+def test_M_28_no_rule_is_built_on_policy_loss():
+    steps = [HEALTHY | {"policy_loss": value} for value in ramp(-5, 50)]
+    assert diagnose(steps[-1], steps[:-1])[1] == []
