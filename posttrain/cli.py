@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from posttrain.errors import UserError
+
 Arguments = Sequence[str]
 
 
@@ -102,9 +104,7 @@ def main(argv: Arguments | None = None) -> int:
     except BrokenPipeError:  # `posttrain config | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:
-        if not _is_users(error):
-            raise
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -134,24 +134,6 @@ def _usage() -> str:
 
 def _parser(verb: str, text: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"posttrain {verb}", description=text)
-
-
-USERS_ERRORS = (
-    "UserError",
-    "ConfigError",
-    "RewardError",
-    "DataError",
-    "ModelError",
-    "CheckpointError",
-    "RunDirectoryError",
-)
-
-
-def _is_users(error: Exception) -> bool:
-    """Whether the message is meant for the user as it is, without a traceback; told by name, so that nothing is imported."""
-    return any(
-        kind.__module__.startswith("posttrain.") and kind.__name__ in USERS_ERRORS for kind in type(error).__mro__
-    )
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ trap 'rm -rf "$work"' EXIT
 # A copy of what the wheel is made from: an old build/ in the checkout must not get into it.
 mkdir "$work/source"
 cp -R "$ROOT/pyproject.toml" "$ROOT/README.md" "$ROOT/LICENSE" "$ROOT/posttrain" "$work/source/"
-"$RUN_PYTHON" -m pip wheel --no-deps --wheel-dir "$work/wheel" "$work/source"
-"$RUN_PYTHON" -m pip install --no-deps --target "$work/site" "$work"/wheel/*.whl
+# Without build isolation: setuptools is there already (torch needs it), and nothing is fetched.
+"$RUN_PYTHON" -m pip wheel --no-index --no-deps --no-build-isolation --wheel-dir "$work/wheel" "$work/source"
+"$RUN_PYTHON" -m pip install --no-index --no-deps --target "$work/site" "$work"/wheel/*.whl
 
 cd "$work"
 export PYTHONPATH="$work/site"

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from posttrain.errors import UserError
 
-class AlgorithmError(ValueError):
+
+class AlgorithmError(UserError, ValueError):
     """A mistake in how an algorithm was named, set up or called; the text says what to do about it."""
 
 

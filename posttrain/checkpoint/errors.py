@@ -6,8 +6,10 @@ import errno
 import shutil
 from pathlib import Path
 
+from posttrain.errors import UserError
 
-class CheckpointError(Exception):
+
+class CheckpointError(UserError):
     """A checkpoint could not be written or must not be loaded; the text says what to do."""
 
 

@@ -9,7 +9,6 @@ from posttrain.config.problem import ConfigError, Problem
 if TYPE_CHECKING:
     from posttrain.config.check import needs_reference
     from posttrain.config.environment import check_environment
-    from posttrain.config.flags import from_shell
     from posttrain.config.load import load_config
     from posttrain.config.resolved import Resolved
     from posttrain.config.root import PPOConfig
@@ -20,7 +19,6 @@ __all__ = [
     "Problem",
     "Resolved",
     "check_environment",
-    "from_shell",
     "load_config",
     "needs_reference",
 ]
@@ -29,7 +27,6 @@ _HOMES = {
     "PPOConfig": "root",
     "Resolved": "resolved",
     "check_environment": "environment",
-    "from_shell": "flags",
     "load_config": "load",
     "needs_reference": "check",
 }

@@ -1,5 +1,5 @@
 """Every other spelling of a setting, in one table: renamed keys, moved sections, keys that act on several settings
-(resolved in `derived.py`), keys whose feature is not built, and the flags and environment variables of `train.sh`."""
+(resolved in `derived.py`), and keys whose feature is not built."""
 
 from __future__ import annotations
 
@@ -84,30 +84,6 @@ NOT_BUILT: dict[str, str] = {
     "fsdp.": f"{_SFT}; here the engine is {_ACTOR}.strategy",
 }
 """Key, or prefix that ends in a dot -> what is said about it."""
-
-FLAGS: dict[str, str] = {
-    "--model": f"{_MODEL}.path",
-    "--rollout_n": f"{_ROLLOUT}.n",
-    "--epochs": "trainer.total_epochs",
-    "--reward_func": "custom_reward_function.path",
-    "--n_gpus": "trainer.n_gpus_per_node",
-    "--kl_coef": "algorithm.kl_coef",
-    "--lr": f"{_ACTOR}.optim.lr",
-}
-"""Flags of `train.sh`."""
-
-ENVIRONMENT: dict[str, str] = {
-    "ROLLOUT_N": f"{_ROLLOUT}.n",
-    "NORM_ADV_BY_STD": "algorithm.norm_adv_by_std_in_grpo",
-    "USE_KL_LOSS": f"{_ACTOR}.use_kl_loss",
-    "KL_LOSS_COEF": f"{_ACTOR}.kl_loss_coef",
-    "KL_LOSS_TYPE": f"{_ACTOR}.kl_loss_type",
-    "TRAIN_BATCH_SIZE": "data.train_batch_size",
-    "LEARNING_RATE": f"{_ACTOR}.optim.lr",
-    "TOTAL_EPOCHS": "trainer.total_epochs",
-    "MAX_RESPONSE_LENGTH": "data.max_response_length",
-}
-"""Environment variables of `train.sh`."""
 
 
 class Canonical(NamedTuple):

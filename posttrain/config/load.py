@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from posttrain.config.effects import idle_settings
 from posttrain.config.names import check_names
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.schema import build, leaves
+from posttrain.config.schema import assign, build, leaves
 
 _NOT_THE_USERS = ("default", "preset")
 
@@ -31,7 +32,8 @@ def load_config(
 ) -> Resolved:
     """The configuration that these arguments mean; raises ConfigError with all problems.
 
-    args: the command line as a list of strings, or a dict (nested, or with dotted keys) from a Python caller.
+    args: the command line as a list of strings, or a dict (nested, or with dotted keys) from a Python caller. In a dict
+        that holds the whole tree, values equal to the default do not count as set by the user.
     labelled: (override, source) pairs of lower rank than `args`, lowest first. A source that begins with "default" or
         "preset" does not count as set by the user.
     environment: also check files, packages and devices of this machine, and report those problems with the others.
@@ -55,8 +57,9 @@ def load_config(
     for text, source in [*labelled, *((text, "command line") for text in overrides)]:
         add_override(line, text, source, is_group)
     given = _from_mapping(args, line, is_group) if is_mapping else []
+    choices = {group.lstrip("+").partition("=")[0]: group for group, _ in line.groups}  # of one group the last wins
     try:
-        composed = compose(folders, name, [group for group, _ in line.groups], folder)
+        composed = compose(folders, name, list(choices.values()), folder)
     except ConfigError as error:
         raise ConfigError(line.problems + error.problems) from None
 
@@ -67,20 +70,22 @@ def load_config(
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
         at = 10**6 if source == "command line" else rank
         merge.add(merged, key, text, source, at, explicit=not source.startswith(_NOT_THE_USERS))
+    whole_tree = set(leaves()) <= {key for key, _ in given}
     for key, value in given:
-        merge.add(merged, key, value, "overrides", 10**6, explicit=True)
+        explicit = not (whole_tree and key in leaves() and value == leaves()[key].default)
+        merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
     merge.resolve_references(merged)
     merge.convert_types(merged)
     derive(merged, frozenset(provided))
     check_names(merged, folder, known_names or {})
     resolved = _finish(merged, line, composed.main_file)
-    return _judge(resolved, merged, environment, folder)
+    return _judge(resolved, merged, frozenset(provided), environment, folder)
 
 
 def _from_mapping(args: Mapping[str, Any], line: CommandLine, is_group: Any) -> list[tuple[str, Any]]:
     """(key, value) pairs of a dict; group choices go to `line`."""
     pairs = []
-    for key, value in flatten(_plain(args)).items():
+    for key, value in flatten(_plain({key: value for key, value in args.items() if key != "hydra"})).items():
         if "." not in key and isinstance(value, str) and is_group(key):
             line.groups.append((f"{key}={value}", "overrides"))
         else:
@@ -106,9 +111,14 @@ def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved
     return Resolved(config, sources, merged.notes, explicit, main_file, merged.extra, asked)
 
 
-def _judge(resolved: Resolved, merged: merge.Merged, environment: bool, cwd: Path) -> Resolved:
+def _judge(
+    resolved: Resolved, merged: merge.Merged, provided: frozenset[str], environment: bool, cwd: Path
+) -> Resolved:
     """Run the checks of meaning (and of the machine); raise all problems at once."""
-    found, notes = check(Checked(resolved.config, resolved.explicit, resolved.where))
+    seen = copy.deepcopy(resolved.config)
+    for key in provided:
+        assign(seen, key, "given in Python")  # so that no check takes it for unset
+    found, notes = check(Checked(seen, resolved.explicit, resolved.where))
     problems: list[Problem] = list(merged.problems)
     known = {key for problem in problems for key in problem.keys} | merged.bad
     problems += [problem for problem in found if not known.intersection(problem.keys)]
@@ -120,6 +130,6 @@ def _judge(resolved: Resolved, merged: merge.Merged, environment: bool, cwd: Pat
         raise ConfigError(dict.fromkeys(problems))
     for section in dict.fromkeys(key.split(".")[0] for key in resolved.extra):
         resolved.notes.append(f"The section `{section}` is your own: it is read only through ${{{section}.KEY}}.")
-    resolved.notes += [*notes, *idle_settings(resolved.config, resolved.explicit)]
+    resolved.notes += [*notes, *idle_settings(seen, resolved.explicit)]
     resolved.notes = list(dict.fromkeys(resolved.notes))
     return resolved

@@ -192,6 +192,12 @@ def resolve_references(merged: Merged) -> None:
                 merged.bad.add(key)
 
 
+def _home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
 def _expand(value: Any) -> Any:
     if isinstance(value, str):
         return os.path.expandvars(value)
@@ -263,8 +269,8 @@ def convert_types(merged: Merged) -> None:
             if key in merged.bad:
                 raise WrongValue("")
             entry.value = convert(entry.value, hint)
-            if key in _PATH_KEYS and isinstance(entry.value, str):
-                entry.value = os.path.expanduser(entry.value)
+            if key in _PATH_KEYS:
+                entry.value = _home(entry.value)
         except WrongValue as error:
             if key not in merged.bad:
                 text = str(error) if shown(key, entry.value) != "***" else "the value does not fit its type"

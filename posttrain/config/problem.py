@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from posttrain.errors import UserError
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -28,7 +30,7 @@ class Problem:
         return "\n".join(lines)
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """A configuration that cannot be run; `problems` holds everything that was found, not only the first thing."""
 
     def __init__(self, problems: Iterable[Problem]):

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import UserError
+
 READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 PREPARED_BY = {"gsm8k": "python examples/data_preprocess/gsm8k.py"}
 """Folder name -> the command that makes the files in it, for the message about a missing one."""
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Something about the user's data: what is wrong, where, and what to do."""
 
 

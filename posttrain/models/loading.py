@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from posttrain.config.model import ModelConfig
+from posttrain.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
 
 
-class ModelError(Exception):
+class ModelError(UserError):
     """A model or tokenizer could not be loaded; the text says what to do."""
 
 
@@ -63,10 +64,12 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
 def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, path: str | None = None):
     """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from posttrain.models.attention import ATTENTION
     from posttrain.models.norms import fuse_norms
 
+    disable_progress_bar()  # the run has its own
     source = local_or_hub(path or str(config.path))
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)

@@ -89,8 +89,10 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
 
 
 def _pickle(function: Callable[..., Any]) -> bytes:
-    """The function with the globals it uses. Its module is not imported by the workers unless it is an installed package:
-    a training script imports torch, and its reward needs none of that."""
+    """The function with the globals it uses; only an installed package is imported by the workers instead.
+
+    A training script imports torch, and its reward needs none of that.
+    """
     import cloudpickle
 
     module = sys.modules.get(getattr(function, "__module__", None) or "")

@@ -153,7 +153,7 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any,
         if result is not None:
             found.by_form[form].append(result.score)
             if result.error:
-                found.errors[_source(row, None) + ": " + result.error] += 1
+                found.errors[_failure(row, result.error)] += 1
     best = max(results[i, f"truth, {name}"].score for name in SPELLINGS)
     found.best.append(best)
     if best < 1.0:
@@ -163,7 +163,7 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any,
 def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardResult) -> None:
     found.responses.append(result.score)
     if result.error:
-        found.errors[_source(row, None) + ": " + result.error] += 1
+        found.errors[_failure(row, result.error)] += 1
     for name, value in result.parts.items():
         if not isinstance(value, str):
             found.parts[name].append(value)
@@ -172,6 +172,10 @@ def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardR
     pred = result.parts["pred"] if "pred" in result.parts else _read_answer(row, response)
     if pred == "" or pred is None:
         found.unanswered.append((i, response))
+
+
+def _failure(row: dict[str, Any], error: str) -> str:
+    return f"data_source {row['data_source']!r}: {error}" if row.get("data_source") else error
 
 
 def _read_answer(row: dict[str, Any], response: str) -> str | None:

@@ -7,8 +7,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.errors import UserError
 
-class RewardError(Exception):
+
+class RewardError(UserError):
     """A reward that cannot be used; says what is wrong, where it was set and what to do."""
 
     def __init__(self, what: str, where: str = "", todo: str = "") -> None:

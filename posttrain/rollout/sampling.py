@@ -73,7 +73,7 @@ def _inverse_cdf(p_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 def _filtered(p_BV: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
     """Probabilities with everything outside top-k, then top-p, then min-p set to 0; ties go to the smaller id."""
     size = p_BV.shape[1]
-    sorted_p, order = p_BV.sort(-1, descending=True, stable=True)
+    sorted_p, order = p_BV.sort(dim=-1, descending=True, stable=True)
     top_k = torch.tensor([s.top_k if s.top_k > 0 else size for s in settings], device=p_BV.device)
     sorted_p = sorted_p.masked_fill(torch.arange(size, device=p_BV.device) >= top_k[:, None], 0.0)
     sorted_p = sorted_p / sorted_p.sum(-1, keepdim=True)

@@ -7,8 +7,10 @@ import os
 import socket
 from pathlib import Path
 
+from posttrain.errors import UserError
 
-class RunDirectoryError(Exception):
+
+class RunDirectoryError(UserError):
     """A run directory cannot be used; the text says what to do."""
 
 

@@ -127,7 +127,7 @@ class Progress:
     def step(self, line: str, advice: Sequence[str] = (), *, reward: float | None = None) -> None:
         """One step is done: print its line and its advice, and move the bar."""
         self._done += 1
-        say(line if self.has_bar else f"[{self._done}/{self._total}] {line}")
+        say(f"step {self._done}/{self._total}: {line}")
         for sentence in advice:
             if self._is_news(sentence):
                 say(f"  ! {sentence}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from posttrain.engine.fsdp import FSDPEngine
+from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, RolloutEngine
 from posttrain.rollout.generate import to_batch
@@ -18,7 +19,7 @@ from posttrain.rollout.generate import to_batch
 ROWS, LENGTH = 4, 12  # enough to see a wrong tensor, too little to be felt
 
 
-class SyncError(Exception):
+class SyncError(UserError):
     """The rollout engine does not compute with the trainer's weights."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.checkpoint import CheckpointManager
+from posttrain.checkpoint import CheckpointManager, verify
 
 STAGES = ["fsync", "rename", "replace", "mkdir", "rmdir", "unlink"]
 
@@ -73,6 +73,7 @@ def test_S2_18_killed_at_every_stage_of_a_save_the_run_goes_on(tmp_path, case):
         assert value == (2.0 if newest.name == "global_step_6" else value)
         seen.add(value)
         assert [n for n in os.listdir(folder) if n.startswith((".writing", ".replaced"))] == []
+        assert all(verify(manager.path_of(each)) == [] for each in manager.steps())  # also of what was being removed
         save(manager, step, 3.0)  # and it can be saved again
         assert value_of(manager, folder / f"global_step_{step}") == 3.0
         if not was_killed:

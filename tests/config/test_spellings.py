@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.config import from_shell, load_config
+from posttrain.config import load_config
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 BLOCK = """
@@ -224,12 +224,17 @@ def test_D_23_lora_in_both_spellings(load, problems):
     assert "known: lora" in problems(f"{peft}.peft_type=ia3", f"{peft}.lora_r=16")
 
 
-def test_S3_26_D_08_D_18_key_wins_over_flag_over_environment_variable(load):
-    environ = {"LEARNING_RATE": "1e-5", "ROLLOUT_N": "3", "TOTAL_EPOCHS": "2", "USE_KL_LOSS": "1", "KL_LOSS_TYPE": ""}
-    argv = ["--lr", "5e-7", "--epochs=20", "trainer.total_epochs=30", "algorithm.adv_estimator=grpo"]
-    labelled, rest = from_shell(argv, environ)
-    assert rest == argv[3:]
-    resolved = load_config(rest, labelled=labelled)
+def test_S3_26_D_08_D_18_key_wins_over_flag_over_environment_variable():
+    labelled = [
+        (f"{ACTOR}.optim.lr=1e-5", "environment variable LEARNING_RATE"),
+        (f"{ROLLOUT}.n=3", "environment variable ROLLOUT_N"),
+        ("trainer.total_epochs=2", "environment variable TOTAL_EPOCHS"),
+        (f"{ACTOR}.use_kl_loss=1", "environment variable USE_KL_LOSS"),
+        (f"{ACTOR}.kl_loss_type=", "environment variable KL_LOSS_TYPE"),
+        (f"{ACTOR}.optim.lr=5e-7", "flag --lr"),
+        ("trainer.total_epochs=20", "flag --epochs"),
+    ]
+    resolved = load_config(["trainer.total_epochs=30", "algorithm.adv_estimator=grpo"], labelled=labelled)
     expected = {
         f"{ACTOR}.optim.lr": (5e-7, "flag --lr"),
         f"{ROLLOUT}.n": (3, "environment variable ROLLOUT_N"),
@@ -319,3 +324,44 @@ def test_M_36_secrets_are_masked_and_empty_means_not_given(load):
     assert resolved.value("trainer.project_name") == "posttrain"
     assert any("trainer.project_name" in note and "empty" in note for note in resolved.notes)
     assert "ppo_max_token_len_per_gpu: 16384" in resolved.to_yaml()
+
+
+FULL_EXAMPLE = {
+    "algorithm.adv_estimator": ("grpo", "grpo"),
+    "algorithm.use_kl_in_reward": ("False", False),
+    "data.train_files": ("gsm8k/train.parquet", "gsm8k/train.parquet"),
+    "data.val_files": ("gsm8k/test.parquet", "gsm8k/test.parquet"),
+    "data.train_batch_size": ("1024", 1024),
+    "data.max_prompt_length": ("512", 512),
+    "data.max_response_length": ("1024", 1024),
+    f"{MODEL}.path": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+    f"{MODEL}.use_remove_padding": ("True", True),
+    f"{ACTOR}.optim.lr": ("1e-6", 1e-6),
+    f"{ACTOR}.ppo_mini_batch_size": ("256", 256),
+    f"{ACTOR}.use_kl_loss": ("True", True),
+    f"{ACTOR}.kl_loss_coef": ("0.001", 0.001),
+    f"{ACTOR}.kl_loss_type": ("low_var_kl", "low_var_kl"),
+    f"{ROLLOUT}.name": ("vllm", "vllm"),
+    f"{ROLLOUT}.tensor_model_parallel_size": ("2", 2),
+    f"{ROLLOUT}.n": ("5", 5),
+    "trainer.n_gpus_per_node": ("8", 8),
+    "trainer.nnodes": ("1", 1),
+    "trainer.total_epochs": ("15", 15),
+    "trainer.project_name": ("verl_grpo_example", "verl_grpo_example"),
+    "trainer.experiment_name": ("qwen3_8b_grpo", "qwen3_8b_grpo"),
+}
+
+
+def test_S0_12_to_S0_15_S0_49_S0_50_the_22_keys_of_the_full_example_resolve(load):
+    resolved = load(*(f"{key}={text}" for key, (text, _) in FULL_EXAMPLE.items()))
+    assert {key: resolved.value(key) for key in FULL_EXAMPLE} == {
+        key: value for key, (_, value) in FULL_EXAMPLE.items()
+    }
+    assert {resolved.sources[key] for key in FULL_EXAMPLE} == {"command line"}
+    assert resolved.explicit == set(FULL_EXAMPLE) and len(FULL_EXAMPLE) == 22
+    assert not any("no effect" in note for note in resolved.notes)
+
+
+def test_D_21_two_reward_functions_are_an_error(problems):
+    text = problems("trainer.reward_fn.path=a.f", "custom_reward_function.path=b.py")
+    assert "`trainer.reward_fn.path`" in text and "'a.f' and 'b.py'" in text

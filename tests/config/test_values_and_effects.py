@@ -121,3 +121,23 @@ def test_labels_that_are_defaults_are_not_explicit():
     assert resolved.value("data.train_batch_size") == 256
     assert resolved.sources["data.train_batch_size"] == "default of train.sh"
     assert resolved.explicit == set()
+
+
+def test_a_whole_tree_from_python_means_what_it_says():
+    config = load_config(["algorithm.adv_estimator=grpo", "data.train_files=a.json", f"{MODEL}.path=a/b"]).config
+    again = load_config({**config.to_dict(), "hydra": {"job": {}}})
+    assert again.config == config
+    assert again.explicit == {"algorithm.adv_estimator", "data.train_files", f"{MODEL}.path", f"{ROLLOUT}.n"}
+    fresh = load_config({**config.to_dict(), "actor_rollout_ref.rollout.n": 1})
+    assert fresh.value(f"{ROLLOUT}.n") == 5
+
+
+def test_what_a_caller_provides_is_not_noted_as_missing():
+    given = ["data.train_files", "data.val_files", "custom_reward_function.path"]
+    resolved = load_config({"custom_reward_function.name": "f", f"{MODEL}.path": "a/b"}, provided=given)
+    assert not any("validation" in note or "no effect" in note or "embedded" in note for note in resolved.notes)
+    assert resolved.value("data.train_files") is None
+
+
+def test_of_one_group_the_last_choice_wins(load):
+    assert load("algorithm=grpo", "algorithm=drgrpo").value(f"{ACTOR}.use_kl_loss") is False

@@ -175,6 +175,15 @@ def test_without_chat_template_strings_stay_as_they_are_and_messages_are_errors(
         PromptDataset([{"prompt": "q"}], bare_tokenizer, DataConfig(system_prompt="S"))
 
 
+def test_special_tokens_are_added_to_bare_prompts_and_never_to_rendered_ones(bos_tokenizers):
+    templated, bare = bos_tokenizers
+    rows = [{"prompt": "q"}]
+    first = bare.convert_tokens_to_ids("<|system|>")
+    assert len(PromptDataset(rows, templated, DataConfig())[0]["prompt_ids"]) == 4  # user, q, end, assistant
+    ids = PromptDataset(rows, bare, DataConfig())[0]["prompt_ids"]
+    assert len(ids) == 2 and ids[0] == first
+
+
 def test_what_the_template_refuses_names_the_row(tokenizer):
     rows = [{"prompt": "q"}, {"prompt": [{"role": "critic", "content": "bad"}]}]
     with pytest.raises(DataError, match=r"refused the prompt of row 2 of the given rows: no critics here"):

@@ -78,15 +78,22 @@ def test_hanging_reward_gets_the_failure_score_at_its_deadline_and_only_it(spec)
     assert 1.0 <= time.monotonic() - start < 5.0
 
 
-def test_each_answer_moves_the_deadline_so_that_a_long_chunk_is_no_timeout(tmp_path):
-    spec = resolve_reward(CustomRewardConfig(), function=sleepy)
-    results = run(spec, ["x"] * 8, timeout_s=0.6)
-    assert [r.error for r in results] == [None] * 8
+def sometimes_slow(response, ground_truth):
+    import time
 
-
-def sleepy(response, ground_truth):
-    time.sleep(0.15)
+    time.sleep(0.15 if response == "slow" else 0.0)
     return 1.0
+
+
+def test_each_answer_moves_the_deadline_so_that_a_long_chunk_is_no_timeout():
+    spec = resolve_reward(CustomRewardConfig(), function=sometimes_slow)
+    with RewardPool(spec, num_workers=1, timeout_s=0.8) as pool:
+        pool.submit("fast", RewardItem("", "fast", ""))  # a fast function is given long chunks
+        pool.wait_all()
+        with pool._changed:  # nothing is handed out until all are there
+            for key in range(10):
+                pool.submit(key, RewardItem("", "slow", ""))
+        assert [result.error for result in pool.wait_all().values()] == [None] * 10
 
 
 def test_children_of_a_hanging_reward_are_ended_with_it(spec, tmp_path):
@@ -95,28 +102,28 @@ def test_children_of_a_hanging_reward_are_ended_with_it(spec, tmp_path):
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("raise", "ValueError: bad answer"),
-        ("sys.exit", "exit(4)"),
-        ("os._exit", "exit code 5"),
-        ("segfault", "SIGSEGV"),
-        ("eval|float('nan')", "nan"),
-        ("eval|float('inf')", "inf"),
-        ("eval|None", "returned None"),
-        ("eval|'1.0'", "str"),
-        ("eval|[1.0]", "list"),
-        ("eval|{'value': 1}", "without 'score'"),
-        ("eval|{'score': None}", "returned None"),
-        ("eval|{'score': float('nan')}", "nan"),
-        ("eval|10**400", "int"),
-    ],
-)
-def test_S3_43_what_is_no_finite_number_is_a_recorded_failure(spec, text, said):
-    good, bad, after = run(spec, ["good", text, "after"], failure_score=-2.0)
-    assert (good.score, good.error, after.score, after.error) == (4.0, None, 5.0, None)
-    assert bad.score == -2.0 and said in bad.error and bad.parts == {}
+FAILURES = [
+    ("raise", "ValueError: bad answer"),
+    ("sys.exit", "exit(4)"),
+    ("os._exit", "exit code 5"),
+    ("segfault", "SIGSEGV"),
+    ("eval|float('nan')", "nan"),
+    ("eval|float('inf')", "inf"),
+    ("eval|None", "returned None"),
+    ("eval|'1.0'", "str"),
+    ("eval|[1.0]", "list"),
+    ("eval|{'value': 1}", "without 'score'"),
+    ("eval|{'score': None}", "returned None"),
+    ("eval|{'score': float('nan')}", "nan"),
+    ("eval|10**400", "int"),
+]
+
+
+def test_S3_43_what_is_no_finite_number_is_a_recorded_failure_and_the_next_sample_is_scored(spec):
+    results = run(spec, [text for failing, _ in FAILURES for text in (failing, "after")], failure_score=-2.0)
+    for (text, said), bad, after in zip(FAILURES, results[::2], results[1::2], strict=True):
+        assert bad.score == -2.0 and said in bad.error and bad.parts == {}, text
+        assert (after.score, after.error) == (5.0, None), text
 
 
 def test_raised_error_names_file_and_line(spec):

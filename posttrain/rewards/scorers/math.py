@@ -47,6 +47,8 @@ def plainly_same(left: str, right: str) -> bool | None:
     numbers = parse_number(left), parse_number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return same_number(numbers[0], numbers[1])
+    if max(len(left), len(right)) > _LONGEST:
+        return False
     lefts, rights = _elements(left), _elements(right)
     if len(lefts) > 1 and len(rights) > 1 and normal_form(left)[0] == normal_form(right)[0]:
         if len(lefts) != len(rights):
@@ -58,9 +60,8 @@ def plainly_same(left: str, right: str) -> bool | None:
         if ordered and all(verdicts):  # the closing brackets decide between (0, 1) and (0, 1]
             return normal_form(left)[-1] == normal_form(right)[-1]
         return True if all(verdicts) else None
-    if max(len(left), len(right)) > _LONGEST or (_is_word(left) and _is_word(right)):
-        return False
-    return None
+    settled = [_is_word(side) or number is not None for side, number in zip((left, right), numbers, strict=True)]
+    return False if all(settled) else None
 
 
 def normal_form(answer: str) -> str:
@@ -74,7 +75,7 @@ def normal_form(answer: str) -> str:
 
 
 def _is_word(answer: str) -> bool:
-    return re.fullmatch(r"[^\W\d_]{2,}", _TEXT.sub(r"\1", answer).strip()) is not None
+    return re.fullmatch(r"[^\W\d_]{3,}", _TEXT.sub(r"\1", answer).strip()) is not None
 
 
 def _elements(answer: str) -> list[str]:

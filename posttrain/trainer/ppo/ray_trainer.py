@@ -23,6 +23,7 @@ from posttrain.controller.local import LocalWorkerGroup
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
+from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rollout.sampling import combine_seeds
 from posttrain.tracking.progress import say
@@ -38,7 +39,7 @@ from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
 
 
-class TrainingStopped(Exception):
+class TrainingStopped(UserError):
     """The run ended before its last step; the text says why."""
 
 
@@ -296,7 +297,7 @@ class RayPPOTrainer:
         return sum(weight.numel() for weight in self.actor_rollout_wg.worker.engine.module.parameters())
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
-        self.bad_steps = self.bad_steps + 1 if metrics.get("actor/skipped", 0.0) > 0 else 0
+        self.bad_steps = self.bad_steps + 1 if metrics.get("actor/bad_steps", 0.0) > 0 else 0
         if self.bad_steps:
             say(f"  ! step {self.step}: loss or gradient was not finite; the update was skipped.")
         if self.bad_steps >= self.config.trainer.max_bad_steps:

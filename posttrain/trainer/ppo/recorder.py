@@ -60,7 +60,7 @@ class Recorder:
         self.step = step
         self.run.truncate_after(step if step else -1)
         self.run.write_config(self.stored_config)
-        self.history = [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if step else []
+        self.history = [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
         names = [name for name in self.config.trainer.logger if name != "console"]
         first = step + 1 if step else 0
         self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say)
@@ -90,7 +90,7 @@ class Recorder:
         )
         metrics = {**metrics, **validation}
         self.timing = {}
-        line, advice = diagnose(metrics, self.history, self.facts, step=step)
+        line, advice = diagnose(metrics, self.history, self.facts)
         tracking = self.config.tracking
         if tracking.samples_freq > 0 and step % tracking.samples_freq == 0:
             write_samples(self.run.samples, step, batch)

@@ -72,8 +72,6 @@ def _build(
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val")
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
-    if val is None:
-        say("note: no validation file is given (data.val_files), so nothing is validated.")
     limits = config.reward
     workers = limits.num_workers or max(1, min(8, os.cpu_count() or 1))
     pool = RewardPool(

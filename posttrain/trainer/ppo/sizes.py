@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 from posttrain.config.root import PPOConfig
+from posttrain.errors import UserError
 
 
-class SizeError(ValueError):
+class SizeError(UserError):
     """The sizes asked for do not fit the data."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from posttrain.config.root import PPOConfig
+from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.trainer.ppo.sizes import Sizes
 
@@ -12,7 +13,7 @@ from posttrain.trainer.ppo.sizes import Sizes
 CPU_TRIAL_FLOPS = 2e12
 
 
-class MismatchError(Exception):
+class MismatchError(UserError):
     """Rollout and trainer do not compute the same policy."""
 
 

@@ -1,0 +1,42 @@
+"""Shared by all tests: few threads, a quiet transformers, and a tiny untrained model folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained two-layer Qwen2 with the byte tokenizer, as a Hugging Face folder."""
+    from posttrain.models.embedded import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "tiny", **TINY)
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small sums as `train` and `test` files."""
+    from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+
+    return write_files(tmp_path_factory.mktemp("sums"), arithmetic_rows(max_operand=10))

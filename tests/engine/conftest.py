@@ -1,0 +1,23 @@
+"""Engines over one tiny model, in a chosen type and layout."""
+
+import pytest
+import torch
+
+from posttrain.config.model import ModelConfig
+from posttrain.config.optim import OptimConfig
+from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.models.loading import load_causal_lm
+
+
+@pytest.fixture(scope="session")
+def base_model(tiny_model):
+    return lambda dtype: load_causal_lm(ModelConfig(path=str(tiny_model)), dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def make_engine(base_model):
+    def make(dtype=torch.float64, **settings) -> FSDPEngine:
+        defaults = {"device": torch.device("cpu"), "optim": OptimConfig(lr=1e-3), "grad_clip": 1e9}
+        return FSDPEngine(base_model(dtype), EngineSettings(**{**defaults, **settings}))
+
+    return make

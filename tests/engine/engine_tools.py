@@ -1,0 +1,48 @@
+"""A ragged batch, the actor's objective on it, and the gradient that an engine accumulates."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+
+from posttrain.config.actor import ActorConfig
+from posttrain.config.algorithm import RolloutCorrectionConfig
+from posttrain.engine.fsdp import FSDPEngine
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
+from posttrain.workers.actor.objective import ActorObjective
+
+VOCABULARY = 261
+
+
+def ragged_batch(rows: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0) -> DataProto:
+    """Rows with prompts of 2 to 9 and responses of 1 to 12 tokens, a masked span in some, random everything else."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCABULARY, rng.integers(2, 10)).tolist() for _ in range(rows)]
+    responses = [rng.integers(0, VOCABULARY, rng.integers(1, 13)).tolist() for _ in range(rows)]
+    outputs = [Output(i, ids, rng.normal(-3, 1, len(ids)).tolist(), "stop") for i, ids in enumerate(responses)]
+    batch = to_batch(prompts, outputs, pad_token_id=0)
+    mask = batch.batch["response_mask"]
+    for row in range(0, rows, 3):
+        mask[row, 1:2] = 0
+    shape = mask.shape
+    batch.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"].to(dtype)
+    batch.batch["advantages"] = torch.from_numpy(rng.normal(size=shape)).to(dtype) * mask
+    batch.batch["old_log_probs"] = torch.from_numpy(rng.normal(-5, 0.7, size=shape)).to(dtype) * mask
+    batch.batch["ref_log_prob"] = torch.from_numpy(rng.normal(-5, 0.7, size=shape)).to(dtype) * mask
+    return batch
+
+
+def objective(**actor) -> ActorObjective:
+    config = ActorConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01, **actor)
+    return ActorObjective(config, RolloutCorrectionConfig(), loss_scale_factor=12.0)
+
+
+def gradient(engine: FSDPEngine, batch: DataProto, loss: ActorObjective) -> torch.Tensor:
+    """The flat gradient of the whole mini-batch, as the engine accumulates it."""
+    engine._backward(loss.prepare(copy.copy(batch).select()), loss, 1.0)
+    assert engine.optimizer is not None
+    return torch.cat([m.grad.flatten() for m in engine.optimizer.masters])  # pyright: ignore

@@ -1,0 +1,96 @@
+"""No split changes the gradient: micro-batch 1 = 2 = 8 = all, packed = padded, for every aggregation."""
+
+import pytest
+import torch
+from engine_tools import gradient, objective, ragged_batch
+
+from posttrain.algorithms import AGGREGATION_MODES
+
+LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
+LAYOUTS = [
+    {"max_rows": 1},
+    {"max_rows": 2},
+    {"max_rows": 8},
+    {"token_budget": 40},
+    {"pack": False},
+    {"pack": False, "max_rows": 1},
+    {"gradient_checkpointing": True, "max_rows": 4},
+]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "float64"])
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_S4_17_gradient_is_the_same_in_every_layout(make_engine, dtype, mode):
+    batch = ragged_batch(dtype=dtype)
+    whole_loss = objective(loss_agg_mode=mode)
+    whole = gradient(make_engine(dtype), batch, whole_loss)
+    assert whole.norm() > 1e-3
+    for layout in LAYOUTS:
+        loss = objective(loss_agg_mode=mode)
+        part = gradient(make_engine(dtype, **layout), batch, loss)
+        assert relative(part, whole) < LIMITS[dtype], layout
+        for name, value in whole_loss.metrics().items():
+            assert loss.metrics()[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
+
+
+def test_a_division_by_the_micro_batch_would_be_seen(make_engine):
+    """The test above can fail: a loss that normalises by its own rows differs between splits."""
+    batch = ragged_batch()
+
+    class Wrong(type(objective())):
+        def __call__(self, micro, outputs):
+            return super().__call__(micro, outputs) * 16 / len(micro)
+
+    def wrong():
+        loss = objective()
+        loss.__class__ = Wrong
+        return loss
+
+    whole = gradient(make_engine(), batch, wrong())
+    assert relative(gradient(make_engine(max_rows=2), batch, wrong()), whole) > 0.1
+
+
+def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):
+    from posttrain.engine import fsdp
+
+    seen = []
+    plain = fsdp.hidden_states
+    monkeypatch.setattr(fsdp, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest))
+    batch = ragged_batch()
+    real, padded = int(batch.batch["attention_mask"].sum()), batch.batch["input_ids"].numel()
+    make_engine().log_probs(batch)
+    make_engine(pack=False).log_probs(batch)
+    assert seen == [real, padded] and real < padded
+
+
+def test_S0_120_log_probs_equal_a_plain_forward_pass(make_engine):
+    engine, batch = make_engine(), ragged_batch()
+    ours = engine.log_probs(batch, temperature=0.8)["log_probs"]
+    for row in range(len(batch)):
+        mask = batch.batch["attention_mask"][row].bool()
+        ids = batch.batch["input_ids"][row][mask]
+        with torch.no_grad():
+            logits = engine.module(ids[None]).logits[0] / 0.8
+        plain = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
+        length = int(batch.batch["attention_mask"][row, -ours.shape[1] :].sum())
+        torch.testing.assert_close(ours[row, :length], plain[-length:], rtol=0, atol=1e-6)
+        assert not ours[row, length:].any()
+
+
+def test_an_optimizer_step_moves_the_weights_alike_in_every_layout(make_engine):
+    batch = ragged_batch()
+    results = []
+    for layout in ({}, {"max_rows": 3}, {"pack": False}):
+        engine = make_engine(**layout)
+        loss = objective()
+        metrics = engine.update(loss.prepare(batch.select()), loss)
+        assert metrics["skipped"] == 0.0
+        results.append(torch.cat([w.detach().flatten() for w in engine.module.parameters()]))
+    before = torch.cat([w.detach().flatten() for w in make_engine().module.parameters()])
+    assert not torch.equal(results[0], before)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=1e-9)

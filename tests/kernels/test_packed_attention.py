@@ -1,0 +1,61 @@
+"""Packed attention equals attention written out row by row, in value and gradient."""
+
+import pytest
+import torch
+
+from posttrain.kernels.packed_attention import PackedLayout, packed_attention, packed_rows, plain_attention
+
+
+def inputs(lengths, heads=4, kv_heads=2, size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    shapes = [(heads, total, size), (kv_heads, total, size), (kv_heads, total, size)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 17, 1, 9, 9], [4, 4, 4], [1], [30, 1, 1, 1]])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_equals_the_row_by_row_twin_to_1e_12(lengths, kv_heads):
+    q, k, v = inputs(lengths, kv_heads=kv_heads)
+    ours = packed_attention(q, k, v, PackedLayout(lengths), scale=0.3)
+    twin = plain_attention(q, k, v, lengths, 0.3)
+    torch.testing.assert_close(ours, twin, rtol=0, atol=1e-12)
+    weights = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for a, b in zip(
+        torch.autograd.grad((ours * weights).sum(), [q, k, v]),
+        torch.autograd.grad((twin * weights).sum(), [q, k, v]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_row_does_not_see_its_neighbours():
+    lengths = [6, 7]
+    q, k, v = inputs(lengths)
+    before = packed_attention(q, k, v, PackedLayout(lengths))
+    changed = [x.detach().clone() for x in (q, k, v)]
+    for x in changed:
+        x[:, 6:] += 1.0
+    after = packed_attention(*changed, PackedLayout(lengths))
+    assert torch.equal(before[:6], after[:6])
+    assert not torch.equal(before[6:], after[6:])
+
+
+def test_sliding_window_hides_older_tokens():
+    lengths = [8, 5]
+    q, k, v = inputs(lengths)
+    ours = packed_attention(q, k, v, PackedLayout(lengths), scale=1.0, sliding_window=3)
+    last = q[:, 7:8] @ k[:, 5:8].repeat_interleave(2, 0).transpose(1, 2)
+    expected = (last.softmax(-1) @ v[:, 5:8].repeat_interleave(2, 0)).squeeze(1)
+    torch.testing.assert_close(ours[7], expected, rtol=0, atol=1e-12)
+
+
+def test_rows_of_similar_length_share_a_rectangle_and_the_layout_is_closed_after_use():
+    layout = PackedLayout([10, 9, 8, 2, 2])
+    assert [tuple(box.token_RL.shape) for box in layout.rectangles] == [(3, 10), (2, 2)]
+    from posttrain.kernels.packed_attention import active_layout
+
+    with pytest.raises(RuntimeError), packed_rows(layout):
+        assert active_layout() is layout
+        raise RuntimeError
+    assert active_layout() is None

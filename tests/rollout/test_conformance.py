@@ -1,0 +1,146 @@
+"""The suite that every rollout engine must pass. An engine joins by adding its maker to ENGINES."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.config.model import ModelConfig
+from posttrain.models.loading import load_causal_lm, load_tokenizer
+from posttrain.rollout.base import Request, Sampling
+from posttrain.rollout.generate import generate, to_batch
+from posttrain.rollout.hf import HFEngine
+
+PROMPTS = ["1 + 2 = ?", "a much longer prompt than the others", "1 + 2 = ?", "x"]
+
+
+def make_hf(folder, tokenizer, **settings):
+    module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    decode = lambda ids: tokenizer.decode(ids)  # noqa: E731
+    return HFEngine(module, pad_token_id=tokenizer.pad_token_id, decode=decode, **settings)
+
+
+ENGINES = {"hf": make_hf}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return load_tokenizer(ModelConfig(path=str(tiny_model)))
+
+
+@pytest.fixture(params=ENGINES)
+def make(request, tiny_model, tokenizer):
+    return lambda **settings: ENGINES[request.param](tiny_model, tokenizer, **settings)
+
+
+@pytest.fixture
+def prompts(tokenizer):
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def test_greedy_tokens_equal_plain_generate(make, prompts, oracle):
+    setting = Sampling(max_tokens=12, greedy=True)
+    for prompt, output in zip(prompts, generate(make(), prompts, [setting] * 4, [0] * 4), strict=True):
+        plain = oracle.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )[0, len(prompt) :]
+        assert output.token_ids == plain.tolist()
+        assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_tempered_model_within_1e_5(make, prompts, oracle, temperature):
+    setting = Sampling(max_tokens=12, temperature=temperature, top_p=0.9)
+    for prompt, output in zip(prompts, generate(make(), prompts, [setting] * 4, range(4)), strict=True):
+        ids = torch.tensor([[*prompt, *output.token_ids]])
+        with torch.no_grad():
+            log_p = torch.log_softmax(oracle(ids).logits[0] / temperature, -1)
+        expected = log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def test_a_sample_depends_on_its_seed_not_on_neighbours_order_or_batch(make, prompts):
+    setting = Sampling(max_tokens=10)
+    seeds = [11, 12, 13, 14]
+    together = generate(make(), prompts, [setting] * 4, seeds)
+    backwards = generate(make(), prompts[::-1], [setting] * 4, seeds[::-1])[::-1]
+    narrow = generate(make(max_num_seqs=1), prompts, [setting] * 4, seeds)
+    assert [o.token_ids for o in together] == [o.token_ids for o in backwards] == [o.token_ids for o in narrow]
+    assert together[0].token_ids != together[2].token_ids  # the same prompt under another seed
+
+
+def test_each_request_keeps_its_own_settings(make, prompts):
+    settings = [Sampling(max_tokens=n, greedy=n % 2 == 0) for n in (1, 4, 7, 2)]
+    outputs = generate(make(), prompts, settings, [0] * 4)
+    assert [len(o.token_ids) for o in outputs] == [1, 4, 7, 2]
+
+
+def test_stop_tokens_and_stop_strings_end_a_response_and_are_kept(make, prompts, tokenizer):
+    free = generate(make(), prompts[:1], [Sampling(max_tokens=20)], [3])[0]
+    token = free.token_ids[5]
+    first = free.token_ids.index(token)
+    stopped = generate(make(), prompts[:1], [Sampling(max_tokens=20, stop_token_ids=(token,))], [3])[0]
+    assert stopped.token_ids == free.token_ids[: first + 1] and stopped.finish_reason == "stop"
+    text = tokenizer.decode(free.token_ids[3:5])
+    by_text = generate(make(), prompts[:1], [Sampling(max_tokens=20, stop=(text,))], [3])[0]
+    assert by_text.finish_reason == "stop" and len(by_text.token_ids) <= 5
+
+
+def test_outputs_come_as_soon_as_they_end(make, prompts):
+    order = []
+    settings = [Sampling(max_tokens=n) for n in (9, 2, 5, 1)]
+    generate(make(), prompts, settings, range(4), on_output=lambda row, output: order.append(row))
+    assert order == [3, 1, 2, 0]
+
+
+def test_abort_gives_partial_outputs_and_the_others_go_on_unchanged(make, prompts):
+    setting = Sampling(max_tokens=8)
+    whole = generate(make(), prompts, [setting] * 4, range(4))
+    engine = make(max_num_seqs=3)
+    for row, prompt in enumerate(prompts):
+        engine.submit(Request(row, prompt, setting, row))
+    for _ in range(3):
+        assert engine.step() == []
+    gone = {output.id: output for output in engine.abort([1, 3])}
+    assert gone[1].token_ids == whole[1].token_ids[:3] and gone[1].finish_reason == "abort"
+    assert gone[3].token_ids == []
+    rest = {}
+    while engine.has_work():
+        rest |= {output.id: output for output in engine.step()}
+    assert {row: rest[row].token_ids for row in rest} == {0: whole[0].token_ids, 2: whole[2].token_ids}
+
+
+def test_score_equals_the_log_probs_of_the_rows(make, prompts, oracle):
+    for row, scored in zip(prompts, make().score(prompts, temperature=0.7), strict=True):
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            log_p = torch.log_softmax(oracle(ids).logits[0] / 0.7, -1)
+        expected = log_p[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+        torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
+
+
+def test_new_weights_change_the_scores_and_carry_their_version(make, prompts, oracle):
+    engine = make()
+    before = engine.score(prompts)[1]
+    engine.load_weights([(name, w * 1.1) for name, w in oracle.state_dict().items()], version=7)
+    assert not torch.allclose(engine.score(prompts)[1], before)
+    output = generate(engine, prompts[:1], [Sampling(max_tokens=3)], [0])[0]
+    assert output.versions == [(7, 3)]
+
+
+def test_a_batch_is_padded_to_its_longest_only(make, prompts):
+    outputs = generate(make(), prompts, [Sampling(max_tokens=n) for n in (3, 1, 4, 2)], range(4))
+    batch = to_batch(prompts, outputs, pad_token_id=0).batch
+    assert batch["prompts"].shape == (4, max(map(len, prompts))) and batch["responses"].shape == (4, 4)
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], -1))
+    assert batch["response_mask"].sum(-1).tolist() == [3, 1, 4, 2]
+    assert batch["attention_mask"].sum(-1).tolist() == [len(p) + n for p, n in zip(prompts, (3, 1, 4, 2), strict=True)]
+
+
+def test_wrong_requests_are_refused(make, prompts):
+    with pytest.raises(ValueError, match="room for at least one token"):
+        make().submit(Request(0, prompts[0], Sampling(max_tokens=0), 0))

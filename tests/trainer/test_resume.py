@@ -1,0 +1,140 @@
+"""6 steps straight equal 3 + killed + 3, to the bit; and what a resume accepts and says."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics_of, parity_reward, run, settings
+
+from posttrain.checkpoint.manager import CheckpointManager
+
+SIX = {"trainer__total_training_steps": 6, "trainer__save_freq": 3, "trainer__test_freq": 2}
+TWO_UPDATES = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, "actor_rollout_ref__actor__use_kl_loss": True}
+CASES = {
+    "grpo": {},
+    "grpo, several updates, KL, shuffled": {**TWO_UPDATES, "actor_rollout_ref__actor__shuffle": True},
+    "gae with KL in the reward": {
+        "algorithm__adv_estimator": "gae",
+        "algorithm__use_kl_in_reward": True,
+        "algorithm__kl_ctrl__type": "adaptive",
+        "critic__optim__lr": 1e-3,
+    },
+    "lora": {"actor_rollout_ref__model__lora_rank": 4},
+}
+KILLED = """
+    import os, signal, sys
+    sys.path.insert(0, {folder!r})
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+    from runs import parity_reward
+    import posttrain
+
+    plain = RayPPOTrainer._update
+
+    def update(self, batch, step):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, batch, step)
+
+    RayPPOTrainer._update = update
+    posttrain.train({settings!r}, reward=parity_reward)
+"""
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    manager = CheckpointManager(path / "checkpoints")
+    newest = manager.newest()
+    assert newest is not None
+    found = {}
+    for role in ("actor", "critic"):
+        if (newest / role).exists():
+            into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in manager.describe(newest, role).items()}
+            manager.load_tensors(newest, role, into)
+            found |= {f"{role}.{name}": tensor for name, tensor in into.items()}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, sums, tmp_path, case):
+    more = {**SIX, **CASES[case], "data__val_files": str(sums["test"]), "data__val_max_samples": 8}
+    straight = run(tiny_model, sums, tmp_path / "straight", **more)
+    wanted = settings(tiny_model, sums, tmp_path / "killed", **more)
+    code = textwrap.dedent(KILLED).format(folder=str(Path(__file__).parent), settings=wanted)
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    path = tmp_path / "killed" / "test" / "run"
+    assert [line["step"] for line in metrics_of(path)] == [0, 1, 2, 3, 4]
+    run(tiny_model, sums, tmp_path / "killed", **more)
+
+    assert [line["step"] for line in metrics_of(path)] == [0, 1, 2, 3, 4, 5, 6]
+    assert metrics_of(path) == metrics_of(straight.path)
+    for step in range(1, 7):
+        name = f"samples/step_{step}.parquet"
+        assert (path / name).read_bytes() == (straight.path / name).read_bytes(), name
+    ours, theirs = tensors(path), tensors(straight.path)
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    first = tensors_of_step(straight.path, 3)
+    assert any(not torch.equal(first[name], theirs[name]) for name in first)
+
+
+def tensors_of_step(path: Path, step: int) -> dict[str, torch.Tensor]:
+    manager = CheckpointManager(path / "checkpoints")
+    folder = manager.path_of(step)
+    into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in manager.describe(folder, "actor").items()}
+    manager.load_tensors(folder, "actor", into)
+    return {f"actor.{name}": tensor for name, tensor in into.items()}
+
+
+def test_same_seed_same_run_and_another_seed_another(tiny_model, sums, tmp_path):
+    first, again, other = (
+        run(tiny_model, sums, tmp_path / name, trainer__seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert metrics_of(first.path) == metrics_of(again.path) != metrics_of(other.path)
+
+
+def test_more_steps_are_accepted_and_changed_keys_are_named(tiny_model, sums, tmp_path, capsys):
+    run(tiny_model, sums, tmp_path)
+    capsys.readouterr()
+    longer = run(tiny_model, sums, tmp_path, trainer__total_training_steps=4, actor_rollout_ref__actor__clip_ratio=0.1)
+    said = capsys.readouterr().out
+    assert longer.steps == 4 and [line["step"] for line in metrics_of(longer.path)] == [1, 2, 3, 4]
+    assert "actor_rollout_ref.actor.clip_ratio was 0.2, is now 0.1" in said
+    assert "total_training_steps was" not in said and "Resumed from" in said
+
+
+def test_disabled_resume_refuses_a_directory_that_holds_a_run(tiny_model, sums, tmp_path):
+    from posttrain.tracking.lock import RunDirectoryError
+
+    run(tiny_model, sums, tmp_path)
+    before = metrics_of(tmp_path / "test" / "run")
+    with pytest.raises(RunDirectoryError, match=r"holds a run already.*experiment_name"):
+        run(tiny_model, sums, tmp_path, trainer__resume_mode="disable")
+    assert metrics_of(tmp_path / "test" / "run") == before
+
+
+def test_unnamed_runs_are_numbered_and_only_an_unfinished_one_goes_on(tiny_model, sums, tmp_path):
+    named = {"trainer__experiment_name": None}
+    first = run(tiny_model, sums, tmp_path, **named)
+    second = run(tiny_model, sums, tmp_path, **named)
+    assert [first.path.name, second.path.name] == ["grpo-1", "grpo-2"]
+    longer = run(tiny_model, sums, tmp_path, trainer__total_training_steps=3, **named)
+    assert longer.path == second.path and longer.steps == 3
+    other = run(tiny_model, sums, tmp_path, trainer__total_training_steps=3, data__max_response_length=5, **named)
+    assert other.path.name == "grpo-3"
+
+
+def test_resume_from_a_given_checkpoint(tiny_model, sums, tmp_path):
+    run(tiny_model, sums, tmp_path, trainer__save_freq=1)
+    start = tmp_path / "test" / "run" / "checkpoints" / "global_step_1"
+    more = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(start)}
+    branch = run(tiny_model, sums, tmp_path, trainer__experiment_name="branch", **more)
+    assert [line["step"] for line in metrics_of(branch.path)] == [2]
+    straight = metrics_of(tmp_path / "test" / "run")[1]
+    assert metrics_of(branch.path)[0] == straight
+
+
+def test_parity_reward_has_spread():
+    assert parity_reward(None, "ab", None) == 0.5
