@@ -4,14 +4,14 @@ Every row attends to itself only. Rows are gathered into a few rectangles of sim
 one call of torch's own attention: rows are padded on the right there, and under a causal mask padding on the right
 is never seen by a real token, so no mask is built. Linear layers around it work on the packed tokens alone.
 
-Shapes: T packed tokens, H heads, D head size, R rows of a rectangle, L its length.
+Shapes: T packed tokens, H heads, D head size; a rectangle has R rows of length L; S slots are the places of all
+rectangles, padding included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,63 +19,84 @@ import torch.nn.functional as F
 SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length opens the next rectangle
 
 
-@dataclass
-class Rectangle:
-    """Rows of similar length: where their tokens lie in the packed order, and which places are padding."""
-
-    token_RL: torch.Tensor
-    real_RL: torch.Tensor
-    full: bool
-
-
 class PackedLayout:
     """Where each row lies among the packed tokens, and the rectangles in which attention is computed."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.lengths = [int(length) for length in lengths]
-        starts = [0]
-        for length in self.lengths:
-            starts.append(starts[-1] + length)
-        self.starts = starts[:-1]
-        self.total = starts[-1]
-        self.rectangles = [self._rectangle(rows, device) for rows in self._similar_rows()]
-        order = torch.cat([box.token_RL[box.real_RL] for box in self.rectangles])
-        self.back_T = torch.argsort(order)
+        self.lengths = torch.tensor(lengths)
+        self.total = int(self.lengths.sum())
+        starts = self.lengths.cumsum(0) - self.lengths
+        by_length = torch.argsort(self.lengths, descending=True, stable=True)
+        self.shapes: list[tuple[int, int]] = []
+        tokens, real = [], []
+        for rows in self._similar(by_length):
+            longest = int(self.lengths[rows[0]])
+            self.shapes.append((len(rows), longest))
+            places_L = torch.arange(longest)
+            tokens.append((starts[rows, None] + places_L).clamp(max=self.total - 1).flatten())
+            real.append((places_L < self.lengths[rows, None]).flatten())
+        token_S, real_S = torch.cat(tokens), torch.cat(real)
+        slot_T = torch.empty(self.total, dtype=torch.long)
+        slot_T[token_S[real_S]] = real_S.nonzero().squeeze(1)
+        self.token_S, self.slot_T = token_S.to(device), slot_T.to(device)
+        self.real_S = None if bool(real_S.all()) else real_S.to(device)
 
-    def _similar_rows(self) -> Iterator[list[int]]:
+    def _similar(self, by_length: torch.Tensor) -> Iterator[torch.Tensor]:
         """Rows from long to short, cut where the padding would grow too large."""
-        by_length = sorted(range(len(self.lengths)), key=lambda row: (-self.lengths[row], row))
-        group: list[int] = []
-        for row in by_length:
-            if group and self.lengths[row] < SHORTEST_SHARE * self.lengths[group[0]]:
-                yield group
-                group = []
-            group.append(row)
-        yield group
+        start = 0
+        while start < len(by_length):
+            lengths = self.lengths[by_length[start:]]
+            count = int((lengths >= SHORTEST_SHARE * lengths[0]).sum())
+            yield by_length[start : start + count]
+            start += count
 
-    def _rectangle(self, rows: list[int], device: torch.device | str) -> Rectangle:
-        starts_R = torch.tensor([self.starts[row] for row in rows], device=device)
-        lengths_R = torch.tensor([self.lengths[row] for row in rows], device=device)
-        places_L = torch.arange(int(lengths_R.max()), device=device)
-        real_RL = places_L < lengths_R[:, None]
-        token_RL = (starts_R[:, None] + places_L).clamp(max=self.total - 1)
-        return Rectangle(token_RL, real_RL, bool(real_RL.all()))
+
+class _ToSlots(torch.autograd.Function):
+    """Tokens into their slots. Padding slots get no gradient (no real token looks at them), so the way back is a
+    plain gather instead of an accumulation."""
+
+    @staticmethod
+    def forward(ctx, tokens_THD, layout):
+        ctx.layout = layout
+        return tokens_THD.index_select(0, layout.token_S)
+
+    @staticmethod
+    def backward(ctx, grad_SHD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_SHD.index_select(0, ctx.layout.slot_T), None
+
+
+class _FromSlots(torch.autograd.Function):
+    """Slots back into the order of tokens; padding is dropped and gets gradient 0."""
+
+    @staticmethod
+    def forward(ctx, slots_SHD, layout):
+        ctx.layout = layout
+        return slots_SHD.index_select(0, layout.slot_T)
+
+    @staticmethod
+    def backward(ctx, grad_THD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_SHD = grad_THD.index_select(0, ctx.layout.token_S)
+        if ctx.layout.real_S is not None:
+            grad_SHD.masked_fill_(~ctx.layout.real_S[:, None, None], 0.0)
+        return grad_SHD, None
 
 
 def packed_attention(
-    query_HTD: torch.Tensor,
-    key_HTD: torch.Tensor,
-    value_HTD: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,
+    value_THD: torch.Tensor,
     layout: PackedLayout,
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Attention output (T, H, D). Keys and values may have fewer heads than queries (grouped-query attention)."""
-    pieces = []
-    for box in layout.rectangles:
-        query, key, value = (x[:, box.token_RL].transpose(0, 1) for x in (query_HTD, key_HTD, value_HTD))
-        window_LL = _window_mask(box.token_RL.shape[1], sliding_window, query.device)
+    slots = [_ToSlots.apply(x, layout) for x in (query_THD, key_THD, value_THD)]
+    pieces, start = [], 0
+    for rows, length in layout.shapes:
+        end = start + rows * length
+        query, key, value = (x[start:end].unflatten(0, (rows, length)).transpose(1, 2) for x in slots)  # pyright: ignore
+        window_LL = _window_mask(length, sliding_window, query.device)
         out_RHLD = F.scaled_dot_product_attention(
             query,
             key,
@@ -85,9 +106,9 @@ def packed_attention(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        out_RLHD = out_RHLD.transpose(1, 2)
-        pieces.append(out_RLHD.flatten(0, 1) if box.full else out_RLHD[box.real_RL])
-    return torch.cat(pieces)[layout.back_T]
+        pieces.append(out_RHLD.transpose(1, 2).flatten(0, 1))
+        start = end
+    return _FromSlots.apply(torch.cat(pieces) if len(pieces) > 1 else pieces[0], layout)  # pyright: ignore
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -99,15 +120,16 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
 
 
 def plain_attention(
-    query_HTD: torch.Tensor, key_HTD: torch.Tensor, value_HTD: torch.Tensor, lengths: Sequence[int], scale: float
+    query_THD: torch.Tensor, key_THD: torch.Tensor, value_THD: torch.Tensor, lengths: Sequence[int], scale: float
 ) -> torch.Tensor:
     """The twin: one row at a time, written out."""
-    repeats = query_HTD.shape[0] // key_HTD.shape[0]
+    repeats = query_THD.shape[1] // key_THD.shape[1]
     outputs, start = [], 0
     for length in lengths:
         row = slice(start, start + length)
-        key, value = (x[:, row].repeat_interleave(repeats, 0) for x in (key_HTD, value_HTD))
-        scores = query_HTD[:, row] @ key.transpose(1, 2) * scale
+        query, key, value = (x[row].transpose(0, 1) for x in (query_THD, key_THD, value_THD))
+        key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
+        scores = query @ key.transpose(1, 2) * scale
         future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
         outputs.append((scores.masked_fill(future, float("-inf")).softmax(-1) @ value).transpose(0, 1))
         start += length

@@ -19,7 +19,8 @@ def _attention(module: torch.nn.Module, query, key, value, attention_mask, scali
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     window = kwargs.get("sliding_window")
-    out_THD = packed_attention(query[0], key[0], value[0], layout, scale=scaling, sliding_window=window)
+    query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
     return out_THD.unsqueeze(0), None
 
 

@@ -66,7 +66,9 @@ def _make_model(folder: Path, say: Any) -> None:
     model.set_attn_implementation(ATTENTION)
     fuse_norms(model)
     steps = RECIPE["sft_steps"]
-    optim = OptimConfig(lr=RECIPE["lr"], betas=[0.9, 0.95], lr_warmup_steps=20, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    optim = OptimConfig(
+        lr=RECIPE["lr"], betas=[0.9, 0.95], lr_warmup_steps=20, lr_scheduler_type="cosine", min_lr_ratio=0.1
+    )
     settings = EngineSettings(device=torch.device("cpu"), optim=optim, total_steps=steps, token_budget=8192)
     pairs = [_pair(tokenizer, row) for row in json.loads((folder / "train.json").read_text())]
     with tqdm(total=steps, desc="SFT warm-up", unit="step", disable=not sys.stderr.isatty()) as bar:

@@ -29,7 +29,13 @@ class ActorRolloutRefWorker:
     """Trains the policy, generates with it, and holds its reference."""
 
     def __init__(
-        self, config: PPOConfig, tokenizer: Any, device: torch.device, *, total_updates: int = 1, reference: bool = False
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        device: torch.device,
+        *,
+        total_updates: int = 1,
+        reference: bool = False,
     ) -> None:
         self.config, self.tokenizer, self.device = config, tokenizer, device
         self.total_updates, self.with_reference = total_updates, reference

@@ -50,7 +50,9 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     found = {}
     for role in ("actor", "critic"):
         if (newest / role).exists():
-            into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in manager.describe(newest, role).items()}
+            into = {
+                name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in manager.describe(newest, role).items()
+            }
             manager.load_tensors(newest, role, into)
             found |= {f"{role}.{name}": tensor for name, tensor in into.items()}
     return found

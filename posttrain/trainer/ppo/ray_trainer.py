@@ -222,7 +222,10 @@ class RayPPOTrainer:
         scores = on_last_token(batch.non_tensor_batch["reward_score"], batch)
         batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
         texts = self.tokenizer.batch_decode(
-            [row[mask.bool()].tolist() for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)],
+            [
+                row[mask.bool()].tolist()
+                for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
+            ],
             skip_special_tokens=True,
         )
         batch.non_tensor_batch["response_text"] = np.array(texts, dtype=object)

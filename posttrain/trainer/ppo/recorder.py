@@ -60,7 +60,9 @@ class Recorder:
         self.step = step
         self.run.truncate_after(step if step else -1)
         self.run.write_config(self.stored_config)
-        self.history = [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
+        self.history = (
+            [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
+        )
         names = [name for name in self.config.trainer.logger if name != "console"]
         first = step + 1 if step else 0
         self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say)
@@ -101,7 +103,9 @@ class Recorder:
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if "mean@" in name or "pass@" in name)
+        shown = ", ".join(
+            f"{name} {value:.3f}" for name, value in metrics.items() if "mean@" in name or "pass@" in name
+        )
         say(f"validation at step {step}: {shown}")
 
     def save(
@@ -145,7 +149,9 @@ class Recorder:
         best = self.checkpoints.best()
         if best is not None:
             say(f"best checkpoint by validation: global_step_{best[0]} ({best[1]:.3f})")
-        say(f"The run is in {self.run.path}: metrics.jsonl, samples/, logs/run.log, and the model in {self.run.checkpoints}.")
+        say(
+            f"The run is in {self.run.path}: metrics.jsonl, samples/, logs/run.log, and the model in {self.run.checkpoints}."
+        )
 
     def _curve(self) -> tuple[str, list[tuple[int, float]]]:
         """Validation accuracy if there is any, otherwise the reward."""

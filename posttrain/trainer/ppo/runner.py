@@ -97,7 +97,9 @@ def _prepare_torch(config: PPOConfig, device: torch.device) -> None:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    say(f"Device: {device} ({torch.cuda.get_device_name() if device.type == 'cuda' else f'{torch.get_num_threads()} threads'})")
+    say(
+        f"Device: {device} ({torch.cuda.get_device_name() if device.type == 'cuda' else f'{torch.get_num_threads()} threads'})"
+    )
 
 
 def _load_external(config: PPOConfig) -> None:

@@ -40,7 +40,11 @@ class DataParallelPPOActor:
             for mini_batch in self._ordered(data, epoch).split(self.mini_batch_rows):
                 prepared = self.objective.prepare(mini_batch)
                 step = self.engine.update(prepared, self.objective, temperature=self.temperature)
-                named = {"actor/grad_norm": step["grad_norm"], "actor/lr": step["lr"], "actor/bad_steps": step["skipped"]}
+                named = {
+                    "actor/grad_norm": step["grad_norm"],
+                    "actor/lr": step["lr"],
+                    "actor/bad_steps": step["skipped"],
+                }
                 metrics.append({**self.objective.metrics(), **named})
         skipped = sum(part["actor/bad_steps"] for part in metrics)
         return {**mean_of(metrics), "actor/bad_steps": skipped, "actor/optimizer_steps": float(len(metrics))}
