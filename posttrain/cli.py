@@ -26,6 +26,22 @@ def config(args: Arguments) -> int:
     return launch.show_config(args)
 
 
+def plan(args: Arguments) -> int:
+    if "-h" in args or "--help" in args:
+        print(PLAN_USAGE)
+        return 0
+    from posttrain.doctor import table
+
+    return table.main(args)
+
+
+PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it
+       posttrain plan [--gpu_gb N] train [--flag VALUE] ...     as train.sh reads it
+
+Predicts the memory of a run by role and stage, without loading weights, for a GPU of N GiB or for the device here.
+The exit status is 1 if it does not fit."""
+
+
 def explain(args: Arguments) -> int:
     parser = _parser("explain", "What an algorithm, a setting or a metric is, where it comes from, when to use it.")
     parser.add_argument("name", nargs="?", help="e.g. grpo, rollout.n, kl_loss; without it, all names are listed")
@@ -85,6 +101,7 @@ def version(args: Arguments) -> int:
 VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "train": (train, "train with the flags of train.sh and any key=value"),
     "config": (config, "print every setting that a run would use, and where it came from"),
+    "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from posttrain.kernels.logprob_head import logprob_head
 
 
-def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+def decoder_of(model: Any) -> torch.nn.Module:
     """The stack below the language-model head, adapters included."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft keeps its layers inside
-    return inner.base_model  # pyright: ignore
+    return inner.base_model
 
 
-def head_of(model: torch.nn.Module) -> torch.nn.Module:
+def head_of(model: Any) -> torch.nn.Module:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.get_output_embeddings()  # pyright: ignore
+    return inner.get_output_embeddings()
 
 
 def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask=None):

@@ -30,7 +30,7 @@ class RewardError(UserError):
 class RewardItem:
     """One response to be scored. Items that share `group` are handed to a list-form function in one call."""
 
-    data_source: str
+    data_source: str | None
     solution_str: str
     ground_truth: Any
     extra_info: Any = None

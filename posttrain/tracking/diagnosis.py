@@ -74,7 +74,7 @@ def rewards_all_zero(known: Known) -> str | None:
     return (
         "All rewards are 0. Check that the ground truth scores 1 against itself: the reward may look for a mark (such "
         "as '####' or \\boxed) that truth or responses do not have, and responses may be cut off before the answer. "
-        "`posttrain doctor` tests this."
+        "`posttrain reward try --data FILE` tests this."
     )
 
 

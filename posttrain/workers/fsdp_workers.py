@@ -43,7 +43,7 @@ class ActorRolloutRefWorker:
 
     @register(Dispatch.ALL)
     def init_model(self) -> None:
-        """Load weights and build the optimizer; a reference is loaded only if one is needed and no adapter can be off."""
+        """Load weights and build the optimizer; with adapters the base itself is the reference."""
         self.engine = actor_engine(self.config, self.device, self.total_updates)
         self.actor = DataParallelPPOActor(self.config, self.engine)
         self.adapters = hasattr(self.engine.module, "peft_config")

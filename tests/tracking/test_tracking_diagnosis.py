@@ -72,7 +72,7 @@ def test_line_names_the_trend_only_when_it_is_more_than_scatter():
 def test_M_15_all_rewards_zero_points_to_the_truth():
     zero = {"critic/score/max": 0.0, "critic/score/min": 0.0, "reward_mean": 0.0}
     advice = diagnosis.rewards_all_zero(known(zero, [zero, zero]))
-    assert advice and "ground truth" in advice and "posttrain doctor" in advice
+    assert advice and "ground truth" in advice and "posttrain reward try --data FILE" in advice
     assert diagnosis.rewards_all_zero(known(zero, [{}])) is None  # the step before had a reward
     assert diagnosis.rewards_all_zero(known({"critic/score/min": -1.0, "critic/score/max": 0.0})) is None
 

@@ -84,7 +84,7 @@ def find_scorer(data_source: str) -> Scorer:
     )
 
 
-def check_sources(sources: Iterable[str]) -> None:
+def check_sources(sources: Iterable[str | None]) -> None:
     """Raise one RewardError that lists every data source without a built-in scorer; call it before a run."""
     problems: list[RewardError] = []
     for source in sorted({str(source) for source in sources}):

@@ -27,7 +27,8 @@ def import_external(name: str) -> ModuleType:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
-            f"{KEY}={name}: importing it failed in {frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}"
+            f"{KEY}={name}: importing it failed in {frame.filename}, line {frame.lineno}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -31,7 +31,7 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager, on_last_token
 from posttrain.trainer.ppo.sizes import critic_updates, fit_sizes
-from posttrain.trainer.ppo.step_zero import compare_log_probs, largest_rows, tolerance, too_slow_to_try
+from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
@@ -68,7 +68,7 @@ def compute_advantage(
         adv_estimator,
         token_level_rewards=batch["token_level_rewards"],
         response_mask=batch["response_mask"],
-        index=data.non_tensor_batch["uid"] if "uid" in data.non_tensor_batch else None,
+        index=data.non_tensor_batch.get("uid"),
         config=config,
         **found,
         **settings,
@@ -214,21 +214,14 @@ class RayPPOTrainer:
             gen_batch, on_output=lambda row, done: self.reward_fn.feed(row, done.token_ids)
         )
         output.meta_info.clear()
-        return batch.union(output)
+        decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
+        return batch.union(output).set_decoder(decode)  # `response` is there for whoever reads it
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
         batch.union(self.reward_fn.finish())
         scores = on_last_token(batch.non_tensor_batch["reward_score"], batch)
         batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
-        texts = self.tokenizer.batch_decode(
-            [
-                row[mask.bool()].tolist()
-                for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
-            ],
-            skip_special_tokens=True,
-        )
-        batch.non_tensor_batch["response_text"] = np.array(texts, dtype=object)
         return batch
 
     def _needs_old_log_probs(self) -> bool:
@@ -272,10 +265,11 @@ class RayPPOTrainer:
 
     # -- checks ---------------------------------------------------------------------------------------------------
     def _check_step_zero(self, batch: DataProto) -> None:
-        """On the first batch of this process: agreement of rollout and trainer, and the largest batch tried once."""
+        """On the first batch of this process: whole groups, agreement with the rollout, the largest batch tried."""
         if self.checked:
             return
         self.checked = True
+        check_groups(batch, self.config.actor_rollout_ref.rollout.n)
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
         sentence, largest = compare_log_probs(batch, ours, tolerance(self.config, self.weights_dtype))
         say(sentence)

@@ -149,9 +149,7 @@ class Recorder:
         best = self.checkpoints.best()
         if best is not None:
             say(f"best checkpoint by validation: global_step_{best[0]} ({best[1]:.3f})")
-        say(
-            f"The run is in {self.run.path}: metrics.jsonl, samples/, logs/run.log, and the model in {self.run.checkpoints}."
-        )
+        say(f"The run is in {self.run.path}: metrics.jsonl, samples/, logs/run.log, checkpoints/.")
 
     def _curve(self) -> tuple[str, list[tuple[int, float]]]:
         """Validation accuracy if there is any, otherwise the reward."""

@@ -20,6 +20,7 @@ from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.scorers import check_sources
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
@@ -72,6 +73,10 @@ def _build(
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val")
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
+    if spec.kind == "builtin":
+        check_sources(
+            {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
+        )
     limits = config.reward
     workers = limits.num_workers or max(1, min(8, os.cpu_count() or 1))
     pool = RewardPool(
@@ -97,9 +102,8 @@ def _prepare_torch(config: PPOConfig, device: torch.device) -> None:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    say(
-        f"Device: {device} ({torch.cuda.get_device_name() if device.type == 'cuda' else f'{torch.get_num_threads()} threads'})"
-    )
+    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    say(f"Device: {device} ({what})")
 
 
 def _load_external(config: PPOConfig) -> None:

@@ -30,14 +30,14 @@ class Sizes:
     def words(self) -> str:
         n = self.responses // self.prompts
         return (
-            f"{self.total_steps} steps; each generates {self.prompts} prompts x {n} = {self.responses} responses and makes "
-            f"{self.updates_per_step} optimizer step{'s' * (self.updates_per_step != 1)} on mini-batches of "
+            f"{self.total_steps} steps; each generates {self.prompts} prompts x {n} = {self.responses} responses and "
+            f"makes {self.updates_per_step} optimizer step{'s' * (self.updates_per_step != 1)} on mini-batches of "
             f"{self.mini_batch_prompts} prompts ({self.mini_batch_prompts * n} responses)."
         )
 
 
 def fit_sizes(config: PPOConfig, explicit: set[str], rows: int) -> tuple[Sizes, list[str]]:
-    """The sizes for `rows` training prompts; lowers defaults that are too large (with a note), writes them into config."""
+    """The sizes for `rows` training prompts; defaults that are too large are lowered in `config`, with a note."""
     notes = []
     if config.data.train_batch_size > rows:
         if "data.train_batch_size" in explicit:

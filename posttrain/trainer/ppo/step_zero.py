@@ -7,6 +7,7 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
+from posttrain.tracking.fields import groups_of
 from posttrain.trainer.ppo.sizes import Sizes
 
 # Past this, on CPU, the trial of the largest batch would cost more time than a surprise would.
@@ -15,6 +16,27 @@ CPU_TRIAL_FLOPS = 2e12
 
 class MismatchError(UserError):
     """Rollout and trainer do not compute the same policy."""
+
+
+class GroupError(UserError):
+    """The responses that are compared with each other are not n responses to one prompt."""
+
+
+def check_groups(batch: DataProto, n: int) -> None:
+    """Every uid must name exactly `n` rows, all with the same prompt; otherwise a group was split or mixed."""
+    prompts = batch.batch["prompts"]
+    for rows in groups_of(batch.non_tensor_batch["uid"]):
+        uid = batch.non_tensor_batch["uid"][rows[0]]
+        what = None
+        if len(rows) != n:
+            what = f"has {len(rows)} rows instead of {n} (actor_rollout_ref.rollout.n): it was split or joined"
+        elif not bool((prompts[rows] == prompts[rows[0]]).all()):
+            what = "holds responses to different prompts: groups were mixed"
+        if what is not None:
+            raise GroupError(
+                f"Step 0: the group with uid {uid!r} {what}, so advantages would compare the wrong responses. "
+                "Code that changes the batch must keep each row's `uid` beside it."
+            )
 
 
 def tolerance(config: PPOConfig, dtype: torch.dtype) -> float:
@@ -36,8 +58,8 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
     )
     if not mean <= allowed:
         raise MismatchError(
-            f"Step 0: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is trained. "
-            "Is the model supported by the rollout engine (try actor_rollout_ref.rollout.name=hf), and is "
+            f"Step 0: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is "
+            "trained. Is the model supported by the rollout engine (try actor_rollout_ref.rollout.name=hf), and is "
             "model.dtype the same? trainer.rollout_mismatch_tol sets the limit."
         )
     return f"Step 0: {sentence}.", largest

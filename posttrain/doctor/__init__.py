@@ -1,0 +1,1 @@
+"""Checks before a run: the memory plan."""

@@ -1,0 +1,244 @@
+"""Bytes of a model's passes, counted without weights: the real model code runs on torch's meta device.
+
+Tensors there have shapes and types but no contents, so a pass over a 70B model costs a second and no memory. A dispatch
+mode follows every tensor that is alive; saved-tensor hooks tell which of them wait for the backward pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from posttrain.config.model import ModelConfig
+from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
+from posttrain.models.forward import decoder_of, head_of, hidden_states, token_log_probs
+from posttrain.models.loading import ModelError, local_or_hub, needs_plain_attention
+from posttrain.models.lora import add_adapters
+from posttrain.models.norms import fuse_norms
+from posttrain.models.value import ValueModel
+from posttrain.rollout.base import Sampling
+from posttrain.rollout.sampling import sample
+
+ATTENTION = "posttrain_meta"
+META = torch.device("meta")
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Holds what a fused kernel holds: queries, keys, values, output and one number per query; never the scores."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def _attention(module: torch.nn.Module, query, key, value, attention_mask, **kwargs: Any):
+    copies = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))  # gathered as rectangles
+    return _FusedAttention.apply(*copies).transpose(1, 2).contiguous(), None  # pyright: ignore
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def meta_model(config: ModelConfig, dtype: torch.dtype, *, path: str | None = None) -> torch.nn.Module:
+    """The causal LM of `config` without contents, its parameters in the types that a run would give them."""
+    from transformers import AutoModelForCausalLM
+
+    settings = _model_settings(config, path or config.path)
+    attention = "eager" if needs_plain_attention(settings) else ATTENTION
+    with META:
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+        )
+    fuse_norms(model)
+    return model.eval()
+
+
+def _model_settings(config: ModelConfig, path: str | None) -> Any:
+    """The model's config.json with `model.override_config` laid over it; no weights are read."""
+    from transformers import AutoConfig
+
+    from posttrain.models.embedded import build_model, byte_tokenizer
+
+    if path in (None, "embedded"):
+        with META:
+            settings = build_model(byte_tokenizer()).config
+    else:
+        source = local_or_hub(path)
+        try:
+            settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            first = str(error).splitlines()[0]
+            raise ModelError(
+                f"model.path={path}: the model's config.json could not be read: {first}\n"
+                "  The plan needs that file alone: give a folder that holds it, or a hub id that can be reached."
+            ) from error
+    for key, value in config.override_config.items():
+        setattr(settings, key, value)
+    return settings
+
+
+def actor_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """The policy, with adapters if `lora_rank` asks for them."""
+    model = meta_model(config, dtype)
+    return add_adapters(model, config) if config.lora_rank > 0 else model
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a model and its optimizer hold, whatever the batch."""
+
+    weights: int
+    gradients: int
+    """Sums over the micro-batches, in the masters' precision."""
+    optimizer: int
+    """AdamW's two moments, and float32 masters of weights in lower precision."""
+    largest: int
+    """The largest trained tensor, in the masters' precision."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> ModelBytes:
+        parameters = list(model.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        wide = [p.numel() * max(4, p.itemsize) for p in trained]
+        masters = sum(4 * p.numel() for p in trained if p.itemsize < 4)
+        weights = sum(p.numel() * p.itemsize for p in parameters)
+        return cls(weights, sum(wide), 2 * sum(wide) + masters, max(wide, default=0))
+
+
+class LiveBytes(TorchDispatchMode):
+    """While open, `now` are the bytes of tensors made inside and still alive, and `peak` the most there were."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._known:
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def saved_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> tuple[int, Any]:
+    """(bytes that `forward` keeps for its backward pass besides the weights, its result); on any device."""
+    weights = {_storage(p) for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in weights:
+            found[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(found.values()), result
+
+
+def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
+    """Log-probs (or values) of rows that are all response: the largest pass of this many tokens."""
+    ids = torch.zeros(rows, length, dtype=torch.long, device=META)
+    # With a mask transformers does not look into the positions for packed rows, which have no contents here.
+    hidden = hidden_states(model, ids, ids, torch.ones_like(ids))
+    hidden_NE = hidden.flatten(0, 1).index_select(0, ids.flatten())
+    if isinstance(model, ValueModel):
+        return model.token_values(hidden_NE)
+    head: Any = head_of(model)
+    whole = any(getattr(model.config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
+    if type(head) is torch.nn.Linear and not whole:  # computed in chunks of tokens: more than three change no peak
+        hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // head.out_features]
+    return token_log_probs(model, hidden_NE, ids.flatten()[: len(hidden_NE)], 1.0)[0]
+
+
+def scoring_peak(model: torch.nn.Module, rows: int, length: int) -> int:
+    """Most bytes alive in a pass without gradient, besides the weights."""
+    with torch.no_grad(), LiveBytes(model) as live:
+        _outputs(model, rows, length)
+    return live.peak
+
+
+def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing: bool) -> tuple[int, int]:
+    """(activations kept for the backward pass, most bytes alive in both passes besides weights and summed gradients).
+
+    Gradients of low-precision weights are summed in their masters after the backward pass, so they stay alive in it.
+    """
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+    model.train(checkpointing)
+    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
+    with LiveBytes(model) as live:
+        activations, out = saved_bytes(model, lambda: _outputs(model, rows, length))
+        out.backward(torch.empty_like(out))
+        del out
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad(set_to_none=True)
+    decoder_of(model).gradient_checkpointing_disable()  # pyright: ignore
+    model.eval()
+    return activations, live.peak
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    if parameter.itemsize >= 4:
+        parameter.grad = None
+
+
+def cache_bytes_per_token(model: Any) -> int:
+    """Bytes of keys and values that one token leaves in the cache of all layers."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ids = torch.zeros(1, 1, dtype=torch.long, device=META)
+    with torch.no_grad():
+        layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
+    return sum(kept.numel() * kept.itemsize for layer in layers for kept in (layer.keys, layer.values))
+
+
+def prefill_peak(model: Any, prompts: int, length: int) -> int:
+    """Most bytes alive while prompts are computed, their cache included."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ids = torch.zeros(prompts, length, dtype=torch.long, device=META)
+    with torch.no_grad(), LiveBytes(model) as live:
+        inner(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
+    return live.peak
+
+
+def decode_peak(model: Any, rows: int, length: int, sampling: Sampling) -> int:
+    """Most bytes alive in a decoding step besides weights and cache: logits, sampling, copies of a layer's cache."""
+    settings = model.config.get_text_config()
+    dtype = next(model.parameters()).dtype
+    with LiveBytes(model) as live:
+        logits_BV = torch.empty(rows, settings.vocab_size, dtype=dtype, device=META)
+        sample(logits_BV, [sampling] * rows, torch.empty(rows, dtype=torch.float64, device=META), [[0]] * rows)
+    heads = settings.num_attention_heads
+    repeats = heads // (getattr(settings, "num_key_value_heads", None) or heads)
+    # A layer's keys, then its values, are copied when they grow; under a mask shared heads are repeated for each query.
+    layer = rows * length * cache_bytes_per_token(model) // settings.num_hidden_layers
+    copies = layer * repeats if repeats > 1 else layer // 2
+    return max(live.peak, copies + logits_BV.numel() * logits_BV.itemsize)

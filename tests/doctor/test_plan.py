@@ -1,0 +1,193 @@
+"""`posttrain plan`: what each setting does to the planned memory, and what the command prints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import cli
+from posttrain.config import PPOConfig, load_config
+from posttrain.doctor.plan import GIB, Counter, Device, Plan, plan_memory
+from posttrain.doctor.remedies import find_remedies
+from posttrain.doctor.table import ROWS, report
+
+GPU = Device("cuda", 80 * GIB, "a GPU of 80 GiB")
+CPU = Device("cpu", 16 * GIB, "the CPU")
+CACHE, CHECKPOINTING = "KV cache", "model.enable_gradient_checkpointing"
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights: its config.json is enough."""
+    made = tmp_path_factory.mktemp("no-weights")
+    shutil.copy(tiny_model / "config.json", made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def counter() -> Counter:
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path):
+    """Configurations of a GRPO run of 16 prompts x 4 responses; keyword arguments are short keys, __ for the dots."""
+
+    def make(**more: Any) -> PPOConfig:
+        base = {
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.model.path": str(folder),
+            "data.train_files": "x.json",
+            "data.train_batch_size": 16,
+            "data.max_prompt_length": 32,
+            "data.max_response_length": 32,
+            "rollout.n": 4,
+            "actor.ppo_mini_batch_size": 16,
+            "actor.ppo_max_token_len_per_gpu": 1024,
+            "critic.ppo_max_token_len_per_gpu": 1024,
+        }
+        given = base | {key.replace("__", "."): value for key, value in more.items()}
+        return load_config(given).config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def planned(settings, counter):
+    def make(device: Device = GPU, **more: Any) -> Plan:
+        return plan_memory(settings(**more), device, counter)
+
+    return make
+
+
+def actor_part(plan: Plan) -> int:
+    """What the actor's role takes at the worst moment of its update."""
+    own = [sum(b for p, b in parts.items() if p.startswith("actor")) for parts in plan.stages.values()]
+    return max(own)
+
+
+def test_S3_01_S2_24_S3_17_grpo_has_no_critic_and_takes_less_than_gae(planned):
+    grpo, gae = planned(), planned(algorithm__adv_estimator="gae")
+    assert not [part for parts in grpo.stages.values() for part in parts if "critic" in part]
+    assert list(grpo.stages) == ["generate", "log-probs", "update", "step"]
+    assert list(gae.stages) == ["generate", "log-probs", "critic update", "critic step", "update", "step"]
+    resident = gae.largest("critic weights") + gae.largest("critic optimizer")
+    assert resident > 10_000
+    for stage in grpo.stages:
+        assert gae.peak(stage) >= grpo.peak(stage) + resident
+    assert gae.peak() > grpo.peak()
+
+
+def test_S3_53_checkpointing_and_lora_each_lower_the_actors_part(planned):
+    full = planned()
+    light = planned(**{CHECKPOINTING: True})
+    lora = planned(model__lora_rank=2, actor__ppo_max_token_len_per_gpu=64)
+    assert actor_part(light) < 0.5 * actor_part(full)
+    assert light.largest("actor optimizer") == full.largest("actor optimizer")
+    assert lora.largest("actor optimizer") < 0.3 * full.largest("actor optimizer")
+    assert lora.largest("actor gradients") < 0.3 * full.largest("actor gradients")
+    assert actor_part(lora) < actor_part(planned(actor__ppo_max_token_len_per_gpu=64))
+
+
+def test_S3_54_S3_56_offload_moves_the_reference_to_host_memory(planned):
+    part, on = "reference weights", {"actor__use_kl_loss": True}
+    here, away = planned(**on), planned(**on, ref__fsdp_config__param_offload=True)
+    weights = here.largest("actor weights")
+    assert [parts[part] for parts in here.stages.values()] == [weights] * 4
+    assert [parts[part] for parts in away.stages.values()] == [0, weights, 0, 0]
+    assert away.host == {part: weights} and here.host == {}
+    for stage in ("generate", "update", "step"):
+        assert here.peak(stage) - away.peak(stage) == weights
+    assert part not in planned().stages["update"]  # no KL, no reference
+    assert part not in planned(**on, model__lora_rank=2).stages["update"]  # the base with its adapters off
+    on_cpu = planned(CPU, **on, ref__fsdp_config__param_offload=True)
+    assert on_cpu.host == {} and on_cpu.stages["update"][part] > 0  # there host memory is the device's
+
+
+def test_optimizer_offload_leaves_the_state_on_the_device_in_the_update_alone(planned):
+    plan = planned(actor__fsdp_config__optimizer_offload=True)
+    size = planned().largest("actor optimizer")
+    assert [parts["actor optimizer"] for parts in plan.stages.values()] == [0, 0, size, size]
+
+
+def test_S3_55_cache_falls_with_n_max_num_seqs_and_gpu_memory_utilization(planned):
+    cache = planned().largest(CACHE)
+    assert cache == 16 * 4 * 64 * (2 * 2 * 2 * 8 * 2)  # responses x tokens x (layers, k/v, heads, head size, bf16)
+    assert planned(rollout__n=2).largest(CACHE) == cache / 2
+    assert planned(rollout__max_num_seqs=16).largest(CACHE) == cache / 4
+    assert planned(rollout__max_num_seqs=10_000).largest(CACHE) == cache  # never more than the batch
+    serving = {"rollout__name": "vllm"}
+    half = planned(**serving, rollout__gpu_memory_utilization=0.5).stages["generate"]
+    assert half[CACHE] + half["rollout weights"] == 40 * GIB
+    assert planned(**serving, rollout__gpu_memory_utilization=0.3).largest(CACHE) == half[CACHE] - 16 * GIB
+
+
+def test_S1_46_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, counter):
+    assert planned(**{CHECKPOINTING: True}).peak("update") < planned().peak("update")
+    assert planned(rollout__n=2).peak("generate") < planned().peak("generate")
+    more = {"rollout__name": "vllm", "rollout__gpu_memory_utilization": 0.8}
+    config, plan = settings(**more), planned(**more)
+    remedies = {remedy.key.split(".", 1)[1]: remedy for remedy in find_remedies(config, plan, counter)}
+    assert remedies["rollout.gpu_memory_utilization"].value == 0.6
+    assert remedies["rollout.gpu_memory_utilization"].saves == pytest.approx(0.2 * 80 * GIB, abs=10)
+    text = report(config, plan, list(remedies.values()))
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization=0.8: with 0.6, generate takes 16.00 GiB less" in text
+    assert "actor_rollout_ref.rollout.n=4: " in text
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing=False: with True, update takes" in text
+
+
+def test_a_remedy_that_changes_nothing_says_so(settings, planned, counter):
+    found = find_remedies(settings(), planned(), counter)
+    utilization = next(r for r in found if r.key.endswith("gpu_memory_utilization"))
+    assert utilization.words() == "actor_rollout_ref.rollout.gpu_memory_utilization=None: changes nothing here"
+    assert found[0].stage == planned().worst and found[0].saves == max(
+        r.saves for r in found if r.stage == planned().worst
+    )
+    assert not [r for r in found if r.key.startswith("critic")]
+
+
+def test_S1_55_more_workers_share_weights_gradients_and_optimizer_state(planned):
+    one, four = planned(), planned(trainer__n_gpus_per_node=4)
+    for part in ("actor weights", "actor gradients", "actor optimizer"):
+        assert four.largest(part) == pytest.approx(one.largest(part) / 4, abs=4)
+    assert four.stages["generate"]["rollout weights"] == one.largest("actor weights")  # no longer the actor's own
+    assert four.largest(CACHE) == one.largest(CACHE) / 4
+
+
+def test_token_budget_and_micro_batch_size_bound_the_activations(planned):
+    whole = planned().largest("actor activations")
+    assert planned(actor__ppo_max_token_len_per_gpu=512).largest("actor activations") == pytest.approx(whole / 2, 0.01)
+    assert planned(actor__ppo_micro_batch_size_per_gpu=4).largest("actor activations") == pytest.approx(whole / 4, 0.02)
+    # One row is always computed whole.
+    assert planned(actor__ppo_max_token_len_per_gpu=1).largest("actor activations") == pytest.approx(whole / 16, 0.05)
+
+
+def test_every_planned_part_has_a_row_in_the_table(planned):
+    plan = planned(algorithm__adv_estimator="gae", algorithm__use_kl_in_reward=True)
+    assert {part for parts in plan.stages.values() for part in parts} == set(ROWS)
+
+
+def test_S1_55_command_prints_the_table_and_whether_it_fits(folder, capsys):
+    args = [f"actor_rollout_ref.model.path={folder}", "data.train_files=x.json", "algorithm.adv_estimator=grpo"]
+    args += ["data.train_batch_size=16", "actor.ppo_mini_batch_size=16", "data.max_response_length=32"]
+    assert cli.main(["plan", "--gpu_gb", "80", *args]) == 0
+    shown = capsys.readouterr().out
+    assert "generate  log-probs" in shown and "It fits: the peak, in " in shown
+    rows = [line.split("  ")[0] for line in shown.splitlines()]
+    assert [row for row in ROWS if row in rows] == [r for r in ROWS if "critic" not in r and "reference" not in r]
+    assert cli.main(["plan", "--gpu_gb=0.001", *args]) == 1
+    assert "It does not fit: the peak, in " in capsys.readouterr().out
+
+
+def test_wrong_gpu_sizes_and_devices_are_said_in_words(folder, capsys):
+    args = [f"actor_rollout_ref.model.path={folder}", "data.train_files=x.json"]
+    for wrong in ("none", "-3", "nan"):
+        assert cli.main(["plan", *args, "--gpu_gb", wrong]) == 2
+        assert f"--gpu_gb {wrong}: give the GPU's memory in GiB" in capsys.readouterr().err
+    assert cli.main(["plan", "--gpu_gb", "80", *args, "trainer.device=cpu"]) == 2
+    assert "trainer.device=cpu" in capsys.readouterr().err
+    assert cli.main(["plan", "actor_rollout_ref.model.path=/no/such/folder", "data.train_files=x.json"]) == 2
+    assert "/no/such/folder" in capsys.readouterr().err
