@@ -24,6 +24,10 @@ def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
     rest, gpu_gb = _gpu_size(args)
     resolved = _resolve(rest)
+    if library := resolved.config.actor_rollout_ref.model.external_lib:
+        from posttrain.trainer.ppo.external import import_external
+
+        import_external(library)  # the estimator may be registered there
     device = find_device(resolved.config, gpu_gb)
     counter = Counter()
     plan = plan_memory(resolved.config, device, counter)

@@ -10,7 +10,7 @@ import torch
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import LossFn, TrainEngine
 from posttrain.engine.optim import Optimizer
-from posttrain.engine.packing import Rows, make_rows, plan_micro_batches, row_lengths
+from posttrain.engine.packing import Rows, Unit, packed_units, padded_rows, plan_micro_batches, plan_units
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.forward import hidden_states, token_log_probs
 from posttrain.models.loading import can_pack
@@ -30,6 +30,7 @@ class EngineSettings:
     token_budget: int = 16384
     max_rows: int | None = None
     pack: bool = True
+    share_prompts: bool = True
     gradient_checkpointing: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
@@ -59,18 +60,25 @@ class FSDPEngine(TrainEngine):
     def _no_grad_pass(self, data: DataProto, temperature: float) -> dict[str, torch.Tensor]:
         self.module.eval()
         out: dict[str, torch.Tensor] = {}
-        for index in self._plan(data):
-            rows = make_rows(data[index], self.settings.device, packed=self.packed)
+        for units in self._plan(data):
+            index = [row for unit in units for row in unit]
+            rows = self._rows(data[index], units)
             with packed_rows(rows.layout):
                 for name, part in self._forward(rows, temperature).items():
                     whole = out.setdefault(name, part.new_zeros((len(data), part.shape[1]), device="cpu"))
                     whole[index] = part.cpu()
         return out
 
-    def _plan(self, data: DataProto) -> list[list[int]]:
-        return plan_micro_batches(
-            row_lengths(data), token_budget=self.settings.token_budget, max_rows=self.settings.max_rows
-        )
+    def _plan(self, data: DataProto) -> list[list[Unit]]:
+        """The units of rows of each forward pass."""
+        settings = self.settings
+        units, tokens = plan_units(data, share=self.packed and settings.share_prompts, max_rows=settings.max_rows)
+        return plan_micro_batches(units, tokens, token_budget=settings.token_budget, max_rows=settings.max_rows)
+
+    def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
+        if not self.packed:
+            return padded_rows(micro, self.settings.device)
+        return packed_units(micro, [len(unit) for unit in units], self.settings.device)
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
@@ -101,9 +109,9 @@ class FSDPEngine(TrainEngine):
         # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
         self.module.train(self.settings.gradient_checkpointing)
         finite = True
-        for index in self._plan(data):
-            micro = data[index].to(self.settings.device)
-            rows = make_rows(micro, self.settings.device, packed=self.packed)
+        for units in self._plan(data):
+            micro = data[[row for unit in units for row in unit]].to(self.settings.device)
+            rows = self._rows(micro, units)
             with packed_rows(rows.layout):
                 share = loss(micro, self._forward(rows, temperature))
                 finite = finite and bool(torch.isfinite(share))

@@ -1,6 +1,6 @@
-"""Rows of a batch packed end to end, and batches cut into micro-batches that fit a token budget.
+"""Rows of a batch packed end to end, each prompt once, and batches cut into micro-batches that fit a token budget.
 
-Shapes: B rows, P prompt width, R response width, T packed tokens, N response tokens.
+Shapes: B rows, S width of prompt and response, R response width, T packed tokens, N response tokens.
 """
 
 from __future__ import annotations
@@ -12,23 +12,53 @@ import torch
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.protocol import DataProto
 
+Unit = list[int]
+"""Rows that are computed together: responses to one prompt that share it, or a single row."""
 
-def row_lengths(data: DataProto) -> list[int]:
-    return data.batch["attention_mask"].sum(-1).tolist()
+
+def plan_units(data: DataProto, *, share: bool, max_rows: int | None = None) -> tuple[list[Unit], list[int]]:
+    """(units, tokens of each). Prompts are shared where that does not make attention dearer than it makes it cheaper."""
+    response_width = data.batch["responses"].shape[1]
+    mask = data.batch["attention_mask"]
+    total = mask.sum(-1).tolist()
+    prompt = mask[:, :-response_width].sum(-1).tolist()
+    units: list[Unit] = []
+    for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
+        size = max_rows or len(rows)
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            together = prompt[part[0]] + sum(total[row] - prompt[row] for row in part)
+            cheaper = together**2 <= sum(total[row] ** 2 for row in part)
+            units += [part] if cheaper else [[row] for row in part]
+    tokens = [prompt[unit[0]] + sum(total[row] - prompt[row] for row in unit) for unit in units]
+    return units, tokens
 
 
-def plan_micro_batches(lengths: list[int], *, token_budget: int, max_rows: int | None = None) -> list[list[int]]:
-    """Row numbers of each forward pass: long rows first, filled up to the budget, at least one row each."""
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    plan: list[list[int]] = []
-    used = 0
-    for row in order:
-        full = not plan or used + lengths[row] > token_budget or (max_rows is not None and len(plan[-1]) >= max_rows)
-        if full:
+def _equal_prompts(data: DataProto) -> list[Unit]:
+    """Rows grouped by equal prompts, in order of their first row."""
+    width = data.batch["input_ids"].shape[1] - data.batch["responses"].shape[1]
+    real = data.batch["attention_mask"][:, :width].bool()
+    ids = data.batch["input_ids"][:, :width].masked_fill(~real, -1).cpu().numpy()
+    groups: dict[bytes, Unit] = {}
+    for row in range(len(data)):
+        groups.setdefault(ids[row].tobytes(), []).append(row)
+    return list(groups.values())
+
+
+def plan_micro_batches(
+    units: list[Unit], tokens: list[int], *, token_budget: int, max_rows: int | None = None
+) -> list[list[Unit]]:
+    """Units of each forward pass: large ones first, filled up to the budget, at least one unit each."""
+    order = sorted(range(len(units)), key=lambda unit: (-tokens[unit], units[unit][0]))
+    plan: list[list[Unit]] = []
+    used, rows = 0, 0
+    for unit in order:
+        size = len(units[unit])
+        if not plan or used + tokens[unit] > token_budget or (max_rows is not None and rows + size > max_rows):
             plan.append([])
-            used = 0
-        plan[-1].append(row)
-        used += lengths[row]
+            used, rows = 0, 0
+        plan[-1].append(units[unit])
+        used, rows = used + tokens[unit], rows + size
     return plan
 
 
@@ -55,22 +85,45 @@ class Rows:
         return flat.index_put((self.slot_N,), values_N).view(self.shape)
 
 
-def make_rows(data: DataProto, device: torch.device, *, packed: bool) -> Rows:
-    """The forward pass of these rows, packed (no padding is computed) or as the padded batch that it is."""
-    batch = data.batch
-    ids_BS, mask_BS = batch["input_ids"].to(device), batch["attention_mask"].to(device).bool()
-    rows, width = batch["responses"].shape
+def padded_rows(data: DataProto, device: torch.device) -> Rows:
+    """The batch as it is, padding included."""
+    ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
+    rows, width = real_BR.shape
     start = ids_BS.shape[1] - width
-    real_BR = mask_BS[:, start:]
-    position_BS = (mask_BS.long().cumsum(-1) - 1).clamp(min=0)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
-    label_N, slot_N = ids_BS[:, start:][real_BR], row_N * width + col_N
-    if not packed:
-        predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
-        return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, label_N, slot_N, (rows, width))
-    packed_place_BS = (mask_BS.flatten().long().cumsum(0) - 1).view_as(ids_BS)
-    predict_N = packed_place_BS[:, start:][real_BR] - 1
-    layout = PackedLayout(mask_BS.sum(-1).tolist(), device)
-    return Rows(
-        ids_BS[mask_BS][None], position_BS[mask_BS][None], None, layout, predict_N, label_N, slot_N, (rows, width)
-    )
+    predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
+    labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
+    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, slots, (rows, width))
+
+
+def packed_units(data: DataProto, units: list[int], device: torch.device) -> Rows:
+    """The rows packed; `units` are the numbers of adjacent rows that share their prompt, in order."""
+    ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
+    rows, width = real_BR.shape
+    start = ids_BS.shape[1] - width
+    sizes = torch.tensor(units, device=device)
+    leader_B = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    number_B = torch.arange(rows, device=device) - leader_B + 1  # of a response among those that share its prompt
+    kept_BS = mask_BS.clone()
+    kept_BS[:, :start] &= (number_B == 1)[:, None]
+    place_BS = (kept_BS.flatten().long().cumsum(0) - 1).view_as(ids_BS)
+    prompt_end_B = place_BS[leader_B, start - 1]
+    before_BR = torch.cat([prompt_end_B[:, None], place_BS[:, start:-1]], -1)
+    row_N, col_N = real_BR.nonzero(as_tuple=True)
+    segment_T = None
+    if len(units) < rows:
+        segment_BS = torch.zeros_like(ids_BS)
+        segment_BS[:, start:] = number_B[:, None]
+        segment_T = segment_BS[kept_BS]
+    lengths = torch.zeros(len(units), dtype=torch.long, device=device)
+    lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units), device=device), sizes), kept_BS.sum(-1))
+    position_T = position_BS[kept_BS]
+    layout = PackedLayout(lengths.tolist(), device, segment_T=segment_T, position_T=position_T)
+    labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
+    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, before_BR[real_BR], labels, slots, (rows, width))
+
+
+def _tensors(data: DataProto, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids_BS, mask_BS = data.batch["input_ids"].to(device), data.batch["attention_mask"].to(device).bool()
+    position_BS = (mask_BS.long().cumsum(-1) - 1).clamp(min=0)
+    return ids_BS, mask_BS, position_BS, mask_BS[:, -data.batch["responses"].shape[1] :]

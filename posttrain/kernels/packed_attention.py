@@ -1,6 +1,6 @@
 """Causal attention over rows packed end to end without padding.
 
-Every row attends to itself only. Rows are gathered into a few rectangles of similar length, and each rectangle is
+Every row attends to itself only; responses to one prompt may share it, so that it is computed once. Rows are gathered into a few rectangles of similar length, and each rectangle is
 one call of torch's own attention: rows are padded on the right there, and under a causal mask padding on the right
 is never seen by a real token, so no mask is built. Linear layers around it work on the packed tokens alone.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,21 @@ SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length o
 
 
 class PackedLayout:
-    """Where each row lies among the packed tokens, and the rectangles in which attention is computed."""
+    """Where each sequence lies among the packed tokens, and the rectangles in which attention is computed.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    A sequence is one row, or a prompt followed by several responses to it: `segment_T` is 0 on prompts (and on rows
+    that share nothing) and counts the responses from 1; a response sees its prompt and itself. `position_T` are the
+    tokens' positions, which a sliding window goes by.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        segment_T: torch.Tensor | None = None,
+        position_T: torch.Tensor | None = None,
+    ) -> None:
         self.lengths = torch.tensor(lengths)
         self.total = int(self.lengths.sum())
         starts = self.lengths.cumsum(0) - self.lengths
@@ -40,6 +53,8 @@ class PackedLayout:
         slot_T[token_S[real_S]] = real_S.nonzero().squeeze(1)
         self.token_S, self.slot_T = token_S.to(device), slot_T.to(device)
         self.real_S = None if bool(real_S.all()) else real_S.to(device)
+        self.segment_S = None if segment_T is None else segment_T.to(device)[self.token_S]
+        self.position_S = None if position_T is None else position_T.to(device)[self.token_S]
 
     def _similar(self, by_length: torch.Tensor) -> Iterator[torch.Tensor]:
         """Rows from long to short, cut where the padding would grow too large."""
@@ -49,6 +64,36 @@ class PackedLayout:
             count = int((lengths >= SHORTEST_SHARE * lengths[0]).sum())
             yield by_length[start : start + count]
             start += count
+
+    @cached_property
+    def masks(self) -> dict[int | None, list[torch.Tensor | None]]:
+        """Masks of the rectangles by sliding window, filled by `mask`; every layer asks for the same few."""
+        return {}
+
+    def mask(self, box: int, start: int, window: int | None) -> torch.Tensor | None:
+        """Who sees whom in a rectangle, (R, 1, L, L), or None where plain causality says it all."""
+        kept = self.masks.setdefault(window, [])
+        if len(kept) <= box:
+            kept.append(self._mask(*self.shapes[box], start, window))
+        return kept[box]
+
+    def _mask(self, rows: int, length: int, start: int, window: int | None) -> torch.Tensor | None:
+        slots = slice(start, start + rows * length)
+        shared = self.segment_S is not None and bool(self.segment_S[slots].any())
+        narrow = window is not None and window < length
+        if not (shared or narrow):
+            return None
+        places_L = torch.arange(length, device=self.token_S.device)
+        seen = (places_L[:, None] >= places_L).expand(rows, length, length)
+        if shared and self.segment_S is not None:
+            segment_RL = self.segment_S[slots].view(rows, length)
+            seen = seen & ((segment_RL[:, None, :] == 0) | (segment_RL[:, None, :] == segment_RL[:, :, None]))
+        if narrow and window is not None:
+            position_RL = places_L.expand(rows, length)
+            if self.position_S is not None:
+                position_RL = self.position_S[slots].view(rows, length)
+            seen = seen & (position_RL[:, :, None] - position_RL[:, None, :] < window)
+        return seen[:, None]
 
 
 class _ToSlots(torch.autograd.Function):
@@ -93,30 +138,22 @@ def packed_attention(
     """Attention output (T, H, D). Keys and values may have fewer heads than queries (grouped-query attention)."""
     slots = [_ToSlots.apply(x, layout) for x in (query_THD, key_THD, value_THD)]
     pieces, start = [], 0
-    for rows, length in layout.shapes:
+    for box, (rows, length) in enumerate(layout.shapes):
         end = start + rows * length
         query, key, value = (x[start:end].unflatten(0, (rows, length)).transpose(1, 2) for x in slots)  # pyright: ignore
-        window_LL = _window_mask(length, sliding_window, query.device)
+        mask = layout.mask(box, start, sliding_window)
         out_RHLD = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=window_LL,
-            is_causal=window_LL is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         pieces.append(out_RHLD.transpose(1, 2).flatten(0, 1))
         start = end
     return _FromSlots.apply(torch.cat(pieces) if len(pieces) > 1 else pieces[0], layout)  # pyright: ignore
-
-
-def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    if sliding_window is None or sliding_window >= length:
-        return None
-    places_L = torch.arange(length, device=device)
-    distance_LL = places_L[:, None] - places_L[None, :]
-    return (distance_LL >= 0) & (distance_LL < sliding_window)
 
 
 def plain_attention(

@@ -109,7 +109,8 @@ def can_pack(model: torch.nn.Module) -> bool:
     """Whether the model takes packed rows; others are computed padded."""
     from posttrain.models.attention import ATTENTION
 
-    return getattr(model.config, "_attn_implementation", None) == ATTENTION
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
 
 
 def end_token_ids(tokenizer: Any, model_settings: Any, generation_settings: Any = None) -> tuple[int, ...]:

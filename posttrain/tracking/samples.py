@@ -42,7 +42,8 @@ _TEXTS = {
 def write_samples(folder: str | os.PathLike[str], step: int, batch: Any) -> Path:
     """Write `step_<step>.parquet` into `folder` and return it; `batch` is a DataProto or one mapping of columns.
 
-    Texts are the columns `prompt` and `response` (or `response_text`); log-probs, advantages and entropy are written when present.
+    Texts are the columns `prompt` and `response` (or `response_text`); log-probs, advantages and entropy are written
+    when present.
     """
     path = Path(folder) / f"step_{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ def test_live_bytes_follow_what_is_alive():
 
 
 def test_generation_takes_the_planned_cache_and_temporary_tensors(tiny_model):
-    """The peak of a real wave, prefill and decoding, lies between 70% and 105% of the plan."""
+    """The peak of a real wave, prefill and decoding, lies between 80% and 102% of the plan."""
     config = ModelConfig(path=str(tiny_model))
     model = load_causal_lm(config, dtype=torch.float32, device=CPU)
     prompts, n, new = 4, 8, 24
@@ -146,5 +146,4 @@ def test_generation_takes_the_planned_cache_and_temporary_tensors(tiny_model):
     cache = prompts * n * (PROMPT + new) * counting.cache_bytes_per_token(meta)
     decode = counting.decode_peak(meta, prompts * n, PROMPT + new, sampling)
     planned = max(counting.prefill_peak(meta, prompts, PROMPT), cache + decode)
-    print("RATIO", live.peak / planned, live.peak, cache, decode)
-    assert 0.7 * planned < live.peak < 1.05 * planned
+    assert 0.8 * planned < live.peak < 1.02 * planned

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,42 @@ def test_S1_55_command_prints_the_table_and_whether_it_fits(folder, capsys):
     assert [row for row in ROWS if row in rows] == [r for r in ROWS if "critic" not in r and "reference" not in r]
     assert cli.main(["plan", "--gpu_gb=0.001", *args]) == 1
     assert "It does not fit: the peak, in " in capsys.readouterr().out
+
+
+def test_command_reads_the_arguments_of_train_sh(folder, capsys, monkeypatch):
+    monkeypatch.setenv("TRAIN_BATCH_SIZE", "8")
+    args = [
+        "train",
+        "--model",
+        str(folder),
+        "--train_files",
+        "x.json",
+        "--rollout_n",
+        "3",
+        "actor.ppo_mini_batch_size=8",
+    ]
+    assert cli.main(["plan", *args, "--max_response_length", "32", "--gpu_gb", "80"]) == 0
+    shown = capsys.readouterr().out
+    assert "with grpo, for a GPU of 80 GiB" in shown and "at once 24 responses are generated" in shown
+    assert "reference weights" in shown  # train.sh switches the KL loss on
+
+
+def test_an_estimator_of_ones_own_says_itself_whether_it_has_a_critic(folder, tmp_path, capsys):
+    own = tmp_path / "own_estimators.py"
+    own.write_text(
+        "from posttrain.algorithms import register_adv_est\n"
+        "@register_adv_est('plan_own', needs_critic=True)\n"
+        "def own(token_level_rewards, response_mask, **kwargs): ...\n"
+    )
+    args = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.model.external_lib={own}"]
+    assert cli.main(["plan", *args, "data.train_files=x.json", "algorithm.adv_estimator=plan_own"]) == 0
+    assert "critic optimizer" in capsys.readouterr().out
+
+
+def test_help_of_the_verb_imports_nothing_heavy():
+    code = "import sys; from posttrain import cli; cli.main(['plan', '--help']); print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.startswith("usage: posttrain plan") and ran.stdout.endswith("False\n")
 
 
 def test_wrong_gpu_sizes_and_devices_are_said_in_words(folder, capsys):

@@ -15,6 +15,8 @@ LAYOUTS = [
     {"pack": False},
     {"pack": False, "max_rows": 1},
     {"gradient_checkpointing": True, "max_rows": 4},
+    {},
+    {"share_prompts": False, "max_rows": 3},
 ]
 
 
@@ -25,9 +27,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "float64"])
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_S4_17_gradient_is_the_same_in_every_layout(make_engine, dtype, mode):
-    batch = ragged_batch(dtype=dtype)
+    batch = ragged_batch(dtype=dtype, prompts=5)
     whole_loss = objective(loss_agg_mode=mode)
-    whole = gradient(make_engine(dtype), batch, whole_loss)
+    whole = gradient(make_engine(dtype, share_prompts=False), batch, whole_loss)
     assert whole.norm() > 1e-3
     for layout in LAYOUTS:
         loss = objective(loss_agg_mode=mode)
@@ -52,6 +54,20 @@ def test_a_division_by_the_micro_batch_would_be_seen(make_engine):
 
     whole = gradient(make_engine(), batch, wrong())
     assert relative(gradient(make_engine(max_rows=2), batch, wrong()), whole) > 0.1
+
+
+def test_a_prompt_is_computed_once_for_all_its_responses_where_that_is_cheaper(make_engine, monkeypatch):
+    from posttrain.engine import fsdp
+
+    seen = []
+    plain = fsdp.hidden_states
+    monkeypatch.setattr(fsdp, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest))
+    batch = ragged_batch(prompts=4)
+    mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[1]
+    prompt, response = int(mask[::4, :-width].sum()), int(mask[:, -width:].sum())
+    make_engine().log_probs(batch)
+    make_engine(share_prompts=False).log_probs(batch)
+    assert seen == [prompt + response, int(mask.sum())]
 
 
 def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):
