@@ -81,13 +81,33 @@ def data(args: Arguments) -> int:
     sums.add_argument("--suffix", default="json", choices=["json", "parquet"], help="file format")
     sums.add_argument("--max-operand", type=int, default=100, help="operands lie below this number")
     sums.add_argument("--seed", type=int, default=1, help="seed of the split and of the order")
+    words = recipes.add_parser("gsm8k", help="grade-school word problems, from a local copy or from the hub")
+    words.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with a copy of the data set: train and test as "
+        ".jsonl, .json or .parquet with the columns question and answer (default: the hub's openai/gsm8k)",
+    )
+    words.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: $HOME/data/gsm8k)")
     options = parser.parse_args(args)
+    for path, rows in (_gsm8k if options.recipe == "gsm8k" else _arithmetic)(options).items():
+        print(f"{path}: {rows} rows")
+    return 0
+
+
+def _arithmetic(options: argparse.Namespace) -> dict[Path, int]:
     from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 
     rows = arithmetic_rows(max_operand=options.max_operand, seed=options.seed)
-    for name, path in write_files(options.out, rows, suffix=options.suffix).items():
-        print(f"{path}: {len(rows[name])} rows")
-    return 0
+    return {path: len(rows[name]) for name, path in write_files(options.out, rows, suffix=options.suffix).items()}
+
+
+def _gsm8k(options: argparse.Namespace) -> dict[Path, int]:
+    from posttrain.data.recipes.gsm8k import prepare
+
+    return prepare(options.source, options.out)
 
 
 def version(args: Arguments) -> int:
@@ -105,7 +125,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
-    "data": (data, "`data arithmetic OUT`: prepare a data set"),
+    "data": (data, "`data arithmetic OUT`, `data gsm8k`: prepare a data set"),
     "version": (version, "print the version"),
 }
 

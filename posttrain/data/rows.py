@@ -108,7 +108,11 @@ def _path_problem(path: Path) -> str | None:
         return f"{path} is a folder; name the files in it" + (f" ({', '.join(inside[:5])})." if inside else ".")
     if not path.exists():
         command = next((command for folder, command in PREPARED_BY.items() if folder in path.parent.name), None)
-        hint = f" Make it with `{command}`." if command else " Check the path; it is taken from the working folder."
+        hint = (
+            f" Make it with `{command} --out {path.parent}`."
+            if command
+            else " Check the path; it is taken from the working folder."
+        )
         return f"There is no file {path}.{hint}"
     if not path.name.endswith(READABLE):
         return f"{path} has a suffix that is not known; the suffix decides the reader: {', '.join(READABLE)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,7 @@ class FSDPEngine(TrainEngine):
             module.requires_grad_(False)
         if settings.gradient_checkpointing and self.optimizer is not None:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+        self.offload()
 
     # -- passes ---------------------------------------------------------------------------------------------------
     def log_probs(self, data: DataProto, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -152,3 +154,12 @@ class FSDPEngine(TrainEngine):
             self.module.to(self.settings.device)
         if optimizer and self.settings.optimizer_offload and self.optimizer:
             self.optimizer.move(self.settings.device)
+
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """Inside, the weights (and the optimizer state) are where they are computed with."""
+        self.onload(optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self.offload()

@@ -17,7 +17,7 @@ Unit = list[int]
 
 
 def plan_units(data: DataProto, *, share: bool, max_rows: int | None = None) -> tuple[list[Unit], list[int]]:
-    """(units, tokens of each). Prompts are shared where that does not make attention dearer than it makes it cheaper."""
+    """(units, tokens of each). Prompts are shared where attention does not become dearer by it."""
     response_width = data.batch["responses"].shape[1]
     mask = data.batch["attention_mask"]
     total = mask.sum(-1).tolist()

@@ -1,8 +1,9 @@
 """Causal attention over rows packed end to end without padding.
 
-Every row attends to itself only; responses to one prompt may share it, so that it is computed once. Rows are gathered into a few rectangles of similar length, and each rectangle is
-one call of torch's own attention: rows are padded on the right there, and under a causal mask padding on the right
-is never seen by a real token, so no mask is built. Linear layers around it work on the packed tokens alone.
+Every row attends to itself only; responses to one prompt may share it, so that it is computed once. Rows are gathered
+into a few rectangles of similar length, and each rectangle is one call of torch's own attention: rows are padded on
+the right there, and under a causal mask padding on the right is never seen by a real token, so no mask is built for
+rows that share nothing. Linear layers around it work on the packed tokens alone.
 
 Shapes: T packed tokens, H heads, D head size; a rectangle has R rows of length L; S slots are the places of all
 rectangles, padding included.

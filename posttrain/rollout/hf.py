@@ -123,7 +123,7 @@ class HFEngine(RolloutEngine):
         assert self.logits_BV is not None
         requests = [row.request for row in self.rows]
         uniform_B = uniforms([r.seed for r in requests], [len(row.tokens) for row in self.rows])
-        seen = [[*row.request.prompt_ids, *row.tokens] for row in self.rows]
+        seen = [(row.request.prompt_ids, row.tokens) for row in self.rows]
         return sample(self.logits_BV, [r.sampling for r in requests], uniform_B, seen)
 
     def _finish_reason(self, row: _Row) -> str | None:

@@ -15,6 +15,7 @@ import torch
 
 from posttrain.rollout.base import Sampling
 
+Seen = tuple[Sequence[int], Sequence[int]]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -44,9 +45,9 @@ def combine_seeds(*parts: int) -> int:
 
 
 def sample(
-    logits_BV: torch.Tensor, settings: Sequence[Sampling], uniform_B: torch.Tensor, seen: Sequence[Sequence[int]]
+    logits_BV: torch.Tensor, settings: Sequence[Sampling], uniform_B: torch.Tensor, seen: Sequence[Seen]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, log-probs), each (B,). `seen` holds the tokens that the repetition penalty looks at."""
+    """(tokens, log-probs), each (B,). `seen` holds each row's prompt and response for the repetition penalty."""
     logits_BV = logits_BV.float()
     temperature_B = logits_BV.new_tensor([1.0 if s.greedy else s.temperature for s in settings])
     log_p_BV = torch.log_softmax(logits_BV / temperature_B[:, None], -1)
@@ -85,13 +86,13 @@ def _filtered(p_BV: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
     return torch.zeros_like(p_BV).scatter(1, order, sorted_p)
 
 
-def _penalised(logits_BV: torch.Tensor, settings: Sequence[Sampling], seen: Sequence[Sequence[int]]) -> torch.Tensor:
+def _penalised(logits_BV: torch.Tensor, settings: Sequence[Sampling], seen: Sequence[Seen]) -> torch.Tensor:
     """Logits of tokens seen before, divided (if positive) or multiplied (if negative) by the penalty."""
     if all(s.repetition_penalty == 1.0 for s in settings):
         return logits_BV
     out = logits_BV.clone()
-    for row, (setting, tokens) in enumerate(zip(settings, seen, strict=True)):
-        index = torch.tensor(sorted(set(tokens)), device=out.device)
+    for row, (setting, (prompt, response)) in enumerate(zip(settings, seen, strict=True)):
+        index = torch.tensor(sorted({*prompt, *response}), device=out.device)
         scores = out[row, index]
         penalty = setting.repetition_penalty
         out[row, index] = torch.where(scores > 0, scores / penalty, scores * penalty)

@@ -50,9 +50,7 @@ def ensure_embedded(say: Any, *, model: bool = True) -> Path:
         sizes = {"max_operand": RECIPE["max_operand"], "val_size": RECIPE["val_size"], "seed": RECIPE["seed"]}
         write_files(folder, arithmetic_rows(**sizes))
     if model and not (folder / "model" / "config.json").exists():
-        say(
-            f"Making the embedded model once: {RECIPE['sft_steps']} steps of SFT on sums, about half a minute on two cores."
-        )
+        say(f"Making the embedded model once: {RECIPE['sft_steps']} steps of SFT, half a minute on two cores.")
         _make_model(folder, say)
     return folder
 

@@ -65,10 +65,10 @@ class ActorRolloutRefWorker:
         ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
         sampling = self.sampling(validate=bool(prompts.meta_info.get("validate")))
         seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
-        self.engine.onload()
-        self.rollout.wake()
-        outputs = generate(self.rollout, ids, [sampling] * len(ids), seeds, on_output)
-        self.rollout.sleep()
+        with self.engine.on_device():
+            self.rollout.wake()
+            outputs = generate(self.rollout, ids, [sampling] * len(ids), seeds, on_output)
+            self.rollout.sleep()
         return to_batch(ids, outputs, self.tokenizer.pad_token_id)
 
     def sampling(self, *, validate: bool) -> Sampling:
@@ -89,8 +89,8 @@ class ActorRolloutRefWorker:
     @register(Dispatch.SPLIT)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropy` under the weights as they are."""
-        self.engine.onload()
-        out = self.actor.compute_log_prob(data)
+        with self.engine.on_device():
+            out = self.actor.compute_log_prob(data)
         return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
 
     compute_log_probs = compute_log_prob
@@ -100,29 +100,26 @@ class ActorRolloutRefWorker:
         """`ref_log_prob`: of the frozen copy, or of the base with its adapters off."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
         if self.reference is None:
-            with base_only(self.engine.module):
+            with self.engine.on_device(), base_only(self.engine.module):
                 out = self.engine.log_probs(data, temperature=temperature)
         else:
-            self.reference.onload()
-            out = self.reference.log_probs(data, temperature=temperature)
-            self.reference.offload()
+            with self.reference.on_device():
+                out = self.reference.log_probs(data, temperature=temperature)
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
     @register(Dispatch.SPLIT)
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on this batch; gives their mean metrics."""
-        self.engine.onload(optimizer=True)
-        metrics = self.actor.update_policy(data)
-        self.engine.offload()
-        return metrics
+        with self.engine.on_device(optimizer=True):
+            return self.actor.update_policy(data)
 
     @register(Dispatch.ALL)
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the new weights to the rollout engine, and prove that it computes with them."""
-        self.engine.onload()
-        weights = () if self.rollout_shares_weights else self.engine.export_weights()
-        self.rollout.load_weights(weights, version)
-        return self.probe.compare(self.engine, self.rollout)
+        with self.engine.on_device():
+            weights = () if self.rollout_shares_weights else self.engine.export_weights()
+            self.rollout.load_weights(weights, version)
+            return self.probe.compare(self.engine, self.rollout)
 
     @property
     def rollout_shares_weights(self) -> bool:
@@ -131,9 +128,8 @@ class ActorRolloutRefWorker:
     @register(Dispatch.ALL)
     def dry_run(self, rows: Sequence[int], prompt_length: int) -> None:
         """Forward and backward over rows of these lengths; nothing changes, but running out of memory shows."""
-        self.engine.onload(optimizer=True)
-        self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
-        self.engine.offload()
+        with self.engine.on_device(optimizer=True):
+            self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
 
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:
@@ -169,15 +165,13 @@ class CriticWorker:
 
     @register(Dispatch.SPLIT)
     def compute_values(self, data: DataProto) -> DataProto:
-        self.engine.onload()
-        return DataProto.from_dict(tensors={"values": self.critic.compute_values(data)})
+        with self.engine.on_device():
+            return DataProto.from_dict(tensors={"values": self.critic.compute_values(data)})
 
     @register(Dispatch.SPLIT)
     def update_critic(self, data: DataProto) -> dict[str, float]:
-        self.engine.onload(optimizer=True)
-        metrics = self.critic.update_critic(data)
-        self.engine.offload()
-        return metrics
+        with self.engine.on_device(optimizer=True):
+            return self.critic.update_critic(data)
 
     @register(Dispatch.ALL)
     def state(self) -> dict[str, torch.Tensor]:

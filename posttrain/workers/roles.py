@@ -35,9 +35,7 @@ def reference_engine(config: PPOConfig, device: torch.device) -> FSDPEngine:
     """A frozen copy of the policy as it was at the start."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     offload = FSDPConfig(param_offload=ref.fsdp_config.param_offload)
-    engine = FSDPEngine(_language_model(config, device), _settings(config, device, actor, None, offload, 1))
-    engine.offload()
-    return engine
+    return FSDPEngine(_language_model(config, device), _settings(config, device, actor, None, offload, 1))
 
 
 def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:

@@ -12,7 +12,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 def draw(setting: Sampling, rows: int = 20000, seen=()):
     uniform = uniforms(range(rows), [0] * rows)
-    tokens, log_probs = sample(LOGITS.expand(rows, -1), [setting] * rows, uniform, [list(seen)] * rows)
+    tokens, log_probs = sample(LOGITS.expand(rows, -1), [setting] * rows, uniform, [(list(seen), [])] * rows)
     return tokens, log_probs
 
 
@@ -61,9 +61,9 @@ def test_a_row_is_sampled_alike_alone_and_among_neighbours():
     settings = [Sampling(max_tokens=1, temperature=0.3 + 0.1 * i, top_p=0.8 if i % 2 else 1.0) for i in range(8)]
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     uniform = uniforms(range(8), range(8))
-    together, _ = sample(logits, settings, uniform, [[]] * 8)
+    together, _ = sample(logits, settings, uniform, [([], [])] * 8)
     for row in range(8):
-        alone, _ = sample(logits[row : row + 1], settings[row : row + 1], uniform[row : row + 1], [[]])
+        alone, _ = sample(logits[row : row + 1], settings[row : row + 1], uniform[row : row + 1], [([], [])])
         assert alone.item() == together[row].item()
 
 

@@ -80,6 +80,9 @@ class Recorder:
         started = time.perf_counter()
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            error.add_note(name)
+            raise
         finally:
             self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
 

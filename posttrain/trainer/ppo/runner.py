@@ -135,8 +135,9 @@ def _fill_embedded(config: PPOConfig, data: Any) -> None:
 def _memory_words(config: PPOConfig, error: Exception) -> str:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    stage = f" in the stage {error.__notes__[0]}" if getattr(error, "__notes__", None) else ""
     return (
-        f"Out of memory: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
+        f"Out of memory{stage}: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
         f"  actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} (tokens at once)\n"
         f"  actor_rollout_ref.rollout.n={rollout.n}, rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
         f"  actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}\n"

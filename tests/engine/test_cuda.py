@@ -1,0 +1,74 @@
+"""On a CUDA device: packed = padded, exact offload, small runs in bfloat16 and float32, and exact repetition."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_tools import gradient, objective, ragged_batch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cuda_engine(tiny_model):
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.optim import OptimConfig
+    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+    from posttrain.models.loading import load_causal_lm
+
+    def make(dtype=torch.float64, **settings):
+        device = torch.device("cuda")
+        module = load_causal_lm(ModelConfig(path=str(tiny_model)), dtype=dtype, device=device)
+        return FSDPEngine(module, EngineSettings(device=device, optim=OptimConfig(lr=1e-3), grad_clip=1e9, **settings))
+
+    return make
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_gradient_is_the_same_packed_padded_shared_and_split(cuda_engine, dtype, limit):
+    batch = ragged_batch(dtype=dtype, prompts=5)
+    whole = gradient(cuda_engine(dtype, share_prompts=False), batch, objective())
+    for layout in ({}, {"max_rows": 2}, {"pack": False}, {"token_budget": 60}):
+        part = gradient(cuda_engine(dtype, **layout), batch, objective())
+        assert float((part - whole).norm() / whole.norm()) < limit, layout
+
+
+def test_S4_20_S4_21_S3_56_offload_frees_the_device_and_changes_no_number(cuda_engine):
+    batch = ragged_batch(dtype=torch.float32, prompts=5)
+    plain, away = cuda_engine(torch.float32), cuda_engine(torch.float32, param_offload=True, optimizer_offload=True)
+    for engine in (plain, away):
+        loss = objective()
+        with engine.on_device(optimizer=True):
+            engine.update(loss.prepare(batch.select()), loss)
+    assert all(weight.device.type == "cpu" for weight in away.module.parameters())
+    moments = [value for state in away.optimizer.adam.state.values() for value in state.values()]
+    assert all(value.device.type == "cpu" for value in moments)
+    with away.on_device():
+        there = away.log_probs(batch)["log_probs"]
+    torch.testing.assert_close(there, plain.log_probs(batch)["log_probs"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_run_on_cuda_agrees_with_itself_and_learns_something(tiny_model, sums, tmp_path, dtype):
+    from runs import metrics_of, run
+
+    result = run(
+        tiny_model,
+        sums,
+        tmp_path,
+        trainer__device="cuda",
+        actor_rollout_ref__model__dtype=dtype,
+        trainer__deterministic=True,
+    )
+    again = run(
+        tiny_model,
+        sums,
+        tmp_path / "b",
+        trainer__device="cuda",
+        actor_rollout_ref__model__dtype=dtype,
+        trainer__deterministic=True,
+    )
+    assert metrics_of(result.path) == metrics_of(again.path)
+    assert result.metrics[0]["mismatch/logp_mean"] < (5e-2 if dtype == "bfloat16" else 1e-3)

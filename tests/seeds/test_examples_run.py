@@ -1,0 +1,80 @@
+"""The example scripts: what they set is what the documents show, and a small form of each runs to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from seen import ROOT, metrics_of
+
+from posttrain.config import load_config
+
+QWEN3_8B = ROOT / "examples" / "grpo_trainer" / "run_qwen3-8b.sh"
+DOCUMENT_0 = {  # §2.2, with the engine and the sizes that one worker has
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.use_kl_in_reward": False,
+    "data.train_files": "$HOME/data/gsm8k/train.parquet",
+    "data.val_files": "$HOME/data/gsm8k/test.parquet",
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 1024,
+    "actor_rollout_ref.model.path": "Qwen/Qwen3-8B",
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    "actor_rollout_ref.rollout.n": 5,
+    "actor_rollout_ref.rollout.name": "hf",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.nnodes": 1,
+    "trainer.total_epochs": 15,
+    "trainer.project_name": "verl_grpo_example",
+    "trainer.experiment_name": "qwen3_8b_grpo",
+}
+
+
+def test_S0_149_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    command = QWEN3_8B.read_text().partition("main_ppo")[2]
+    assert "#" not in command and not re.search(r"\\[ \t]+\n|\n\s*\n", command)
+    assert command.rstrip().endswith('"$@"')
+    arguments = [os.path.expandvars(text.replace('"', "")) for text in re.findall(r"\S+=\S+", command)]
+    resolved = load_config(arguments)
+    wanted = {k: os.path.expandvars(v) if isinstance(v, str) else v for k, v in DOCUMENT_0.items()}
+    assert len(arguments) == len(wanted) == 22
+    assert {key: resolved.value(key) for key in wanted} == wanted
+
+
+def test_S0_149_S2_48_the_script_trains_two_small_steps_and_added_settings_win(brief_model: Path, tmp_path: Path):
+    from posttrain.data.recipes.gsm8k import prepare
+
+    raw = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
+    (tmp_path / "raw").mkdir()
+    for split, rows in (("train", raw), ("test", raw[:2])):
+        (tmp_path / "raw" / f"{split}.json").write_text(json.dumps(rows))
+    prepare(tmp_path / "raw", tmp_path / "home/data/gsm8k")
+    sizes = ["data.train_batch_size=4", "data.max_prompt_length=256", "data.max_response_length=8"]
+    sizes += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    run = [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1"]
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        ["bash", str(QWEN3_8B), *run, *sizes, "trainer.total_training_steps=2"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    folder = tmp_path / "outputs" / "verl_grpo_example" / "qwen3_8b_grpo"
+    lines = metrics_of(folder)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "val/gsm8k/mean@1" in lines[0] and lines[1]["actor/optimizer_steps"] == 2.0 and "kl_loss" in lines[1]
+    assert (folder / "checkpoints" / "global_step_2" / "manifest.json").is_file()
