@@ -8,7 +8,7 @@
 #            and the last checkpoint lie in outputs/verl_grpo_example/qwen3_8b_grpo
 # What is added to the command wins, for instance a small trial of two steps with another model:
 #   bash examples/grpo_trainer/run_qwen3-8b.sh actor_rollout_ref.model.path=MODEL data.train_batch_size=8 \
-#     data.val_files=null data.max_response_length=64 trainer.total_training_steps=2
+#     actor_rollout_ref.actor.ppo_mini_batch_size=8 data.val_files=null data.max_response_length=64 trainer.total_training_steps=2
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"

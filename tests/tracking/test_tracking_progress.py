@@ -40,7 +40,7 @@ def test_resumed_run_adds_to_the_log_and_streams_are_put_back(tmp_path):
 def test_plain_lines_without_a_terminal(capsys):
     with Progress(10, done=3, stream=io.StringIO()) as progress:
         progress.step("reward 0.5", ["lower the rate"])
-    assert capsys.readouterr().out == "[4/10] reward 0.5\n  ! lower the rate\n"
+    assert capsys.readouterr().out == "step 4/10: reward 0.5\n  ! lower the rate\n"
 
 
 def test_bar_on_a_terminal_stays_out_of_the_log(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_bar_on_a_terminal_stays_out_of_the_log(tmp_path, monkeypatch):
         progress.step("reward 0.5", reward=0.5)
         print("two", "words")
         progress.step("reward 0.6")
-    assert (tmp_path / "run.log").read_text() == "reward 0.5\ntwo words\nreward 0.6\n"
+    assert (tmp_path / "run.log").read_text() == "step 1/2: reward 0.5\ntwo words\nstep 2/2: reward 0.6\n"
     shown = screen.getvalue()
     assert "two words\n" in shown and "2/2" in shown and "reward 0.500" in shown
 

@@ -30,6 +30,7 @@ def settings(model: Path, data: dict[str, Path], out: Path, **more: Any) -> dict
         "data.max_response_length": 6,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
         "trainer.total_training_steps": 2,
+        "trainer.device": "cpu",
         "trainer.default_local_dir": str(out),
         "trainer.project_name": "test",
         "trainer.experiment_name": "run",

@@ -1,0 +1,102 @@
+"""The pages say what is: keys, links, tables and papers in them are compared with the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.aliases import DERIVED, RENAMED, canonical
+from posttrain.config.choices import CHOICES, ESTIMATORS, POLICY_LOSSES
+from posttrain.config.presets import PRESETS
+from posttrain.explain import _pages
+from posttrain.explain_texts import METRICS
+from posttrain.rewards.scorers import known_sources
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout.", "M.": "actor_rollout_ref.model."}
+SLIPS = {"data.train_bath_size"}  # the example of an error
+KEY = re.compile(r"(?<![\w./])\+?((?:[ARM]\.|[a-z_]+\.)[a-z_]+(?:\.[a-z_]+)*)=")
+
+
+def whole(key: str) -> str:
+    return SHORT[key[:2]] + key[2:] if key[:2] in SHORT else key
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_setting_that_a_page_gives_a_value_is_known(page):
+    unknown = [key for key in KEY.findall(PAGES[page]) if canonical(whole(key)).key is None]
+    unknown = [key for key in unknown if canonical(key.rpartition(".")[0]).key is None]  # entries of a free dict
+    assert set(unknown) <= SLIPS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_to_a_file_leads_to_one(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", PAGES[page])
+    assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
+    scripts = re.findall(r"examples/[\w./-]+\.(?:py|sh)", PAGES[page])
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
+def test_the_index_names_every_page_and_written_pages_are_short():
+    for page, text in PAGES.items():
+        assert page == "README.md" or f"({page})" in PAGES["README.md"]
+        assert page == "settings.md" or len(text.splitlines()) <= 150, page
+
+
+def test_S0_148_S3_76_the_algorithms_page_links_the_grpo_paper_and_the_right_drgrpo_paper():
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGES["algorithms.md"], re.M | re.S))
+    assert re.findall(r"https://arxiv\.org/abs/([\d.]+)", sections["GRPO"]) == ["2402.03300"]
+    assert re.findall(r"https://arxiv\.org/abs/([\d.]+)", sections["DrGRPO"]) == ["2503.20783"]
+
+
+def test_the_papers_of_the_algorithms_page_are_those_of_explain():
+    links = re.findall(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", PAGES["algorithms.md"])
+    assert links and all(shown == target for shown, target in links)
+    explained = " ".join(_pages().values())
+    assert [shown for shown, _ in links if shown not in explained] == []
+
+
+def test_the_algorithms_page_names_everything_that_can_be_chosen():
+    text = PAGES["algorithms.md"]
+    modes = CHOICES["actor_rollout_ref.actor.loss_agg_mode"]
+    names = [*ESTIMATORS, *POLICY_LOSSES, *modes, *CHOICES["algorithm.kl_penalty"]]
+    assert [name for name in names if not re.search(rf"[`=]{re.escape(name)}\b", text)] == []
+
+
+def test_the_configuration_page_has_every_other_spelling_and_every_preset():
+    rows = [re.findall(r"`([^`]+)`", line) for line in PAGES["configuration.md"].splitlines() if line.startswith("|")]
+    shown = {whole(spelling): whole(row[-1]) for row in rows if len(row) > 1 for spelling in row[:-1]}
+    assert {spelling: shown.get(spelling) for spelling in RENAMED} == RENAMED
+    words = {whole(word) for row in rows for word in row}
+    assert [key for key in DERIVED if key not in words] == []
+    assert [name for name in PRESETS if name.replace("/", "=") not in words] == []
+
+
+def test_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_explained_metric():
+    assert [source for source in known_sources() if f"`{source}`" not in PAGES["rewards.md"]] == []
+    assert [name for name in METRICS if f"`{name}`" not in PAGES["runs.md"]] == []
+
+
+def imports_of(folder: Path) -> set[str]:
+    """Rooms of posttrain that the files of a room import."""
+    found: set[str] = set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found |= {name.split(".")[1] for name in names if name.startswith("posttrain.")}
+    return found
+
+
+def test_rooms_import_what_the_architecture_page_allows_and_nothing_else():
+    table = re.findall(r"^\| `(\w+)/` \|.*\| (.+?) \|$", PAGES["architecture.md"], re.M)
+    rooms = {room for room, _ in table}
+    assert rooms == {path.parent.name for path in (ROOT / "posttrain").glob("*/__init__.py")} - {"utils"}
+    for place, (room, allowed) in enumerate(table):
+        may = {name for name, _ in table[:place]} | {"protocol"} if allowed == "all above" else set()
+        may |= set(re.findall(r"`(\w+)`", allowed)) | {room, "errors"}
+        assert imports_of(ROOT / "posttrain" / room) <= may, room
