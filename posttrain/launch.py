@@ -249,10 +249,9 @@ def main(args: Sequence[str]) -> int:
     if resolved.show is not None:
         print(resolved.to_yaml(), end="")
         return 0
-    from posttrain.trainer.main_ppo import run_ppo
+    from posttrain.trainer.main_ppo import exit_status, run_ppo
 
-    run_ppo(resolved)
-    return 0
+    return exit_status(run_ppo(resolved))
 
 
 def show_config(args: Sequence[str]) -> int:

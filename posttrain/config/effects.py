@@ -25,7 +25,7 @@ def _no_critic(config: PPOConfig) -> bool:
     return name in ESTIMATORS and name not in CRITIC_ESTIMATORS
 
 
-def _not_constant(config: PPOConfig) -> bool:
+def _is_constant(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant"
 
 
@@ -80,7 +80,7 @@ EFFECTS: tuple[Effect, ...] = (
         lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
         "clip_ratio_low and clip_ratio_high are both set",
     ),
-    Effect((f"{_ACTOR}.optim.min_lr_ratio",), _not_constant, f"{_ACTOR}.optim.lr_scheduler_type is constant"),
+    Effect((f"{_ACTOR}.optim.min_lr_ratio",), _is_constant, f"{_ACTOR}.optim.lr_scheduler_type is constant"),
     Effect(
         (f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
         lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,

@@ -14,7 +14,7 @@ from posttrain.config.resolved import Resolved
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
-_SUFFIXES = (".parquet", ".json", ".jsonl")
+_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _THREE_FORMS = (
     "three forms are known: (1) the same command on every node of a running Ray cluster with trainer.nnodes=N; "
     "(2) torchrun --nnodes=N --node_rank=R --master_addr=HOST -m posttrain.trainer.main_ppo ...; "
@@ -36,7 +36,7 @@ def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
             if name is None or name == "embedded":
                 continue
             path = cwd / str(name)
-            if path.is_file() and path.suffix in _SUFFIXES:
+            if path.is_file() and path.name.endswith(_SUFFIXES):
                 continue
             where = resolved.where(key)
             if path.is_file():
@@ -99,6 +99,9 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         what = f"`{_ROLLOUT}.name={name}`: the package {name} is not installed."
         do = f'pip install "posttrain[{name}]", or set {_ROLLOUT}.name=hf'
         yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
+    elif name in ("vllm", "sglang"):
+        what = f"`{_ROLLOUT}.name={name}`: this engine is not built in this version."
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), f"set {_ROLLOUT}.name=hf")
 
 
 def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:

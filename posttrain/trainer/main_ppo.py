@@ -14,14 +14,11 @@ Trains with the settings below, each followed by where its value comes from. `po
 """
 
 
-def main(config: Any = None) -> None:
+def main(config: Any = None) -> Any:
     """Compose `ppo_trainer` from `config/` with the command line (unless a configuration is given), and train."""
     if config is None:
-        resolved = _from_command_line(sys.argv[1:])
-        if resolved is None:
-            return
-        config = resolved
-    run_ppo(config)
+        config = _from_command_line(sys.argv[1:])
+    return None if config is None else run_ppo(config)
 
 
 def _from_command_line(args: list[str]) -> Any:
@@ -77,14 +74,18 @@ def as_resolved(config: Any) -> Any:
 def cli() -> int:
     """`main` with errors meant for users printed as they are."""
     try:
-        main()
+        return exit_status(main())
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
+
+
+def exit_status(result: Any) -> int:
+    """The process's status for what a runner gave; a custom runner may give anything."""
+    return getattr(result, "exit_status", 0)
 
 
 if __name__ == "__main__":

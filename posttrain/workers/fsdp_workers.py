@@ -14,9 +14,9 @@ from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.loading import end_token_ids
 from posttrain.models.lora import base_only
 from posttrain.protocol import DataProto
-from posttrain.rollout.base import Output, RolloutEngine, Sampling
+from posttrain.rollout.base import Output, Sampling
+from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate, to_batch
-from posttrain.rollout.hf import HFEngine
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic
 from posttrain.workers.probe import WeightProbe
@@ -49,12 +49,8 @@ class ActorRolloutRefWorker:
         self.adapters = hasattr(self.engine.module, "peft_config")
         if self.with_reference and not self.adapters:
             self.reference = reference_engine(self.config, self.device)
-        self.rollout: RolloutEngine = HFEngine(
-            self.engine.module,
-            pad_token_id=self.tokenizer.pad_token_id,
-            max_num_seqs=self.config.actor_rollout_ref.rollout.max_num_seqs,
-            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
-        )
+        rollout = self.config.actor_rollout_ref.rollout
+        self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer)
         generation = getattr(self.engine.module, "generation_config", None)
         self.end_ids = end_token_ids(self.tokenizer, self.engine.module.config, generation)
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
@@ -130,6 +126,11 @@ class ActorRolloutRefWorker:
         """Forward and backward over rows of these lengths; nothing changes, but running out of memory shows."""
         with self.engine.on_device(optimizer=True):
             self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
+
+    @register(Dispatch.ONE)
+    def rollout_engine(self) -> str:
+        """Name and version of the engine that generates."""
+        return self.engine_name
 
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:

@@ -30,7 +30,7 @@ from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager, on_last_token
-from posttrain.trainer.ppo.sizes import critic_updates, fit_sizes
+from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
@@ -52,6 +52,12 @@ class RunResult:
     steps: int
     metrics: list[dict[str, Any]] = field(default_factory=list)
     validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    stopped_by: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """0, or what a shell expects of a program that a signal ended."""
+        return 0 if self.stopped_by is None or self.status == "finished" else 128 + self.stopped_by
 
 
 def compute_advantage(
@@ -100,6 +106,8 @@ class RayPPOTrainer:
         actor = config.actor_rollout_ref.actor
         kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
         self.use_critic, self.use_reference = estimator.needs_critic, kl_loss or config.algorithm.use_kl_in_reward
+        if estimator.compares_group:
+            check_group_size(config, explicit or set())
         self.sizes, notes = fit_sizes(config, explicit or set(), len(train_dataset))
         for sentence in (*notes, self.sizes.words()):
             say(sentence)
@@ -128,6 +136,7 @@ class RayPPOTrainer:
         )
         self.actor_rollout_wg = LocalWorkerGroup(worker)
         self.actor_rollout_wg.init_model()
+        say(f"Rollout engine: {self.actor_rollout_wg.rollout_engine()}")
         self.critic_wg = None
         if self.use_critic:
             critic = CriticWorker(self.config, self.device, total_updates=critic_updates(self.config, self.sizes))
@@ -156,7 +165,7 @@ class RayPPOTrainer:
             self.recorder.close(status)
         self.recorder.farewell()
         validation = [(step, metrics) for step, metrics, _ in self.recorder.validations]
-        return RunResult(self.run.path, status, self.step, self.recorder.history, validation)
+        return RunResult(self.run.path, status, self.step, self.recorder.history, validation, stop.requested)
 
     def _train_step(self) -> None:
         stage = self.recorder.stage

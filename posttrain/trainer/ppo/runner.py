@@ -53,6 +53,8 @@ def run_training(
             return trainer.fit()
         except torch.OutOfMemoryError as error:
             raise UserError(_memory_words(config, error)) from error
+        except UserError:
+            raise  # its text says it all
         except Exception:
             _write_crash(run)
             raise

@@ -62,6 +62,16 @@ def fit_sizes(config: PPOConfig, explicit: set[str], rows: int) -> tuple[Sizes, 
     return Sizes(prompts, responses, actor.ppo_mini_batch_size, updates, total_steps), notes
 
 
+def check_group_size(config: PPOConfig, explicit: set[str]) -> None:
+    """A user's own estimator that compares a group needs one; the built-in ones are checked with the configuration."""
+    if config.actor_rollout_ref.rollout.n == 1:
+        where = "was set to 1" if "actor_rollout_ref.rollout.n" in explicit else "is 1 by default"
+        raise SizeError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses to one prompt, but "
+            f"actor_rollout_ref.rollout.n {where}; set actor_rollout_ref.rollout.n=5 (5 to 8 is usual)"
+        )
+
+
 def rows_text(config: PPOConfig) -> str:
     return f"{config.data.train_batch_size} prompts"
 

@@ -1,0 +1,164 @@
+"""How a run ends: stopped by a signal, by numbers that are not finite, by validation alone; and what it leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics_of, run, settings
+
+from posttrain.trainer.ppo import ray_trainer
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingStopped
+
+SIGNALLED = """
+    import os, signal, sys
+    sys.path.insert(0, {folder!r})
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+    from runs import parity_reward
+    import posttrain
+
+    plain = RayPPOTrainer._update
+
+    def update(self, batch, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.{name})
+        return plain(self, batch, step)
+
+    RayPPOTrainer._update = update
+    sys.exit(posttrain.train({settings!r}, reward=parity_reward).exit_status)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_finishes_the_step_saves_and_leaves_and_the_run_goes_on(tiny_model, sums, tmp_path, name):
+    wanted = settings(tiny_model, sums, tmp_path, trainer__total_training_steps=4)
+    code = textwrap.dedent(SIGNALLED).format(folder=str(Path(__file__).parent), settings=wanted, name=name)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 128 + getattr(signal, name), ended.stderr[-2000:]
+    assert f"Stopped by {name} after step 2; the same command continues this run." in ended.stdout
+    path = tmp_path / "test" / "run"
+    assert [line["step"] for line in metrics_of(path)] == [1, 2]
+    assert (path / "checkpoints" / "global_step_2" / "manifest.json").exists()
+    rest = run(tiny_model, sums, tmp_path, trainer__total_training_steps=4)
+    straight = run(tiny_model, sums, tmp_path / "straight", trainer__total_training_steps=4)
+    assert metrics_of(rest.path) == metrics_of(straight.path)
+
+
+def test_reward_workers_do_not_outlive_a_killed_run(tiny_model, sums, tmp_path):
+    wanted = settings(tiny_model, sums, tmp_path)
+    code = textwrap.dedent(SIGNALLED).format(folder=str(Path(__file__).parent), settings=wanted, name="SIGKILL")
+    code = code.replace(
+        "os.kill(os", "print('worker', *[w.handle.process.pid for w in pool_of(self)], flush=True); os.kill(os"
+    )
+    code = code.replace("plain =", "pool_of = lambda trainer: trainer.reward_fn.pool._workers\nplain =")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == -9, ended.stderr[-2000:]
+    pids = [int(word) for line in ended.stdout.splitlines() if line.startswith("worker") for word in line.split()[1:]]
+    assert pids
+    for pid in pids:
+        for _ in range(100):
+            if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+                break
+            os.sched_yield()
+            signal.sigtimedwait([], 0.05)
+        else:
+            raise AssertionError(f"reward worker {pid} is still alive")
+
+
+def test_updates_that_are_not_finite_are_skipped_counted_and_stop_the_run(tiny_model, sums, tmp_path, monkeypatch):
+    plain = ray_trainer.compute_advantage
+
+    def broken(data, *args, **kwargs):
+        plain(data, *args, **kwargs)
+        data.batch["advantages"][0, 0] = float("nan")
+        return data
+
+    monkeypatch.setattr(ray_trainer, "compute_advantage", broken)
+    with pytest.raises(TrainingStopped, match=r"2 updates in a row .* max_bad_steps"):
+        run(tiny_model, sums, tmp_path, trainer__total_training_steps=5, trainer__max_bad_steps=2)
+    lines = metrics_of(tmp_path / "test" / "run")
+    assert [line["actor/bad_steps"] for line in lines] == [1.0, 1.0]
+
+
+def test_weights_stay_untouched_by_a_skipped_update(tiny_model, sums, tmp_path, monkeypatch):
+    seen = []
+    plain = RayPPOTrainer._update
+
+    def update(self, batch, step):
+        batch.batch["advantages"][0, 0] = float("inf")
+        before = [w.detach().clone() for w in self.actor_rollout_wg.worker.engine.module.parameters()]
+        out = plain(self, batch, step)
+        after = self.actor_rollout_wg.worker.engine.module.parameters()
+        seen.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        return out
+
+    monkeypatch.setattr(RayPPOTrainer, "_update", update)
+    run(tiny_model, sums, tmp_path, trainer__total_training_steps=1)
+    assert seen == [True]
+
+
+def test_val_only_validates_and_makes_no_step(tiny_model, sums, tmp_path):
+    result = run(tiny_model, sums, tmp_path, trainer__val_only=True, data__val_files=str(sums["test"]))
+    assert result.steps == 0 and len(result.validation) == 1
+    assert [line["step"] for line in metrics_of(result.path)] == [0]
+    assert not list((result.path / "checkpoints").glob("global_step_*"))
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tiny_model, sums, tmp_path, monkeypatch):
+    from posttrain.trainer.ppo.recorder import Recorder
+
+    monkeypatch.setattr(Recorder, "_metric", lambda self, step: {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3}[step])
+    more = {"trainer__total_training_steps": 4, "trainer__save_freq": 1, "trainer__max_ckpt_to_keep": 1}
+    result = run(tiny_model, sums, tmp_path, **more)
+    kept = sorted(path.name for path in (result.path / "checkpoints").glob("global_step_*"))
+    assert kept == ["global_step_2", "global_step_4"]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_exported_folder_loads_in_transformers_and_scores_alike(tiny_model, sums, tmp_path, monkeypatch, lora_rank):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainers = []
+    plain = RayPPOTrainer.fit
+    monkeypatch.setattr(RayPPOTrainer, "fit", lambda self: trainers.append(self) or plain(self))
+    result = run(tiny_model, sums, tmp_path, trainer__export_hf="last", actor_rollout_ref__model__lora_rank=lora_rank)
+    folder = result.path / "checkpoints" / "global_step_2" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(folder).encode("12 + 30 = ?")])
+    with torch.no_grad():
+        ours = trainers[0].actor_rollout_wg.worker.engine.module(ids).logits
+        torch.testing.assert_close(model(ids).logits, ours, rtol=0, atol=1e-5)
+        start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        assert not torch.allclose(start(ids).logits, ours, atol=1e-3)
+
+
+def test_out_of_memory_names_the_stage_and_the_settings(tiny_model, sums, tmp_path, monkeypatch):
+    from posttrain.errors import UserError
+
+    def full(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(RayPPOTrainer, "_generate", full)
+    with pytest.raises(
+        UserError, match=r"Out of memory in the stage gen(.|\n)*rollout.n=3(.|\n)*gradient_checkpointing"
+    ):
+        run(tiny_model, sums, tmp_path)
+
+
+def test_a_reward_that_fails_is_recorded_with_its_sample_and_the_run_goes_on(tiny_model, sums, tmp_path):
+    import pyarrow.parquet as pq
+
+    def sometimes(data_source, solution_str, ground_truth, extra_info=None):
+        if sum(map(ord, solution_str)) % 2:
+            raise ValueError("odd one out")
+        return 1.0
+
+    result = run(tiny_model, sums, tmp_path, reward=sometimes, reward__failure_score=-1.0)
+    rows = pq.read_table(result.path / "samples" / "step_1.parquet").to_pylist()
+    failed = [row for row in rows if row["error"]]
+    assert 0 < len(failed) < len(rows)
+    assert all(row["score"] == -1.0 and "odd one out" in row["error"] for row in failed)
