@@ -235,7 +235,7 @@ def decode_peak(model: Any, rows: int, length: int, sampling: Sampling) -> int:
     dtype = next(model.parameters()).dtype
     with LiveBytes(model) as live:
         logits_BV = torch.empty(rows, settings.vocab_size, dtype=dtype, device=META)
-        sample(logits_BV, [sampling] * rows, torch.empty(rows, dtype=torch.float64, device=META), [[0]] * rows)
+        sample(logits_BV, [sampling] * rows, torch.empty(rows, dtype=torch.float64, device=META), [((0,), ())] * rows)
     heads = settings.num_attention_heads
     repeats = heads // (getattr(settings, "num_key_value_heads", None) or heads)
     # A layer's keys, then its values, are copied when they grow; under a mask shared heads are repeated for each query.

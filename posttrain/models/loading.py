@@ -56,8 +56,8 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _explain(error, source, "the tokenizer") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:  # any token will do: padding is masked everywhere
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
@@ -111,6 +111,17 @@ def can_pack(model: torch.nn.Module) -> bool:
 
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
+
+
+def check_positions(model: Any, longest: int) -> str | None:
+    """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if not limit or longest <= limit:
+        return None
+    setting = f"data.max_prompt_length + data.max_response_length allow {longest} tokens"
+    if any(name.endswith(("wpe", "embed_positions")) for name, _ in model.named_modules()):
+        raise ModelError(f"{setting}, but this model has learned positions for {limit} only; lower one of the two")
+    return f"{setting}, but the model was made for {limit}."
 
 
 def end_token_ids(tokenizer: Any, model_settings: Any, generation_settings: Any = None) -> tuple[int, ...]:

@@ -124,12 +124,13 @@ class Progress:
         with self._bar.external_write_mode(file=stream):
             yield
 
-    def step(self, line: str, advice: Sequence[str] = (), *, reward: float | None = None) -> None:
-        """One step is done: print its line and its advice, and move the bar."""
+    def step(self, line: str, advice: Sequence[str] = (), *, reward: float | None = None, quiet: bool = False) -> None:
+        """One step is done: print its line and its advice (unless `quiet`), and move the bar."""
         self._done += 1
-        say(f"step {self._done}/{self._total}: {line}")
+        if not quiet:
+            say(f"step {self._done}/{self._total}: {line}")
         for sentence in advice:
-            if self._is_news(sentence):
+            if not quiet and self._is_news(sentence):
                 say(f"  ! {sentence}")
         if self._bar is not None:
             if reward is not None:

@@ -11,7 +11,7 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Dispatch, register
 from posttrain.engine.fsdp import FSDPEngine
-from posttrain.models.loading import end_token_ids
+from posttrain.models.loading import check_positions, end_token_ids
 from posttrain.models.lora import base_only
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Sampling
@@ -51,6 +51,8 @@ class ActorRolloutRefWorker:
             self.reference = reference_engine(self.config, self.device)
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer)
+        data = self.config.data
+        self.position_note = check_positions(self.engine.module, data.max_prompt_length + data.max_response_length)
         generation = getattr(self.engine.module, "generation_config", None)
         self.end_ids = end_token_ids(self.tokenizer, self.engine.module.config, generation)
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
@@ -134,7 +136,8 @@ class ActorRolloutRefWorker:
 
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:
-        return self.actor.objective.notes
+        """Sentences for the user that only the loaded model or the first update could tell."""
+        return [note for note in (self.position_note, *self.actor.objective.notes) if note]
 
     @register(Dispatch.ALL)
     def state(self) -> dict[str, torch.Tensor]:

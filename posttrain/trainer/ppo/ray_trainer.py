@@ -137,6 +137,9 @@ class RayPPOTrainer:
         self.actor_rollout_wg = LocalWorkerGroup(worker)
         self.actor_rollout_wg.init_model()
         say(f"Rollout engine: {self.actor_rollout_wg.rollout_engine()}")
+        self.said = self.actor_rollout_wg.notes()
+        for note in self.said:
+            say(f"note: {note}")
         self.critic_wg = None
         if self.use_critic:
             critic = CriticWorker(self.config, self.device, total_updates=critic_updates(self.config, self.sizes))
@@ -269,7 +272,8 @@ class RayPPOTrainer:
                 metrics |= self.actor_rollout_wg.update_actor(batch)
         if step == 1:
             for note in self.actor_rollout_wg.notes():
-                say(note)
+                if note not in self.said:
+                    say(f"note: {note}")
         return metrics
 
     # -- checks ---------------------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ class Recorder:
             thin_samples(self.run.samples, tracking.samples_max_gb * 1e9)
         self.loggers.log(step, metrics)
         self.history.append(metrics)
-        self.progress.step(line, advice, reward=metrics.get("reward_mean"))
+        quiet = "console" not in self.config.trainer.logger
+        self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
