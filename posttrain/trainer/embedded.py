@@ -26,7 +26,7 @@ RECIPE: dict[str, Any] = {
     "shape": SHAPE,
     "max_operand": 50,
     "val_size": 200,
-    "sft_steps": 105,
+    "sft_steps": 107,
     "sft_batch_size": 256,
     "lr": 3e-3,
     "seed": 0,

@@ -11,7 +11,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.doctor import counting
 from posttrain.doctor.counting import LiveBytes, ModelBytes
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.packing import make_rows
+from posttrain.engine.packing import packed_units
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
@@ -33,7 +33,7 @@ def real_engine(config: ModelConfig, dtype: torch.dtype, **settings) -> FSDPEngi
     model = load_causal_lm(config, dtype=dtype, device=CPU)
     if config.lora_rank:
         model = add_adapters(model, config)
-    return FSDPEngine(model, EngineSettings(device=CPU, optim=OptimConfig(), **settings))
+    return FSDPEngine(model, EngineSettings(device=CPU, optim=OptimConfig(), share_prompts=False, **settings))
 
 
 def full_rows(rows: int = ROWS) -> DataProto:
@@ -80,7 +80,7 @@ def test_S3_53_activations_and_peak_are_those_of_a_real_update(tiny_model, case,
     batch = full_rows()
     engine._backward(batch, loss, 1.0)  # from here on the sums of the gradients exist
     engine.module.train(checkpointing)
-    rows = make_rows(batch, CPU, packed=True)
+    rows = packed_units(batch, [1] * len(batch), CPU)
     with packed_rows(rows.layout):
         saved, _ = counting.saved_bytes(engine.module, lambda: engine._forward(rows, 1.0))
     assert planned == pytest.approx(saved, rel=0.1)
