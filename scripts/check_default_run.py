@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs ./train.sh without arguments in an empty folder and checks what a newcomer gets (minutes on two cores).
 
-It must exit 0, write 5 samples per prompt, raise the accuracy on held-out sums from 0.4 or below to 0.9 or above, and leave
-a model under outputs/checkpoints that transformers loads.
+It must exit 0, write 5 samples per prompt, raise the accuracy on held-out sums from 0.4 or below to 0.9 or above, and
+leave a model under outputs/checkpoints that transformers loads.
 """
 
 from __future__ import annotations

@@ -10,7 +10,13 @@ import pytest
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.02,
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -85,7 +85,7 @@ def test_M_09_without_model_and_data_the_embedded_ones_serve(load):
     assert resolved.value("data.train_files") == resolved.value(f"{MODEL}.path") == "embedded"
     note = next(note for note in resolved.notes if "embedded" in note)
     assert f"{MODEL}.path" in note and "data.train_files" in note
-    assert resolved.value("data.max_response_length") == 8 and "data.max_response_length" not in resolved.explicit
+    assert resolved.value("data.max_response_length") == 4 and "data.max_response_length" not in resolved.explicit
     own = load(f"{MODEL}.path=a/b", "data.train_files=x.parquet")
     assert not any("embedded" in note for note in own.notes) and own.value("data.max_response_length") == 1024
     rows = load_config({}, provided=["data.train_files"])

@@ -78,7 +78,7 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_stop_the_run(tiny_m
         return data
 
     monkeypatch.setattr(ray_trainer, "compute_advantage", broken)
-    with pytest.raises(TrainingStopped, match=r"2 updates in a row .* max_bad_steps"):
+    with pytest.raises(TrainingStopped, match=r"2 updates in a row .*max_bad_steps"):
         run(tiny_model, sums, tmp_path, trainer__total_training_steps=5, trainer__max_bad_steps=2)
     lines = metrics_of(tmp_path / "test" / "run")
     assert [line["actor/bad_steps"] for line in lines] == [1.0, 1.0]
