@@ -64,7 +64,10 @@ def build_model(tokenizer: Any, *, seed: int = 0, **shape: Any):
 
 def write_model(folder: Path | str, *, seed: int = 0, **shape: Any) -> Path:
     """An untrained embedded model and its tokenizer as a Hugging Face folder."""
+    from posttrain.models.loading import silence_progress_bars
+
     folder = Path(folder)
+    silence_progress_bars()
     tokenizer = byte_tokenizer()
     build_model(tokenizer, seed=seed, **shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

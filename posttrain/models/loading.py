@@ -18,6 +18,13 @@ class ModelError(UserError):
     """A model or tokenizer could not be loaded; the text says what to do."""
 
 
+def silence_progress_bars() -> None:
+    """transformers draws a bar for every load and save; a run has its own."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on CUDA and float32 on CPU."""
     if name == "auto":
@@ -64,12 +71,11 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
 def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, path: str | None = None):
     """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
     from posttrain.models.attention import ATTENTION
     from posttrain.models.norms import fuse_norms
 
-    disable_progress_bar()  # the run has its own
+    silence_progress_bars()
     source = local_or_hub(path or str(config.path))
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)

@@ -19,6 +19,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
+from posttrain.models.loading import silence_progress_bars
 from posttrain.trainer.sft import fit_pairs
 
 RECIPE: dict[str, Any] = {
@@ -86,6 +87,7 @@ def _make_model(folder: Path, say: Any) -> None:
             seed=RECIPE["seed"],
             on_step=show,
         )
+    silence_progress_bars()
     partial = folder / f".model.{os.getpid()}"
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
