@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +21,9 @@ METRIC = "val/math_reasoning/mean@1"
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
         subprocess.run([str(TRAIN)], cwd=folder, check=True)
+        print(f"./train.sh took {time.monotonic() - started:.0f} s")
         outputs = Path(folder) / "outputs"
         checkpoints = (outputs / "checkpoints").resolve()
         run = checkpoints.parent

@@ -86,7 +86,7 @@ class WandbLogger:
     """A wandb run, sent to its server if WANDB_API_KEY is set and otherwise recorded below the run directory."""
 
     def __init__(self, run: RunDirectory, config: Mapping[str, Any], note: Note) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]  (an extra)
 
         online = bool(os.environ.get("WANDB_API_KEY"))
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if online else "offline")

@@ -72,3 +72,14 @@ def test_a_run_on_cuda_agrees_with_itself_and_learns_something(tiny_model, sums,
     )
     assert metrics_of(result.path) == metrics_of(again.path)
     assert result.metrics[0]["mismatch/logp_mean"] < (5e-2 if dtype == "bfloat16" else 1e-3)
+
+
+def test_a_resumed_run_on_cuda_equals_the_straight_one_to_the_bit(tiny_model, sums, tmp_path):
+    from runs import metrics_of, run
+
+    more = {"trainer__device": "cuda", "trainer__deterministic": True, "trainer__total_training_steps": 3}
+    straight = run(tiny_model, sums, tmp_path, trainer__save_freq=1, **more)
+    start = straight.path / "checkpoints" / "global_step_1"
+    given = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(start)}
+    branch = run(tiny_model, sums, tmp_path, trainer__experiment_name="branch", **given, **more)
+    assert metrics_of(branch.path) == metrics_of(straight.path)[1:]
