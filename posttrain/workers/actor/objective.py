@@ -107,7 +107,9 @@ class ActorObjective:
     def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
         """Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them."""
         for name, value in metrics.items():
-            if isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
+            if name.endswith("/max"):
+                self._max(name, torch.as_tensor(value))
+            elif isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
                 self._add(name, float((mean_weights * value.detach()).sum()))
             else:
                 self._add(name, float(value) * float(mean_weights.sum()))
