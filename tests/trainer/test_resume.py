@@ -138,5 +138,17 @@ def test_resume_from_a_given_checkpoint(tiny_model, sums, tmp_path):
     assert metrics_of(branch.path)[0] == straight
 
 
+def test_a_foreign_checkpoint_is_not_mixed_into_a_directory_that_holds_a_run(tiny_model, sums, tmp_path):
+    from posttrain.tracking.lock import RunDirectoryError
+
+    for name in ("one", "two"):
+        run(tiny_model, sums, tmp_path, trainer__experiment_name=name, trainer__total_training_steps=1)
+    start = tmp_path / "test" / "one" / "checkpoints" / "global_step_1"
+    more = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(start)}
+    with pytest.raises(RunDirectoryError, match="belongs to another one"):
+        run(tiny_model, sums, tmp_path, trainer__experiment_name="two", trainer__total_training_steps=2, **more)
+    assert [line["step"] for line in metrics_of(tmp_path / "test" / "two")] == [1]
+
+
 def test_parity_reward_has_spread():
     assert parity_reward(None, "ab", None) == 0.5

@@ -52,6 +52,13 @@ def _continues(run: RunDirectory, config: PPOConfig, say: Say) -> bool:
             f"{run.path} holds a run already and trainer.resume_mode=disable. Choose another trainer.experiment_name, "
             "set trainer.resume_mode=auto to continue it, or move the folder away."
         )
+    given = config.trainer.resume_from_path if config.trainer.resume_mode == "resume_path" else None
+    if given and run.checkpoints.resolve() not in Path(given).resolve().parents:
+        run.close()
+        raise RunDirectoryError(
+            f"{run.path} holds a run already, and trainer.resume_from_path={given} belongs to another one. Choose a "
+            "new trainer.experiment_name for the run that branches off."
+        )
     for key, old, new in run.changed_settings(config.to_dict()):
         say(f"Changed since this run was started: {key} was {old}, is now {new}.")
     return True
