@@ -29,6 +29,7 @@ EMBEDDED: dict[str, Any] = {
     "trainer.total_epochs": 1000,
     "trainer.total_training_steps": 200,
     "trainer.test_freq": 10,
+    "tracking.samples_freq": 10,
     "trainer.project_name": "embedded",
     "trainer.export_hf": "last",
 }

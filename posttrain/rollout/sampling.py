@@ -37,11 +37,23 @@ def uniforms(seeds: Sequence[int], places: Sequence[int]) -> torch.Tensor:
 
 def combine_seeds(*parts: int) -> int:
     """One 63-bit seed from several numbers (run seed, step, row, ...)."""
+    return combine_state(*parts) & (2**63 - 1)
+
+
+def combine_state(*parts: int) -> int:
     state = np.uint64(0)
     with np.errstate(over="ignore"):
         for part in parts:
             state = _mix(np.asarray(state + _GOLDEN, dtype=np.uint64) ^ np.uint64(part & (2**64 - 1)))
-    return int(state) & (2**63 - 1)
+    return int(state)
+
+
+def row_seeds(rows: int, *parts: int) -> list[int]:
+    """`combine_seeds(*parts, row)` for each of the rows, all at once."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(combine_state(*parts)) + _GOLDEN
+        mixed = _mix(state ^ np.arange(rows, dtype=np.uint64))
+    return [int(seed) & (2**63 - 1) for seed in mixed]
 
 
 def sample(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from posttrain.rollout.base import Sampling
-from posttrain.rollout.sampling import combine_seeds, sample, uniforms
+from posttrain.rollout.sampling import combine_seeds, row_seeds, sample, uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -74,3 +74,4 @@ def test_uniforms_are_uniform_and_differ_by_seed_and_place():
     places = uniforms([5] * 20000, range(20000)).numpy()
     assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.03
     assert combine_seeds(1, 2, 3) != combine_seeds(1, 3, 2) and combine_seeds(1, 2, 3) == combine_seeds(1, 2, 3)
+    assert row_seeds(50, 7, 9) == [combine_seeds(7, 9, row) for row in range(50)]

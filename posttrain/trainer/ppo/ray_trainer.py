@@ -25,7 +25,7 @@ from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
-from posttrain.rollout.sampling import combine_seeds
+from posttrain.rollout.sampling import row_seeds
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.recorder import Recorder
@@ -219,7 +219,7 @@ class RayPPOTrainer:
         n = self.config.actor_rollout_ref.rollout.n
         gen_batch = self._get_gen_batch(batch).repeat(repeat_times=n, interleave=True)
         batch = batch.repeat(repeat_times=n, interleave=True)
-        seeds = [combine_seeds(self.config.trainer.seed, batch.meta_info["step"], row) for row in range(len(batch))]
+        seeds = row_seeds(len(batch), self.config.trainer.seed, batch.meta_info["step"])
         gen_batch.non_tensor_batch["seed"] = np.array(seeds, dtype=object)
         self.reward_fn.begin(batch)
         output = self.actor_rollout_wg.generate_sequences(

@@ -9,7 +9,7 @@ import numpy as np
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
-from posttrain.rollout.sampling import combine_seeds
+from posttrain.rollout.sampling import row_seeds
 from posttrain.tracking.validation import validation_metrics
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Validator:
         batch.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
         batch = batch.repeat(repeat_times=n, interleave=True)
         seed = trainer.config.trainer.seed
-        seeds = [combine_seeds(seed, VALIDATION_SEED, rows[0], row) for row in range(len(batch))]
+        seeds = row_seeds(len(batch), seed, VALIDATION_SEED, rows[0])
         gen_batch = batch.select([], ["raw_prompt_ids"])
         gen_batch.non_tensor_batch["seed"] = np.array(seeds, dtype=object)
         gen_batch.meta_info["validate"] = True
