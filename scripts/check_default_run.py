@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ TRAIN = Path(__file__).parents[1] / "train.sh"
 METRIC = "val/math_reasoning/mean@1"
 
 
-def main() -> None:
+def test_S3_09_a_bare_train_sh_trains_and_leaves_a_model() -> None:
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         subprocess.run([str(TRAIN)], cwd=folder, check=True)
@@ -58,4 +57,4 @@ def check_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    test_S3_09_a_bare_train_sh_trains_and_leaves_a_model()
