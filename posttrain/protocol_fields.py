@@ -7,6 +7,7 @@ Legend of spans (second dimension of a tensor): `prompts` spans the prompt; `inp
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -49,8 +50,9 @@ class Fields(MutableMapping[str, Value], Generic[Value]):
         for name, value in (fields or {}).items():
             self[name] = value
 
+    @abstractmethod
     def _accept(self, name: str, value: Any) -> Value:
-        raise NotImplementedError
+        """The value as it is stored, or an error that says why it cannot be."""
 
     def _spelling(self, name: str) -> str:
         return name
