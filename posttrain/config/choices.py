@@ -7,7 +7,7 @@ GROUP_ESTIMATORS = ("grpo",)
 """Estimators that compare the responses of one prompt: they need `rollout.n` above 1."""
 CRITIC_ESTIMATORS = ("gae",)
 POLICY_LOSSES = ("vanilla",)
-ROLLOUT_ENGINES = ("hf", "vllm", "sglang")
+ROLLOUT_ENGINES = ("native", "hf", "vllm", "sglang")
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _SCHEDULES = ("constant", "linear", "cosine")
@@ -41,8 +41,6 @@ NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     "(weights, gradients, optimizer); set actor_rollout_ref.actor.strategy=fsdp2",
     ("actor_rollout_ref.actor.strategy", "megatron"): "the Megatron engine is not built in this version; "
     "the nearest is actor_rollout_ref.actor.strategy=fsdp2",
-    ("actor_rollout_ref.rollout.name", "native"): "the native engine is not built in this version; the nearest is "
-    "actor_rollout_ref.rollout.name=hf",
     ("trainer.device", "npu"): "Ascend devices need the torch_npu plug-in, which this version does not use; "
     "set trainer.device=auto, cpu or cuda",
 }

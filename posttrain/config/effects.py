@@ -106,6 +106,16 @@ EFFECTS: tuple[Effect, ...] = (
         lambda c: c.actor_rollout_ref.rollout.name == "hf" and not runs_on_cpu(c),
         f"{_ROLLOUT}.name is hf, which reserves no memory",
     ),
+    Effect(
+        (f"{_ROLLOUT}.gpu_memory_utilization",),
+        lambda c: c.actor_rollout_ref.rollout.kv_cache_gb is not None and c.actor_rollout_ref.rollout.name == "native",
+        f"{_ROLLOUT}.kv_cache_gb is set",
+    ),
+    Effect(
+        (f"{_ROLLOUT}.kv_cache_gb", f"{_ROLLOUT}.max_num_batched_tokens"),
+        lambda c: c.actor_rollout_ref.rollout.name == "hf",
+        f"{_ROLLOUT}.name is hf, which decodes in waves",
+    ),
     Effect(("trainer.deterministic",), runs_on_cpu, "runs on the CPU are deterministic anyway"),
     Effect(
         (f"{_ROLLOUT}.val_kwargs.temperature", f"{_ROLLOUT}.val_kwargs.top_p", f"{_ROLLOUT}.val_kwargs.top_k"),

@@ -97,11 +97,11 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     name = resolved.value(f"{_ROLLOUT}.name")
     if name in ("vllm", "sglang") and importlib.util.find_spec(name) is None:
         what = f"`{_ROLLOUT}.name={name}`: the package {name} is not installed."
-        do = f'pip install "posttrain[{name}]", or set {_ROLLOUT}.name=hf'
+        do = f'pip install "posttrain[{name}]", or set {_ROLLOUT}.name=native'
         yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
     elif name in ("vllm", "sglang"):
         what = f"`{_ROLLOUT}.name={name}`: this engine is not built in this version."
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), f"set {_ROLLOUT}.name=hf")
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), f"set {_ROLLOUT}.name=native")
 
 
 def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:

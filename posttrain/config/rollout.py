@@ -27,8 +27,8 @@ class ValSamplingConfig(Section):
 class RolloutConfig(Section):
     """Generation of responses. Example: `actor_rollout_ref.rollout.n=5`."""
 
-    name: str = "hf"
-    """Rollout engine: `hf` (transformers); `vllm` and `sglang` need their extras."""
+    name: str = "native"
+    """Rollout engine: `native` (posttrain's own), `hf` (transformers: the slow oracle), `vllm` and `sglang` by extras."""
     n: int = 1
     """Responses per prompt; estimators that compare a group need more than 1 (unset they get 5)."""
     temperature: float = 1.0
@@ -47,6 +47,10 @@ class RolloutConfig(Section):
     """Go on past the end-of-sequence token up to the length limit."""
     max_num_seqs: int = 1024
     """Responses decoded side by side."""
+    max_num_batched_tokens: int = 8192
+    """Tokens computed in one step of the engine; longer prompts are computed in pieces."""
+    kv_cache_gb: float | None = None
+    """Most memory that the native engine's key/value cache may take, in GiB; null is 30% of the device's memory."""
     tensor_model_parallel_size: int = 1
     """Devices that share one rollout engine."""
     gpu_memory_utilization: float | None = None

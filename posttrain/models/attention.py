@@ -1,4 +1,5 @@
-"""Plugs packed attention into transformers: models loaded with `ATTENTION` take packed rows or padded batches."""
+"""Plugs packed attention into transformers: models loaded with `ATTENTION` take packed rows, paged steps or padded
+batches."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.kernels.packed_attention import active_layout, packed_attention
+from posttrain.models.paged import active_step
 
 ATTENTION = "posttrain"
 
 
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
+    paged = active_step()
+    if paged is not None:
+        return paged(module, query, key, value, scaling, kwargs.get("sliding_window")), None
     layout = active_layout()
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -25,8 +30,8 @@ def _attention(module: torch.nn.Module, query, key, value, attention_mask, scali
 
 
 def _mask(*args: Any, **kwargs: Any):
-    """Packed rows need no mask: their layout says who sees whom."""
-    return None if active_layout() is not None else sdpa_mask(*args, **kwargs)
+    """Packed rows and paged steps need no mask: their layout says who sees whom."""
+    return None if active_layout() is not None or active_step() is not None else sdpa_mask(*args, **kwargs)
 
 
 AttentionInterface.register(ATTENTION, _attention)

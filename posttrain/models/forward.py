@@ -9,15 +9,18 @@ import torch
 from posttrain.kernels.logprob_head import logprob_head
 
 
+def without_adapters(model: Any) -> Any:
+    """The causal LM itself; peft wraps it and keeps its own layers inside."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def decoder_of(model: Any) -> torch.nn.Module:
     """The stack below the language-model head, adapters included."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft keeps its layers inside
-    return inner.base_model
+    return without_adapters(model).base_model
 
 
 def head_of(model: Any) -> torch.nn.Module:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.get_output_embeddings()
+    return without_adapters(model).get_output_embeddings()
 
 
 def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask=None):
@@ -31,17 +34,24 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position_ids:
 def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
     """(log-probs, entropies) of `labels_N` at the given hidden states."""
     head = head_of(model)
-    cap, scale = (getattr(model.config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
-    if cap or scale or type(head) is not torch.nn.Linear:
-        return _capped_log_probs(head, hidden_NE, labels_N, temperature, cap, scale)
-    return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias)
-
-
-def _capped_log_probs(head, hidden_NE, labels_N, temperature, cap, scale):
-    """Heads that do more than one matrix product (score caps, scaled logits, adapters on the head)."""
-    logits = head(hidden_NE)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * (scale or 1.0)
-    if cap:
-        logits = torch.tanh(logits / cap) * cap
+    if type(head) is torch.nn.Linear and _logit_changes(model) == (None, 1.0):
+        return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias)
+    logits = logits_of(model, hidden_NE)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logp_NV = torch.log_softmax(logits / temperature, -1)
     return logp_NV.gather(1, labels_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def logits_of(model: torch.nn.Module, hidden_NE: torch.Tensor) -> torch.Tensor:
+    """Logits as the model itself gives them: heads that cap or scale theirs included."""
+    logits = head_of(model)(hidden_NE)
+    cap, scale = _logit_changes(model)
+    logits = logits if scale == 1.0 else logits * scale
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _logit_changes(model: Any) -> tuple[float | None, float]:
+    """(cap, factor): Gemma-2 caps its logits, Cohere multiplies and Granite divides them."""
+    config = model.config
+    factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return getattr(config, "final_logit_softcapping", None), factor

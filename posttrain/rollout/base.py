@@ -54,9 +54,11 @@ class Output:
 
 
 class RolloutEngine(ABC):
-    """What every engine (`hf`, and later `native`, `vllm`, `sglang`) can do."""
+    """What every engine (`native`, `hf`, and later `vllm`, `sglang`) can do."""
 
     version: int = 0
+    shares_weights: bool = False
+    """Whether the trainer's weights are the engine's own, so that a sync has nothing to carry."""
 
     @abstractmethod
     def submit(self, request: Request) -> None:

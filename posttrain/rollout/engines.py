@@ -11,19 +11,28 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.native.build import build_native, can_run_native
 
 
-def build_engine(config: RolloutConfig, module: torch.nn.Module, tokenizer: Any) -> tuple[RolloutEngine, str]:
-    """(the engine, its name and version). On one process `hf` reads the trainer's own module."""
-    if config.name != "hf":
+def build_engine(
+    config: RolloutConfig, module: torch.nn.Module, tokenizer: Any, *, share: bool = True
+) -> tuple[RolloutEngine, str]:
+    """(the engine, its name and version). On one process it reads the trainer's own weights; `share` says that these
+    stay where they are, so that they may live in the engine's memory."""
+    if config.name not in ("native", "hf"):
         raise UserError(
             f"actor_rollout_ref.rollout.name={config.name}: this engine is not built in this version; "
-            "set actor_rollout_ref.rollout.name=hf"
+            "set actor_rollout_ref.rollout.name=native"
         )
-    engine = HFEngine(
-        module,
-        pad_token_id=tokenizer.pad_token_id,
-        max_num_seqs=config.max_num_seqs,
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-    )
-    return engine, f"hf (transformers {version('transformers')})"
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    if config.name == "native" and can_run_native(module):
+        return build_native(module, config, decode=decode, share=share)
+    engine = HFEngine(module, pad_token_id=tokenizer.pad_token_id, max_num_seqs=config.max_num_seqs, decode=decode)
+    name = f"hf (transformers {version('transformers')})"
+    if config.name == "native":
+        kind = module.config.model_type  # pyright: ignore
+        name += f"; native cannot answer the attention of {kind} models from its cache"
+    return engine, name

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from posttrain.rollout.base import Output, Request, RolloutEngine
@@ -38,6 +39,8 @@ class _Row:
 
 class HFEngine(RolloutEngine):
     """Decodes with `module` as it is now; `decode` turns ids into text for stop strings."""
+
+    shares_weights = True
 
     def __init__(
         self,
@@ -122,9 +125,10 @@ class HFEngine(RolloutEngine):
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.logits_BV is not None
         requests = [row.request for row in self.rows]
-        uniform_B = uniforms([r.seed for r in requests], [len(row.tokens) for row in self.rows])
+        seeds = np.asarray([r.seed & (2**64 - 1) for r in requests], np.uint64)
+        uniform_B = uniforms(seeds, np.asarray([len(row.tokens) for row in self.rows]))
         seen = [(row.request.prompt_ids, row.tokens) for row in self.rows]
-        return sample(self.logits_BV, [r.sampling for r in requests], uniform_B, seen)
+        return sample(self.logits_BV, [r.sampling for r in requests], torch.from_numpy(uniform_B), seen)
 
     def _finish_reason(self, row: _Row) -> str | None:
         sampling = row.request.sampling

@@ -8,11 +8,12 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from posttrain.kernels.compiled import kernel
 from posttrain.rollout.base import Sampling
 
 Seen = tuple[Sequence[int], Sequence[int]]
@@ -27,12 +28,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: Sequence[int], places: Sequence[int]) -> torch.Tensor:
-    """One number in [0, 1) per row, from its seed and the place of the token in its response."""
+def uniforms(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) per row, from its seed (uint64) and the place of the token in its response."""
     with np.errstate(over="ignore"):
-        seed = _mix(np.asarray([s & (2**64 - 1) for s in seeds], dtype=np.uint64) + _GOLDEN)
-        bits = _mix(seed + _GOLDEN * (np.asarray(places, dtype=np.uint64) + np.uint64(1)))
-    return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+        bits = _mix(_mix(seeds + _GOLDEN) + _GOLDEN * (places.astype(np.uint64) + np.uint64(1)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def combine_seeds(*parts: int) -> int:
@@ -60,7 +60,7 @@ def sample(
     logits_BV: torch.Tensor, settings: Sequence[Sampling], uniform_B: torch.Tensor, seen: Sequence[Seen]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, log-probs), each (B,). `seen` holds each row's prompt and response for the repetition penalty."""
-    logits_BV = logits_BV.float()
+    logits_BV = _wide(logits_BV)
     temperature_B = logits_BV.new_tensor([1.0 if s.greedy else s.temperature for s in settings])
     log_p_BV = torch.log_softmax(logits_BV / temperature_B[:, None], -1)
     drawn_BV = _penalised(logits_BV, settings, seen)
@@ -72,6 +72,46 @@ def sample(
     greedy_B = torch.tensor([s.greedy for s in settings], device=p_BV.device)
     tokens_B = torch.where(greedy_B, drawn_log_p.argmax(-1), tokens_B)
     return tokens_B, log_p_BV.gather(1, tokens_B[:, None]).squeeze(1)
+
+
+def sample_plain(
+    logits_NV: torch.Tensor,
+    source_B: np.ndarray,
+    temperature_B: np.ndarray,
+    greedy_B: np.ndarray,
+    uniform_B: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, log-probs) without filters or penalties; row b samples from logits `source_B[b]`."""
+    function = kernel("sample", logits_NV)
+    if function is not None:
+        rows, size = len(source_B), logits_NV.shape[1]
+        tokens_B, log_probs_B = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        arrays = (source_B, temperature_B, greedy_B, uniform_B, tokens_B, log_probs_B)
+        threads = torch.get_num_threads() if rows * size > 16384 else 1
+        function(logits_NV.data_ptr(), *(array.ctypes.data for array in arrays), rows, size, threads)
+        return tokens_B, log_probs_B
+    device = logits_NV.device
+    source, temperature, greedy, uniform = (
+        torch.from_numpy(x).to(device) for x in (source_B, temperature_B, greedy_B.astype(bool), uniform_B)
+    )
+    log_p_BV = torch.log_softmax(_wide(logits_NV)[source] / temperature[:, None], -1)
+    tokens = torch.where(greedy, log_p_BV.argmax(-1), _inverse_cdf(log_p_BV.exp(), uniform))
+    return tokens.cpu().numpy(), log_p_BV.gather(1, tokens[:, None]).squeeze(1).cpu().numpy()
+
+
+def log_probs_of(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden_TE: torch.Tensor, labels_T: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Log-probs of labels, a chunk of tokens at a time: the logits of all of them are never held at once."""
+    parts = []
+    for hidden, labels in zip(hidden_TE.split(1024), labels_T.split(1024), strict=True):
+        log_p = torch.log_softmax(_wide(logits(hidden)) / temperature, -1)
+        parts.append(log_p.gather(1, labels[:, None]).squeeze(1))
+    return torch.cat(parts) if parts else hidden_TE.new_zeros(0)
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _inverse_cdf(p_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:

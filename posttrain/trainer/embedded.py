@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from posttrain.cache import cache_folder
 from posttrain.config.optim import OptimConfig
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
@@ -32,10 +33,6 @@ RECIPE: dict[str, Any] = {
     "lr": 3e-3,
     "seed": 0,
 }
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain")
 
 
 def embedded_folder() -> Path:

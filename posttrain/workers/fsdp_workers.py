@@ -50,7 +50,8 @@ class ActorRolloutRefWorker:
         if self.with_reference and not self.adapters:
             self.reference = reference_engine(self.config, self.device)
         rollout = self.config.actor_rollout_ref.rollout
-        self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer)
+        stays = not self.engine.settings.param_offload
+        self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer, share=stays)
         data = self.config.data
         self.position_note = check_positions(self.engine.module, data.max_prompt_length + data.max_response_length)
         generation = getattr(self.engine.module, "generation_config", None)
@@ -115,13 +116,9 @@ class ActorRolloutRefWorker:
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the new weights to the rollout engine, and prove that it computes with them."""
         with self.engine.on_device():
-            weights = () if self.rollout_shares_weights else self.engine.export_weights()
+            weights = () if self.rollout.shares_weights else self.engine.export_weights()
             self.rollout.load_weights(weights, version)
             return self.probe.compare(self.engine, self.rollout)
-
-    @property
-    def rollout_shares_weights(self) -> bool:
-        return getattr(self.rollout, "module", None) is self.engine.module
 
     @register(Dispatch.ALL)
     def dry_run(self, rows: Sequence[int], prompt_length: int) -> None:

@@ -5,10 +5,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.config.model import ModelConfig
+from posttrain.config.rollout import RolloutConfig
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate, to_batch
 from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.native.build import build_native
 
 PROMPTS = ["1 + 2 = ?", "a much longer prompt than the others", "1 + 2 = ?", "x"]
 
@@ -19,7 +21,13 @@ def make_hf(folder, tokenizer, **settings):
     return HFEngine(module, pad_token_id=tokenizer.pad_token_id, decode=decode, **settings)
 
 
-ENGINES = {"hf": make_hf}
+def make_native(folder, tokenizer, **settings):
+    module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    decode = lambda ids: tokenizer.decode(ids)  # noqa: E731
+    return build_native(module, RolloutConfig(kv_cache_gb=0.1, **settings), decode=decode)[0]
+
+
+ENGINES = {"hf": make_hf, "native": make_native}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
 def draw(setting: Sampling, rows: int = 20000, seen=()):
-    uniform = uniforms(range(rows), [0] * rows)
+    uniform = torch.from_numpy(uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows)))
     tokens, log_probs = sample(LOGITS.expand(rows, -1), [setting] * rows, uniform, [(list(seen), [])] * rows)
     return tokens, log_probs
 
@@ -60,7 +60,7 @@ def test_repetition_penalty_makes_seen_tokens_less_likely_but_not_the_reported_l
 def test_a_row_is_sampled_alike_alone_and_among_neighbours():
     settings = [Sampling(max_tokens=1, temperature=0.3 + 0.1 * i, top_p=0.8 if i % 2 else 1.0) for i in range(8)]
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
-    uniform = uniforms(range(8), range(8))
+    uniform = torch.from_numpy(uniforms(np.arange(8, dtype=np.uint64), np.arange(8)))
     together, _ = sample(logits, settings, uniform, [([], [])] * 8)
     for row in range(8):
         alone, _ = sample(logits[row : row + 1], settings[row : row + 1], uniform[row : row + 1], [([], [])])
@@ -68,10 +68,10 @@ def test_a_row_is_sampled_alike_alone_and_among_neighbours():
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_and_place():
-    values = uniforms(np.arange(20000).tolist(), [3] * 20000).numpy()
+    values = uniforms(np.arange(20000, dtype=np.uint64), np.full(20000, 3))
     counts, _ = np.histogram(values, bins=20, range=(0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # 99.9% point of 19 degrees of freedom
-    places = uniforms([5] * 20000, range(20000)).numpy()
+    places = uniforms(np.full(20000, 5, np.uint64), np.arange(20000))
     assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.03
     assert combine_seeds(1, 2, 3) != combine_seeds(1, 3, 2) and combine_seeds(1, 2, 3) == combine_seeds(1, 2, 3)
     assert row_seeds(50, 7, 9) == [combine_seeds(7, 9, row) for row in range(50)]

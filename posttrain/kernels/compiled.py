@@ -1,0 +1,125 @@
+"""Compiles the CPU kernels at first use and keeps the library; without a compiler their torch twins serve.
+
+The library needs nothing but a C++ compiler on Linux (`CXX`, `c++`, `g++` or `clang++`): no torch headers, no build at
+installation. It uses the OpenMP threads that torch already runs. POSTTRAIN_COMPILE=0 switches it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from posttrain.cache import cache_folder
+
+SOURCE = Path(__file__).parent / "cpu" / "decode.cpp"
+# No flag here lets the compiler reorder a sum, except where the source asks for it.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES = {
+    "paged_attention": [_POINTER] * 15,
+    "add_rms_norm": [_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT],
+    "silu_mul": [_POINTER] * 2 + [_LONG, _LONG, _INT],
+    "sample": [_POINTER] * 7 + [_LONG, _LONG, _INT],
+}
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class AttentionLayout(ctypes.Structure):
+    """The numbers of one call of `paged_attention`; `Layout` in decode.cpp."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("tokens", "tiles", "table_width")),
+        *((name, ctypes.c_int32) for name in ("query_heads", "key_heads", "size", "window", "threads")),
+        *((name, _FLOAT) for name in ("scale", "epsilon")),
+        *((f"{kind}{part}_stride", _LONG) for kind in ("query", "key", "value") for part in ("", "_head")),
+    )
+
+
+def kernel(name: str, tensor: torch.Tensor):
+    """The compiled function for the type of `tensor`, or None where its twin must serve."""
+    if tensor.device.type != "cpu" or tensor.dtype not in _SUFFIXES:
+        return None
+    functions = _functions()
+    return functions[f"{name}_{_SUFFIXES[tensor.dtype]}"] if functions else None
+
+
+def why_not() -> str | None:
+    """Why the compiled kernels are not used on this machine; None if they are."""
+    _functions()
+    return _problem
+
+
+_problem: str | None = None
+
+
+@cache
+def _functions() -> dict[str, ctypes._CFuncPtr] | None:  # pyright: ignore[reportPrivateUsage]
+    global _problem
+    try:
+        library = ctypes.CDLL(str(_library()))
+    except (OSError, subprocess.SubprocessError, LookupError) as error:
+        _problem = f"{error}".strip().splitlines()[0]
+        return None
+    found = {}
+    for name, arguments in _SIGNATURES.items():
+        for suffix in _SUFFIXES.values():
+            function = getattr(library, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            found[f"{name}_{suffix}"] = function
+    return found
+
+
+def _library() -> Path:
+    """The compiled library of this source, this compiler and this processor."""
+    if os.environ.get("POSTTRAIN_COMPILE") == "0":
+        raise LookupError("POSTTRAIN_COMPILE=0")
+    if not sys.platform.startswith("linux"):
+        raise LookupError(f"compiled kernels are for Linux, this is {sys.platform}")
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    if compiler is None:
+        raise LookupError("no C++ compiler found (CXX, c++, g++, clang++)")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, version, _processor()]).encode()).hexdigest()[:20]
+    target = cache_folder() / "kernels" / f"decode-{key}.so"
+    if not target.exists():
+        print("Compiling the CPU kernels (once, a few seconds) ...", file=sys.stderr, flush=True)
+        _compile(compiler, target)
+    return target
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: the instruction sets, so that a shared home serves different machines."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Compile and put the result in place in one move; a second process doing the same does no harm.
+
+    The library is linked without OpenMP on purpose: its symbols are then those of the OpenMP that torch has loaded,
+    and both share one set of threads.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    wide = ["-mprefer-vector-width=512"] if "avx512f" in _processor() else []
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        compiled, linked = Path(folder) / "decode.o", Path(folder) / "decode.so"
+        steps = [
+            [compiler, *FLAGS, "-march=native", *wide, "-c", str(SOURCE), "-o", str(compiled)],
+            [compiler, "-shared", str(compiled), "-o", str(linked)],
+        ]
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True)
+            if done.returncode:
+                raise LookupError(f"{Path(compiler).name} failed: {(done.stderr or 'no message').strip()}")
+        ctypes.CDLL(str(linked))  # a library that cannot be loaded here is not kept
+        os.replace(linked, target)

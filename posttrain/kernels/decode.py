@@ -1,0 +1,188 @@
+"""The parts of a decode step between its matrix products: norms, attention over a paged cache, gating, sampling.
+
+Each is one call of a compiled kernel (cpu/decode.cpp) on a CPU and its torch twin elsewhere. The cache of a layer is a
+pool of blocks of BLOCK tokens; keys lie as (blocks, heads, size, BLOCK), values as (blocks, heads, BLOCK, size).
+
+Shapes: T tokens of one step, H heads of queries, K heads of keys, D head size, E width of the model, R rows of the
+block table, N blocks of a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from posttrain.kernels.compiled import AttentionLayout, kernel
+
+BLOCK = 32  # tokens in a block; decode.cpp holds the same number
+TILE = 4  # tokens of one row that read the cache together
+
+
+@dataclass
+class StepTokens:
+    """The tokens of one step: which row each belongs to, where it stands there, and the blocks of each row.
+
+    Tokens of a row are consecutive and in order.
+    """
+
+    ids_T: torch.Tensor  # int64
+    positions_T: torch.Tensor  # int32
+    rows_T: torch.Tensor  # int32
+    table_RN: torch.Tensor  # int32
+    longest: int  # the largest position + 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids_T.device
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """[start, end) of the tokens of each row."""
+        rows = self.rows_T.cpu().numpy()
+        edges = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
+        return list(pairwise(edges))
+
+    @cached_property
+    def tile_starts(self) -> torch.Tensor:
+        """Starts of runs of at most TILE tokens of one row, and the end."""
+        if len(self.runs) == len(self.rows_T):
+            starts: Sequence[int] | range = range(len(self.rows_T) + 1)
+        else:
+            starts = [at for start, end in self.runs for at in range(start, end, TILE)]
+            starts.append(len(self.rows_T))
+        return torch.tensor(starts, dtype=torch.int32)
+
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+
+
+def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+    """(keys, values) of one layer. Zeros, since what was never written is multiplied by 0 and must not be NaN."""
+    return (
+        torch.zeros(blocks, heads, size, BLOCK, dtype=dtype, device=device),
+        torch.zeros(blocks, heads, BLOCK, size, dtype=dtype, device=device),
+    )
+
+
+def add_rms_norm(
+    residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """The norm of `residual + added`; the sum stays in `residual`."""
+    function = kernel("add_rms_norm", residual_TE)
+    if function is None:
+        if added_TE is not None:
+            residual_TE.add_(added_TE)
+        return F.rms_norm(residual_TE, weight_E.shape, weight_E, epsilon)
+    out = torch.empty_like(residual_TE)
+    tokens, size = residual_TE.shape
+    added = added_TE.data_ptr() if added_TE is not None else None
+    threads = _threads(residual_TE.numel())
+    function(residual_TE.data_ptr(), added, weight_E.data_ptr(), out.data_ptr(), tokens, size, epsilon, threads)
+    return out
+
+
+def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of rows that hold both."""
+    tokens, both = gate_up_T2I.shape
+    function = kernel("silu_mul", gate_up_T2I)
+    if function is None:
+        gate, up = gate_up_T2I.chunk(2, -1)
+        return F.silu(gate) * up
+    out = gate_up_T2I.new_empty(tokens, both // 2)
+    function(gate_up_T2I.data_ptr(), out.data_ptr(), tokens, both // 2, _threads(gate_up_T2I.numel()))
+    return out
+
+
+def attention(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    cache: LayerCache,
+    step: StepTokens,
+    *,
+    scale: float,
+    window: int | None = None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    epsilon: float = 0.0,
+) -> torch.Tensor:
+    """Puts keys and values into the cache and gives the attention outputs, (T, H * D).
+
+    `rotation` (cosines and sines by position, float32) and `norms` (weights of query and key norms) are applied to the
+    heads first where given. The queries' memory may be overwritten.
+    """
+    function = kernel("paged_attention", query_THD)
+    if function is None:
+        return _attention_twin(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
+    tokens, heads, size = query_THD.shape
+    out = query_THD.new_empty(tokens, heads * size)
+    table, tiles = step.table_RN, step.tile_starts
+    layout = AttentionLayout(
+        tokens, len(tiles) - 1, table.shape[1], heads, key_TKD.shape[1], size, window or 0, torch.get_num_threads(),
+        scale, epsilon, *(stride for x in (query_THD, key_TKD, value_TKD) for stride in x.stride()[:2]),
+    )  # fmt: skip
+    tensors = (query_THD, key_TKD, value_TKD, *(rotation or (None, None)), *(norms or (None, None)), *cache)
+    pointers = [
+        None if x is None else x.data_ptr() for x in (*tensors, table, step.rows_T, step.positions_T, tiles, out)
+    ]
+    function(ctypes.byref(layout), *pointers)
+    return out
+
+
+def _attention_twin(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
+    if norms is not None:
+        query = F.rms_norm(query, query.shape[-1:], norms[0], epsilon)
+        key = F.rms_norm(key, key.shape[-1:], norms[1], epsilon)
+    positions_T, rows_T = step.positions_T.long(), step.rows_T.long()
+    if rotation is not None:
+        cosine, sine = (table[positions_T][:, None].to(query.dtype) for table in rotation)
+        query, key = (x * cosine + _half_turn(x) * sine for x in (query, key))
+    keys, values = cache
+    blocks_T = step.table_RN.long()[rows_T, positions_T // BLOCK]
+    keys[blocks_T, :, :, positions_T % BLOCK] = key
+    values[blocks_T, :, positions_T % BLOCK] = value
+    out = torch.empty_like(query)
+    singles = [start for start, end in step.runs if end == start + 1]
+    if singles:
+        index = torch.tensor(singles, device=query.device)
+        out[index] = _attend(query[index][:, None], cache, step, index[:, None], scale, window)[:, 0]
+    for start, end in step.runs:
+        if end > start + 1:
+            index = torch.arange(start, end, device=query.device)
+            out[index] = _attend(query[None, index], cache, step, index[None], scale, window)[0]
+    return out.flatten(1)
+
+
+def _attend(query_BQHD, cache, step: StepTokens, index_BQ, scale: float, window: int | None) -> torch.Tensor:
+    """B rows with Q queries each; every row's blocks are gathered into one padded stretch of L tokens."""
+    positions_BQ = step.positions_T[index_BQ].long()
+    length = int(positions_BQ.max()) + 1
+    blocks_BN = step.table_RN[step.rows_T[index_BQ[:, 0]].long(), : -(-length // BLOCK)].long()
+    key_BKDL = cache[0][blocks_BN].permute(0, 2, 3, 1, 4).flatten(3)[..., :length]
+    value_BKLD = cache[1][blocks_BN].transpose(1, 2).flatten(2, 3)[:, :, :length]
+    places_L = torch.arange(length, device=query_BQHD.device)
+    seen = places_L <= positions_BQ[..., None]
+    if window:
+        seen = seen & (positions_BQ[..., None] - places_L < window)
+    out = F.scaled_dot_product_attention(
+        query_BQHD.transpose(1, 2), key_BKDL.transpose(2, 3), value_BKLD,
+        attn_mask=seen[:, None], scale=scale, enable_gqa=query_BQHD.shape[2] != value_BKLD.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _half_turn(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _threads(elements: int) -> int:
+    """Small work is done sooner by one thread than it is handed to several."""
+    return torch.get_num_threads() if elements > 16384 else 1

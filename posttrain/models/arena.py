@@ -1,0 +1,118 @@
+"""The weights of a decoder as decoding wants them: fused, at fixed addresses, under their Hugging Face names.
+
+Shared, the trainer's own parameters become views into the fused tensors, so that an optimizer step is seen at once and
+nothing is ever copied. Private (the trainer's weights move, or adapters are folded in), `load` copies into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from posttrain.models.forward import without_adapters
+
+FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp", ("gate_proj", "up_proj")))
+SINGLE = (("out", "self_attn", "o_proj"), ("down", "mlp", "down_proj"))
+
+
+class Projection:
+    """One matrix product, with low-rank adapters beside it where the model has them."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: list[Any], *, adapters: bool) -> None:
+        self.weight, self.bias = weight, bias
+        self.adapters: list[tuple[slice, Any]] = []
+        start = 0
+        for part in parts:
+            end = start + base_layer(part).out_features
+            if adapters and part is not base_layer(part):
+                self.adapters.append((slice(start, end), part))
+            start = end
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x_TE, self.weight, self.bias)
+        for columns, layer in self.adapters:
+            down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            added = F.linear(F.linear(x_TE.to(down.dtype), down), up) * layer.scaling["default"]
+            y[:, columns] += added.to(y.dtype)
+        return y
+
+
+def base_layer(module: Any) -> torch.nn.Linear:
+    """The linear layer itself, without its adapters."""
+    return getattr(module, "base_layer", module)
+
+
+class Arena:
+    """Fused projections of every decoder layer, and all weights by name."""
+
+    def __init__(self, module: Any, *, share: bool) -> None:
+        base = without_adapters(module)
+        self.share, self.adapters = share, base is not module
+        self.layers: list[dict[str, Projection]] = []
+        self.named: dict[str, torch.Tensor] = {}
+        held: dict[int, torch.Tensor] = {}  # by the parameter's identity, so that tied weights stay tied
+        for name, weight in base.named_parameters(remove_duplicate=False):
+            if ".lora_" not in name:
+                held.setdefault(id(weight), weight.data if share else weight.data.clone())
+                self.named[name.replace(".base_layer.", ".")] = held[id(weight)]
+        for number, layer in enumerate(base.base_model.layers):
+            self.layers.append(self._fused(layer, f"{base.base_model_prefix}.layers.{number}"))
+
+    def _fused(self, layer: Any, prefix: str) -> dict[str, Projection]:
+        found = {}
+        for key, home, names in FUSED:
+            parts = [getattr(getattr(layer, home), name) for name in names]
+            weight = self._fuse([f"{prefix}.{home}.{name}.weight" for name in names], parts, "weight")
+            bias = self._fuse([f"{prefix}.{home}.{name}.bias" for name in names], parts, "bias")
+            assert weight is not None
+            found[key] = Projection(weight, bias, parts, adapters=self.share)
+        for key, home, name in SINGLE:
+            found[key] = self.projection(f"{prefix}.{home}.{name}", [getattr(getattr(layer, home), name)])
+        return found
+
+    def projection(self, name: str, parts: list[Any]) -> Projection:
+        """A linear layer that is not fused with another."""
+        return Projection(self.named[f"{name}.weight"], self.named.get(f"{name}.bias"), parts, adapters=self.share)
+
+    def _fuse(self, names: list[str], parts: list[Any], kind: str) -> torch.Tensor | None:
+        """The parts' tensors end to end; shared, each part's parameter is a view into the whole from now on."""
+        parameters = [getattr(base_layer(part), kind) for part in parts]
+        if any(parameter is None for parameter in parameters):
+            return None
+        whole = _whole(parameters) if self.share else None
+        if whole is None:
+            whole = torch.cat([parameter.data for parameter in parameters])
+        start = 0
+        for name, parameter in zip(names, parameters, strict=True):
+            self.named[name] = whole[start : start + len(parameter)]
+            if self.share:
+                parameter.data = self.named[name]
+            start += len(parameter)
+        return whole
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy in what does not already live here."""
+        for name, tensor in weights:
+            own = self.named.get(name)
+            if own is None or own.data_ptr() == tensor.data_ptr():
+                continue
+            if self.share and self.adapters:
+                raise RuntimeError("weights with adapters folded in must not be written over the live base weights")
+            own.copy_(tensor)
+
+
+def _whole(parameters: list[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor that these already lie in end to end (a second engine on the same module), if there is one."""
+    first = parameters[0]
+    rows, ends = sum(map(len, parameters)), first.data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != ends or not parameter.is_contiguous():
+            return None
+        if parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        ends += parameter.numel() * parameter.element_size()
+    return first.data.as_strided((rows, *first.shape[1:]), first.stride())

@@ -1,0 +1,131 @@
+"""The decoder of Qwen2, Qwen3, Llama and Mistral, written for decoding: flat tokens, fused weights, a paged cache.
+
+The same function as transformers' module over the same weights; `posttrain/models/paged.py` is the general way.
+
+Shapes: T tokens of one step, N of them wanted, E width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from posttrain.kernels.decode import LayerCache, StepTokens, add_rms_norm, attention, silu_mul
+from posttrain.models.arena import Arena, Projection, base_layer
+from posttrain.models.forward import head_of, without_adapters
+
+KNOWN = ("qwen2", "qwen3", "llama", "mistral")
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # the others depend on how long the row is
+
+Caches = Callable[[int, int, int], LayerCache]
+"""The cache of a layer, by its number, its heads of keys and its head size; made when it is first asked for."""
+
+
+def can_decode_fast(module: Any) -> bool:
+    """Whether this model is one of the known kinds, with nothing unusual about its layers."""
+    config = module.config
+    if config.model_type not in KNOWN or config.hidden_act != "silu":
+        return False
+    if config.rope_parameters.get("rope_type", "default") not in _FIXED_ROTATIONS:
+        return False
+    parts = [
+        getattr(getattr(layer, home), f"{name}_proj")
+        for layer in without_adapters(module).base_model.layers
+        for home, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down")))
+        for name in names
+    ]
+    return all(type(base_layer(part)) is torch.nn.Linear and _plain_adapter(part) for part in [*parts, head_of(module)])
+
+
+def _plain_adapter(part: Any) -> bool:
+    if part is base_layer(part):
+        return True
+    known = list(part.lora_A) == ["default"] and not part.merged and not any(getattr(part, "use_dora", {}).values())
+    return known and part.lora_A["default"].bias is None and part.lora_B["default"].bias is None
+
+
+@dataclass
+class _Layer:
+    qkv: Projection
+    out: Projection
+    gate_up: Projection
+    down: Projection
+    before: torch.Tensor  # norm weights
+    between: torch.Tensor
+    heads: tuple[torch.Tensor, torch.Tensor] | None
+    window: int | None
+
+
+class FastDecoder:
+    """Hidden states and logits of flat tokens."""
+
+    def __init__(self, module: Any, *, share: bool) -> None:
+        self.arena = Arena(module, share=share)
+        base = without_adapters(module)
+        config, stack = base.config, base.base_model
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.size, self.scale = stack.layers[0].self_attn.head_dim, stack.layers[0].self_attn.scaling
+        self.epsilon = config.rms_norm_eps
+        self.prefix = base.base_model_prefix
+        self.layers = [self._layer(number, layer.self_attn, config) for number, layer in enumerate(stack.layers)]
+        self.embedding, self.norm = self._named("embed_tokens.weight"), self._named("norm.weight")
+        head = head_of(module)
+        self.head = self.arena.projection("lm_head", [head])
+        self.rotary, self.rotation = stack.rotary_emb, None
+
+    def _named(self, name: str) -> torch.Tensor:
+        return self.arena.named[f"{self.prefix}.{name}"]
+
+    def _layer(self, number: int, module: Any, config: Any) -> _Layer:
+        fused, name = self.arena.layers[number], f"layers.{number}"
+        norms = None
+        if hasattr(module, "q_norm"):
+            norms = (self._named(f"{name}.self_attn.q_norm.weight"), self._named(f"{name}.self_attn.k_norm.weight"))
+        window = getattr(config if config.model_type == "mistral" else module, "sliding_window", None)
+        return _Layer(
+            **fused,
+            before=self._named(f"{name}.input_layernorm.weight"),
+            between=self._named(f"{name}.post_attention_layernorm.weight"),
+            heads=norms,
+            window=window,
+        )
+
+    def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
+        """Final hidden states of the wanted tokens (all, if None); keys and values of all tokens enter the caches."""
+        rotation = self._rotation(step.longest, step.device)
+        residual_TE = F.embedding(step.ids_T, self.embedding)
+        added_TE: torch.Tensor | None = None
+        for number, layer in enumerate(self.layers):
+            x_TE = add_rms_norm(residual_TE, added_TE, layer.before, self.epsilon)
+            heads = layer.qkv(x_TE).unflatten(1, (-1, self.size))
+            query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
+            x_TE = attention(
+                query, key, value, caches(number, self.key_heads, self.size), step, scale=self.scale,
+                window=layer.window, rotation=rotation, norms=layer.heads, epsilon=self.epsilon,
+            )  # fmt: skip
+            x_TE = add_rms_norm(residual_TE, layer.out(x_TE), layer.between, self.epsilon)
+            added_TE = layer.down(silu_mul(layer.gate_up(x_TE)))
+        assert added_TE is not None
+        if wanted_N is not None:
+            residual_TE, added_TE = residual_TE[wanted_N], added_TE[wanted_N]
+        return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden_NE)
+
+    def _rotation(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines by position, from the model's own embedding and in its own precision."""
+        if self.rotation is None or len(self.rotation[0]) < length or self.rotation[0].device != device:
+            places = torch.arange(max(256, 2 * length), device=device)[None]
+            like = self.embedding.new_empty(0, device=device)
+            wide = torch.promote_types(like.dtype, torch.float32)
+            cosine, sine = (x[0].to(wide).contiguous() for x in self.rotary(like, places))
+            self.rotation = (cosine, sine)
+        return self.rotation
+
+    def load(self, weights) -> None:
+        self.arena.load(weights)

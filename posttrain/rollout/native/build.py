@@ -1,0 +1,71 @@
+"""A native engine for a model: which decoder it gets, and how much memory its cache may take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from posttrain.config.rollout import RolloutConfig
+from posttrain.kernels.compiled import why_not
+from posttrain.models.decoder import FastDecoder, can_decode_fast
+from posttrain.models.loading import can_pack
+from posttrain.models.paged import PagedDecoder
+from posttrain.rollout.native.engine import NativeEngine
+from posttrain.rollout.native.pool import Pool
+
+CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
+
+
+def can_run_native(module: torch.nn.Module) -> bool:
+    """Whether the model's attention can be answered from the engine's cache."""
+    return can_decode_fast(module) or can_pack(module)
+
+
+def build_native(
+    module: torch.nn.Module, config: RolloutConfig, *, decode: Callable[[list[int]], str] | None, share: bool = True
+) -> tuple[NativeEngine, str]:
+    """(engine, its name). Shared, the trainer's parameters become views into the engine's weights."""
+    fast = can_decode_fast(module)
+    decoder = FastDecoder(module, share=share) if fast else PagedDecoder(module)
+    weight = next(module.parameters())
+    limit = cache_limit(config, weight.device)
+    pool = Pool(weight.dtype, weight.device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
+    engine = NativeEngine(
+        decoder,
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        decode=decode,
+        shares_weights=share or not fast,
+    )
+    return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight)})"
+
+
+def _kernels(weight: torch.Tensor) -> str:
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return "torch kernels"
+    problem = why_not()
+    return f"torch kernels: {problem}" if problem else "compiled kernels"
+
+
+def cache_limit(config: RolloutConfig, device: torch.device) -> int:
+    """Bytes that the cache may grow to. A fixed share of what the machine has, never of what is free now: how requests
+    are scheduled must not depend on the moment."""
+    if config.kv_cache_gb is not None:
+        return int(config.kv_cache_gb * 2**30)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(total * (config.gpu_memory_utilization or CACHE_SHARE))
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CACHE_SHARE)
+
+
+def bytes_per_token(module: Any) -> int:
+    """Keys and values of one token in all layers."""
+    config = module.config.get_text_config()
+    queries = config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    return 2 * config.num_hidden_layers * heads * size * next(module.parameters()).element_size()

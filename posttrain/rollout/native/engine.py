@@ -1,0 +1,235 @@
+"""The native engine: continuous batching with a paged cache, over weights that the trainer already holds.
+
+A step lets in what there is room for, computes one flat batch (the newest token of every running row, and pieces of new
+prompts up to a budget), and samples one token of every row whose logits are there. Equal prompts are computed once.
+
+Shapes: T tokens of a step, N whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens
+from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.rollout.native.batch import step_tokens, with_rows
+from posttrain.rollout.native.pool import Pool, blocks_for
+from posttrain.rollout.native.prompts import Piece, Prompt, Queue
+from posttrain.rollout.native.slots import Slots
+from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, uniforms
+
+
+class Decoder(Protocol):
+    """What the engine needs of a model."""
+
+    def hidden(
+        self, step: StepTokens, caches: Callable[[int, int, int], LayerCache], wanted_N: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor: ...
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+
+class NativeEngine(RolloutEngine):
+    """Decodes with `decoder`; `decode` turns ids into text for stop strings."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: Pool,
+        *,
+        max_num_seqs: int = 1024,
+        max_num_batched_tokens: int = 8192,
+        decode: Callable[[list[int]], str] | None = None,
+        shares_weights: bool = True,
+    ) -> None:
+        self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
+        self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+    def submit(self, request: Request) -> None:
+        if request.sampling.stop and self.decode is None:
+            raise ValueError("stop strings need an engine that was given `decode`")
+        if request.sampling.max_tokens < 1 or not request.prompt_ids:
+            raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
+        self.queue.add(request)
+
+    def has_work(self) -> bool:
+        return bool(self.queue.prompts or len(self.slots.active))
+
+    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
+        wanted, slots = set(ids), self.slots
+        gone = [Output(request.id, [], [], "abort", []) for request in self.queue.remove(wanted)]
+        leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
+        return gone + self._finish({slot: "abort" for slot in leaving})
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def step(self) -> list[Output]:
+        decoding = self.slots.active
+        self.queue.open(self.slots.room)
+        pieces = self.queue.next_pieces(max(self.budget - len(decoding), BLOCK))
+        logits_NV = self._forward(decoding, pieces)
+        new, prompts = self._start_rows()
+        logits_NV, source_B = _sources(logits_NV, len(decoding), prompts)
+        for prompt in (*prompts, *(prompt for prompt, _, _ in pieces if prompt.ready)):
+            if prompt.waiting and prompt.logits_V is None and prompt.place >= 0:
+                prompt.logits_V = logits_NV[prompt.place].clone()  # pyright: ignore
+            prompt.place = -1
+        slots_B = np.concatenate([decoding, new])
+        self.slots.active = slots_B
+        if not len(slots_B):
+            return []
+        assert logits_NV is not None
+        self._sample(slots_B, logits_NV, source_B)
+        return self._finish(self._ended(slots_B))
+
+    def _forward(self, decoding: np.ndarray, pieces: list[Piece]) -> torch.Tensor | None:
+        """Logits of the decoding rows, then of the prompts that this step completes."""
+        if not len(decoding) and not pieces:
+            return None
+        slots, total = self.slots, len(decoding)
+        ids, positions = [slots.last[decoding]], [slots.length[decoding]]
+        rows, wanted = [np.arange(total, dtype=np.int32)], list(range(total))
+        for number, (prompt, start, end) in enumerate(pieces, start=total):
+            ids.append(np.asarray(prompt.ids[start:end], np.int64))
+            positions.append(np.arange(start, end, dtype=np.int32))
+            rows.append(np.full(end - start, number, np.int32))
+            prompt.computed, total = end, total + end - start
+            if prompt.ready:
+                prompt.place = len(wanted)
+                wanted.append(total - 1)
+        slots.length[decoding] += 1
+        table = with_rows(slots.table[decoding], [prompt.blocks for prompt, _, _ in pieces])
+        step = step_tokens(ids, positions, rows, table, self.pool.device)
+        wanted_N = None if len(wanted) == total else torch.tensor(wanted, device=self.pool.device, dtype=torch.long)
+        hidden_NE = self.decoder.hidden(step, self.pool.layer, wanted_N)
+        return self.decoder.logits(hidden_NE) if wanted else None
+
+    def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
+        """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
+        started, prompts, copies = [], [], []
+        for request, prompt, own in self.queue.start(self.slots.room):
+            if len(prompt.ids) % BLOCK:
+                copies.append((prompt.blocks[-1], own[0]))  # the half-filled block, which the row goes on writing
+            started.append(self.slots.add(request, prompt, own))
+            prompts.append(prompt)
+        self.pool.copy(copies)
+        return np.asarray(started, np.int64), prompts
+
+    def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
+        """The next token of every row."""
+        slots = self.slots
+        places_B = slots.count[slots_B]
+        uniform_B = uniforms(slots.seed[slots_B], places_B)
+        tokens_B, log_probs_B = sample_plain(
+            logits_NV, source_B, slots.temperature[slots_B], slots.greedy[slots_B], uniform_B
+        )
+        special = np.flatnonzero(slots.special[slots_B])
+        if len(special):
+            requests: list[Request] = [slots.requests[slot] for slot in slots_B[special]]  # pyright: ignore
+            seen = [(r.prompt_ids, slots.written(slot)) for r, slot in zip(requests, slots_B[special], strict=True)]
+            logits_BV = logits_NV[torch.from_numpy(source_B[special]).to(logits_NV.device)]
+            some = sample(logits_BV, [r.sampling for r in requests], torch.from_numpy(uniform_B[special]), seen)
+            tokens_B[special], log_probs_B[special] = (x.cpu().numpy() for x in some)
+        slots.tokens[slots_B, places_B] = slots.last[slots_B] = tokens_B
+        slots.log_probs[slots_B, places_B] = log_probs_B
+        slots.count[slots_B] += 1
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+    def _ended(self, slots_B: np.ndarray) -> dict[int, str]:
+        """Rows that are finished, and why."""
+        slots = self.slots
+        stopped = slots.stopped(slots_B)
+        for place in np.flatnonzero(slots.by_text[slots_B] & ~stopped):
+            stopped[place] = self._stopped_by_text(slots_B[place])
+        full = slots.count[slots_B] >= slots.limit[slots_B]
+        ended = np.flatnonzero(stopped | full)
+        return {int(slots_B[place]): "stop" if stopped[place] else "length" for place in ended}
+
+    def _stopped_by_text(self, slot: int) -> bool:
+        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
+        request = self.slots.requests[slot]
+        assert request is not None and self.decode is not None
+        longest = max(len(stop.encode()) for stop in request.sampling.stop)
+        text = self.decode(self.slots.written(slot)[-(longest + 8) :])
+        return any(stop in text for stop in request.sampling.stop)
+
+    def _finish(self, ended: dict[int, str]) -> list[Output]:
+        """Outputs of these rows; their slots and blocks are free again."""
+        if not ended:
+            return []
+        slots, outputs = self.slots, []
+        for slot, reason in ended.items():
+            outputs.append(slots.output(slot, reason, self.version))
+            prompt = slots.prompts[slot]
+            assert prompt is not None
+            self.queue.row_done(prompt, slots.blocks[slot])
+            slots.drop(slot)
+        slots.active = slots.active[~np.isin(slots.active, list(ended))]
+        return outputs
+
+    # -- weights and memory ---------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        scores: list[torch.Tensor] = []
+        for batch in self._score_batches(token_ids):
+            blocks = [self.pool.take(blocks_for(len(row))) for row in batch]
+            rows = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]
+            positions = [np.arange(len(row), dtype=np.int32) for row in batch]
+            ids = [np.asarray(row, np.int64) for row in batch]
+            table = with_rows(np.zeros((0, 1), np.int32), blocks)
+            step = step_tokens(ids, positions, rows, table, self.pool.device)
+            hidden_TE = self.decoder.hidden(step, self.pool.layer)
+            log_probs_T = log_probs_of(self.decoder.logits, hidden_TE[:-1], step.ids_T[1:], temperature).cpu()
+            ends = np.cumsum([len(row) for row in batch])
+            scores += [log_probs_T[end - len(row) : end - 1] for row, end in zip(batch, ends.tolist(), strict=True)]
+            for held in blocks:
+                self.pool.give_back(held)
+        return scores
+
+    def _score_batches(self, token_ids: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        batch, tokens, blocks = [], 0, 0
+        for row in token_ids:
+            self.pool.check(len(row), 0)
+            more = blocks_for(len(row))
+            if batch and (tokens + len(row) > self.budget or not self.pool.fits(blocks + more)):
+                yield batch
+                batch, tokens, blocks = [], 0, 0
+            batch, tokens, blocks = [*batch, row], tokens + len(row), blocks + more
+        if batch:
+            yield batch
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        for slot in self.slots.active.tolist():
+            self.slots.note_version(slot, self.version)
+        self.queue.forget()
+        self.decoder.load(weights)
+        self.version = version
+
+    def sleep(self) -> None:
+        if len(self.slots.active):
+            raise RuntimeError("the engine still has running requests; abort them before sleep")
+        self.queue.forget()
+        self.pool.clear()
+
+    def wake(self) -> None:
+        """Memory is taken again when the first request needs it."""
+
+
+def _sources(logits_NV: torch.Tensor | None, decoding: int, prompts: list[Prompt]):
+    """The logits that the rows of a step sample from, and which of them each row takes: the decoding rows first, then
+    the new ones, whose prompts were computed in this step or kept their logits from an earlier one."""
+    places, stored = list(range(decoding)), []
+    first = 0 if logits_NV is None else len(logits_NV)
+    for prompt in prompts:
+        if prompt.place < 0:
+            prompt.place = first + len(stored)
+            stored.append(prompt.logits_V)
+        places.append(prompt.place)
+    if stored:
+        logits_NV = torch.stack(stored) if logits_NV is None else torch.cat([logits_NV, torch.stack(stored)])
+    return logits_NV, np.asarray(places, np.int64)

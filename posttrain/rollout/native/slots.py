@@ -1,0 +1,134 @@
+"""The rows that are running, as arrays: what a step needs of all of them is one indexing operation.
+
+A slot is a place for one row; a finished row's slot is taken by the next request at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from posttrain.kernels.decode import BLOCK
+from posttrain.rollout.base import Output, Request
+from posttrain.rollout.native.prompts import Prompt
+
+_COLUMNS = {
+    "length": np.int32,  # tokens in the cache: where the next one is written
+    "last": np.int64,  # the newest token, not yet in the cache
+    "count": np.int64,  # tokens generated
+    "limit": np.int64,
+    "seed": np.uint64,
+    "temperature": np.float32,
+    "greedy": np.uint8,
+    "special": bool,  # sampled with filters or a penalty
+    "by_text": bool,  # ended by a stop string
+    "stops": np.int32,  # which set of stop tokens
+}
+
+
+class Slots:
+    """Columns over slots; `active` are the slots in use, in the order in which their rows were let in."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.columns = {name: np.zeros(0, kind) for name, kind in _COLUMNS.items()}
+        self.table = np.zeros((0, 1), np.int32)
+        self.tokens = np.zeros((0, 1), np.int64)
+        self.log_probs = np.zeros((0, 1), np.float32)
+        self.requests: list[Request | None] = []
+        self.prompts: list[Prompt | None] = []
+        self.blocks: list[list[int]] = []
+        self.spans: list[list[tuple[int, int]]] = []
+        self.stop_sets: list[tuple[int, ...]] = []
+        self.free: list[int] = []
+        self.active = np.zeros(0, np.int64)
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        return self.__dict__["columns"][name]
+
+    @property
+    def room(self) -> int:
+        return self.most - len(self.active)
+
+    def add(self, request: Request, prompt: Prompt, own: list[int]) -> int:
+        """Put a request whose prompt is computed into a free slot."""
+        if not self.free:
+            self._grow(min(self.most, max(64, 2 * len(self.requests))))
+        slot, sampling = self.free.pop(), request.sampling
+        table = prompt.blocks[: len(prompt.ids) // BLOCK] + own
+        self._widen(len(table), sampling.max_tokens)
+        self.table[slot, : len(table)] = table
+        values = {
+            "length": len(prompt.ids),
+            "count": 0,
+            "limit": sampling.max_tokens,
+            "seed": request.seed & (2**64 - 1),
+            "temperature": 1.0 if sampling.greedy else sampling.temperature,
+            "greedy": sampling.greedy,
+            "special": (sampling.filtered and not sampling.greedy) or sampling.repetition_penalty != 1.0,
+            "by_text": bool(sampling.stop),
+            "stops": self._stop_set(sampling.stop_token_ids),
+        }
+        for name, value in values.items():
+            self.columns[name][slot] = value
+        self.requests[slot], self.prompts[slot], self.blocks[slot], self.spans[slot] = request, prompt, own, []
+        return slot
+
+    def drop(self, slot: int) -> None:
+        self.requests[slot] = self.prompts[slot] = None
+        self.free.append(slot)
+
+    def written(self, slot: int) -> list[int]:
+        """The response so far."""
+        return self.tokens[slot, : self.count[slot]].tolist()
+
+    def _stop_set(self, ids: tuple[int, ...]) -> int:
+        if ids not in self.stop_sets:
+            self.stop_sets.append(ids)
+        return self.stop_sets.index(ids)
+
+    def stopped(self, slots: np.ndarray) -> np.ndarray:
+        """Which of these rows' newest tokens are among their stop tokens."""
+        hit = np.zeros(len(slots), bool)
+        last, kind = self.last[slots], self.stops[slots]
+        for number in np.unique(kind):
+            ids = self.stop_sets[number]
+            if ids:
+                hit |= (kind == number) & np.isin(last, ids)
+        return hit
+
+    def note_version(self, slot: int, version: int) -> None:
+        """Tokens generated since the last note were made by `version`."""
+        spans, count = self.spans[slot], int(self.count[slot])
+        new = count - sum(length for _, length in spans)
+        if not new:
+            return
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + new)
+        else:
+            spans.append((version, new))
+
+    def output(self, slot: int, reason: str, version: int) -> Output:
+        request, count = self.requests[slot], int(self.count[slot])
+        assert request is not None
+        self.note_version(slot, version)
+        tokens, log_probs = self.tokens[slot, :count].tolist(), self.log_probs[slot, :count].tolist()
+        return Output(request.id, tokens, log_probs, reason, self.spans[slot])
+
+    def _grow(self, size: int) -> None:
+        old = len(self.requests)
+        for name, column in self.columns.items():
+            self.columns[name] = np.concatenate([column, np.zeros(size - old, column.dtype)])
+        for name in ("table", "tokens", "log_probs"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros((size - old, array.shape[1]), array.dtype)]))
+        for rows in (self.requests, self.prompts, self.blocks, self.spans):
+            rows.extend([None] * (size - old))  # pyright: ignore
+        self.free.extend(range(size - 1, old - 1, -1))
+
+    def _widen(self, blocks: int, tokens: int) -> None:
+        for name, width in (("table", blocks), ("tokens", tokens), ("log_probs", tokens)):
+            array = getattr(self, name)
+            if array.shape[1] < width:
+                wide = np.zeros((len(array), max(width, min(2 * array.shape[1], 4096))), array.dtype)
+                wide[:, : array.shape[1]] = array
+                setattr(self, name, wide)
