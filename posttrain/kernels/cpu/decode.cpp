@@ -80,11 +80,18 @@ void prepare_head(const T *from, int size, const T *norm, float epsilon, const f
   }
 }
 
-// Scores of N queries against one block of keys.
-template <int N, typename T> void score_block(const T *keys, const float *query, int size, float *const *scores, int at) {
+// Blocks lie anywhere, and no hardware fetches ahead across a page: ask for a piece of the next one.
+template <typename T> inline void ask_for(const T *line) {
+  for (size_t byte = 0; byte < BLOCK * sizeof(T); byte += 64) __builtin_prefetch((const char *)line + byte);
+}
+
+// Scores of N queries against one block of keys, while `next` (as large as this one) is being fetched.
+template <int N, typename T>
+void score_block(const T *keys, const T *next, const float *query, int size, float *const *scores, int at) {
   float sum[N][BLOCK] = {};
   for (int d = 0; d < size; d++) {
     const T *key = keys + d * BLOCK;
+    ask_for(next + d * BLOCK);
     for (int i = 0; i < N; i++) {
       float q = query[i * size + d];
 #pragma omp simd
@@ -101,9 +108,12 @@ void mix_values(const Cache<T> &cache, int row, int head, int begin, int end, in
   float sum[N][WIDTH] = {};
   for (int block = begin / BLOCK; block * BLOCK < end; block++) {
     const T *values = cache.value_block(row, block, head) + column;
+    const T *next = (block + 1) * BLOCK < end ? cache.value_block(row, block + 1, head) + column : values;
     int first = std::max(begin - block * BLOCK, 0), last = std::min(end - block * BLOCK, BLOCK);
     for (int t = first; t < last; t++) {
       const T *value = values + t * cache.size;
+      for (size_t byte = 0; byte < WIDTH * sizeof(T); byte += 64)
+        __builtin_prefetch((const char *)(next + t * cache.size) + byte);
       for (int i = 0; i < N; i++) {
         float w = weights[i][block * BLOCK + t];
 #pragma omp simd
@@ -125,8 +135,11 @@ void attend(const Cache<T> &cache, int row, int head, const float *query, const 
   if (scratch.size() < size_t(N) * width) scratch.resize(size_t(N) * width);
   float *scores[N];
   for (int i = 0; i < N; i++) scores[i] = scratch.data() + size_t(i) * width;
-  for (int block = low; block * BLOCK < last; block++)
-    score_block<N>(cache.key_block(row, block, head), query, cache.size, scores, block * BLOCK);
+  for (int block = low; block * BLOCK < last; block++) {
+    bool more = (block + 1) * BLOCK < last;
+    const T *next = more ? cache.key_block(row, block + 1, head) : cache.value_block(row, low, head);
+    score_block<N>(cache.key_block(row, block, head), next, query, cache.size, scores, block * BLOCK);
+  }
   float scale[N];
   for (int i = 0; i < N; i++) {
     float *s = scores[i];
@@ -140,6 +153,8 @@ void attend(const Cache<T> &cache, int row, int head, const float *query, const 
     scale[i] = 1.0f / sum;
   }
   int column = 0;
+  if (N <= 2) // wider where the sums still fit into registers
+    for (; column + 64 <= cache.size; column += 64) mix_values<N, 64>(cache, row, head, first, last, column, scores, out);
   for (; column + 32 <= cache.size; column += 32) mix_values<N, 32>(cache, row, head, first, last, column, scores, out);
   for (; column + 8 <= cache.size; column += 8) mix_values<N, 8>(cache, row, head, first, last, column, scores, out);
   for (; column < cache.size; column++) mix_values<N, 1>(cache, row, head, first, last, column, scores, out);

@@ -1,0 +1,73 @@
+"""Tiny random models of the kinds that rollout engines must know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.models.attention import ATTENTION
+from posttrain.models.norms import fuse_norms
+
+VOCABULARY = 97
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "bos_token_id": None,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "llama": {"model_type": "llama"},
+    "llama3-rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 6},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+    },
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 48},
+}
+FAST = {"qwen2", "qwen2-window", "qwen2-tied", "qwen3", "llama", "llama3-rope", "mistral"}
+
+
+def tiny(kind: str, dtype: torch.dtype = torch.float32, attention: str = ATTENTION, seed: int = 0) -> Any:
+    """A random model of that kind, the same for the same seed."""
+    settings = dict(KINDS[kind])
+    config = AutoConfig.for_model(settings.pop("model_type"), **{**_COMMON, **settings})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    if attention == ATTENTION:
+        fuse_norms(model)
+    return model
