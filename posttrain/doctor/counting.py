@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.model import ModelConfig
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
+from posttrain.models.decoder import KNOWN
 from posttrain.models.forward import decoder_of, head_of, hidden_states, token_log_probs
 from posttrain.models.loading import ModelError, local_or_hub, needs_plain_attention
 from posttrain.models.lora import add_adapters
@@ -220,6 +221,10 @@ def cache_bytes_per_token(model: Any) -> int:
     return sum(kept.numel() * kept.itemsize for layer in layers for kept in (layer.keys, layer.values))
 
 
+def layer_count(model: Any) -> int:
+    return model.config.get_text_config().num_hidden_layers
+
+
 def prefill_peak(model: Any, prompts: int, length: int) -> int:
     """Most bytes alive while prompts are computed, their cache included."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -227,6 +232,29 @@ def prefill_peak(model: Any, prompts: int, length: int) -> int:
     with torch.no_grad(), LiveBytes(model) as live:
         inner(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
     return live.peak
+
+
+def native_step_peak(model: Any, tokens: int, rows: int, sampling: Sampling) -> int:
+    """Most bytes alive in a step of the native engine besides weights and cache: a flat pass over `tokens`, and the
+    logits of `rows` of them with what sampling makes of these."""
+    settings, dtype = model.config.get_text_config(), next(model.parameters()).dtype
+    if settings.model_type in KNOWN:
+        width, inner, heads = settings.hidden_size, settings.intermediate_size, settings.num_attention_heads
+        size = getattr(settings, "head_dim", None) or width // heads
+        attention = (2 * heads + 2 * settings.num_key_value_heads) * size  # queries, keys, values; the output
+        layer = tokens * (3 * width + max(attention, 3 * inner, width + inner)) * dtype.itemsize
+        layer += tokens * 24  # ids, positions, rows
+    else:
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
+        with torch.no_grad(), LiveBytes(model) as passing:
+            hidden_states(model, ids, ids, torch.ones_like(ids))
+        layer = passing.peak
+    with LiveBytes(model) as live:
+        logits_BV = torch.empty(rows, settings.vocab_size, dtype=dtype, device=META)
+        if sampling.filtered or sampling.repetition_penalty != 1.0:
+            uniform_B = torch.empty(rows, dtype=torch.float64, device=META)
+            sample(logits_BV, [sampling] * rows, uniform_B, [((0,), ())] * rows)
+    return max(layer, live.peak + rows * settings.hidden_size * dtype.itemsize)
 
 
 def decode_peak(model: Any, rows: int, length: int, sampling: Sampling) -> int:

@@ -20,9 +20,12 @@ from posttrain.config import PPOConfig, needs_reference
 from posttrain.doctor import counting
 from posttrain.doctor.counting import ModelBytes
 from posttrain.errors import UserError
+from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
 from posttrain.models.value import ValueModel
 from posttrain.rollout.base import Sampling
+from posttrain.rollout.native.build import cache_limit
+from posttrain.rollout.native.pool import blocks_for, with_slack
 
 GIB = 2**30
 USABLE = 0.9  # of the device; the rest goes to the CUDA context or the Python process, and to fragmentation
@@ -197,6 +200,8 @@ def _place(plan: Plan, part: str, size: int, only_in: tuple[str, ...] | None) ->
 
 def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter, actor: ModelBytes) -> Parts:
     rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "native":
+        return _generate_native(config, device, shape, counter, actor)
     serving = rollout.name != "hf"
     copy = math.ceil(actor.weights / rollout.tensor_model_parallel_size) if serving or shape.workers > 1 else 0
     per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
@@ -209,6 +214,21 @@ def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter,
     decode = counter(config, device, "actor", counting.decode_peak, shape.wave, shape.longest, _sampling(config))
     # In the prefill most of the cache is not there yet.
     return {"rollout weights": copy, "KV cache": cache, "temporary tensors": max(prefill - cache, decode)}
+
+
+def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: Counter, actor: ModelBytes) -> Parts:
+    """The cache in whole blocks: a prompt's once, a response's for each. One worker's weights are the trainer's own."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    private = shape.workers > 1 or (device.offloads and config.actor_rollout_ref.actor.fsdp_config.param_offload)
+    per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
+    blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(data.max_response_length)
+    cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
+    tokens = max(shape.wave, min(rollout.max_num_batched_tokens, shape.prefill * shape.prompt))
+    temporary = counter(config, device, "actor", counting.native_step_peak, tokens, shape.wave, _sampling(config))
+    if device.kind == "cuda":  # without a compiled kernel a layer's keys and values are gathered for each step
+        layers = counter(config, device, "actor", counting.layer_count)
+        temporary += 2 * shape.wave * shape.longest * per_token // layers
+    return {"rollout weights": actor.weights if private else 0, "KV cache": cache, "temporary tensors": temporary}
 
 
 def _sampling(config: PPOConfig) -> Sampling:

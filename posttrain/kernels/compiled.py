@@ -15,6 +15,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ SOURCE = Path(__file__).parent / "cpu" / "decode.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
-    "paged_attention": [_POINTER] * 15,
+    "paged_attention": [_POINTER] * 16,
     "add_rms_norm": [_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT],
     "silu_mul": [_POINTER] * 2 + [_LONG, _LONG, _INT],
     "sample": [_POINTER] * 7 + [_LONG, _LONG, _INT],
@@ -62,7 +63,7 @@ _problem: str | None = None
 
 
 @cache
-def _functions() -> dict[str, ctypes._CFuncPtr] | None:  # pyright: ignore[reportPrivateUsage]
+def _functions() -> dict[str, Any] | None:
     global _problem
     try:
         library = ctypes.CDLL(str(_library()))

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from posttrain.kernels.compiled import AttentionLayout, kernel
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
+FAR = 2**31 - 1  # where a block that is not there starts
 TILE = 4  # tokens of one row that read the cache together
 
 
@@ -29,13 +30,15 @@ TILE = 4  # tokens of one row that read the cache together
 class StepTokens:
     """The tokens of one step: which row each belongs to, where it stands there, and the blocks of each row.
 
-    Tokens of a row are consecutive and in order.
+    Tokens of a row are consecutive and in order. Block n of a row holds its tokens from position `starts_RN[n]` up to
+    the next block's start, so that rows can share a prompt's last block as it is; places without a block start at FAR.
     """
 
     ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int32
     rows_T: torch.Tensor  # int32
     table_RN: torch.Tensor  # int32
+    starts_RN: torch.Tensor  # int32
     longest: int  # the largest position + 1
 
     @property
@@ -123,15 +126,15 @@ def attention(
         return _attention_twin(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
     tokens, heads, size = query_THD.shape
     out = query_THD.new_empty(tokens, heads * size)
-    table, tiles = step.table_RN, step.tile_starts
+    tiles = step.tile_starts
     layout = AttentionLayout(
-        tokens, len(tiles) - 1, table.shape[1], heads, key_TKD.shape[1], size, window or 0, torch.get_num_threads(),
+        tokens, len(tiles) - 1, step.table_RN.shape[1],
+        heads, key_TKD.shape[1], size, window or 0, torch.get_num_threads(),
         scale, epsilon, *(stride for x in (query_THD, key_TKD, value_TKD) for stride in x.stride()[:2]),
     )  # fmt: skip
     tensors = (query_THD, key_TKD, value_TKD, *(rotation or (None, None)), *(norms or (None, None)), *cache)
-    pointers = [
-        None if x is None else x.data_ptr() for x in (*tensors, table, step.rows_T, step.positions_T, tiles, out)
-    ]
+    lists = (step.table_RN, step.starts_RN, step.rows_T, step.positions_T, tiles)
+    pointers = [None if x is None else x.data_ptr() for x in (*tensors, *lists, out)]
     function(ctypes.byref(layout), *pointers)
     return out
 
@@ -145,9 +148,12 @@ def _attention_twin(query, key, value, cache, step, scale, window, rotation, nor
         cosine, sine = (table[positions_T][:, None].to(query.dtype) for table in rotation)
         query, key = (x * cosine + _half_turn(x) * sine for x in (query, key))
     keys, values = cache
-    blocks_T = step.table_RN.long()[rows_T, positions_T // BLOCK]
-    keys[blocks_T, :, :, positions_T % BLOCK] = key
-    values[blocks_T, :, positions_T % BLOCK] = value
+    starts_TN = step.starts_RN[rows_T]
+    last_T = (starts_TN <= positions_T[:, None]).sum(-1) - 1
+    blocks_T = step.table_RN[rows_T, last_T].long()
+    places_T = positions_T - starts_TN.gather(1, last_T[:, None]).squeeze(1)
+    keys[blocks_T, :, :, places_T] = key
+    values[blocks_T, :, places_T] = value
     out = torch.empty_like(query)
     singles = [start for start, end in step.runs if end == start + 1]
     if singles:
@@ -161,16 +167,20 @@ def _attention_twin(query, key, value, cache, step, scale, window, rotation, nor
 
 
 def _attend(query_BQHD, cache, step: StepTokens, index_BQ, scale: float, window: int | None) -> torch.Tensor:
-    """B rows with Q queries each; every row's blocks are gathered into one padded stretch of L tokens."""
-    positions_BQ = step.positions_T[index_BQ].long()
-    length = int(positions_BQ.max()) + 1
-    blocks_BN = step.table_RN[step.rows_T[index_BQ[:, 0]].long(), : -(-length // BLOCK)].long()
-    key_BKDL = cache[0][blocks_BN].permute(0, 2, 3, 1, 4).flatten(3)[..., :length]
-    value_BKLD = cache[1][blocks_BN].transpose(1, 2).flatten(2, 3)[:, :, :length]
-    places_L = torch.arange(length, device=query_BQHD.device)
-    seen = places_L <= positions_BQ[..., None]
+    """B rows with Q queries each; every row's blocks are gathered into one padded stretch of L places."""
+    positions_BQ = step.positions_T[index_BQ]
+    rows_B = step.rows_T[index_BQ[:, 0]].long()
+    starts_BN = step.starts_RN[rows_B]
+    blocks = int((starts_BN <= positions_BQ.max()).sum(-1).max())
+    blocks_BN, starts_BN = step.table_RN[rows_B, :blocks].long(), starts_BN[:, :blocks]
+    key_BKDL = cache[0][blocks_BN].permute(0, 2, 3, 1, 4).flatten(3)
+    value_BKLD = cache[1][blocks_BN].transpose(1, 2).flatten(2, 3)
+    places_BNP = starts_BN[..., None].clamp(max=FAR - BLOCK) + torch.arange(BLOCK, device=blocks_BN.device)
+    ends_BN = F.pad(starts_BN[:, 1:], (0, 1), value=FAR)
+    places_BL = places_BNP.masked_fill(places_BNP >= ends_BN[..., None], FAR).flatten(1)
+    seen = places_BL[:, None] <= positions_BQ[..., None]
     if window:
-        seen = seen & (positions_BQ[..., None] - places_L < window)
+        seen = seen & (positions_BQ[..., None] - places_BL[:, None] < window)
     out = F.scaled_dot_product_attention(
         query_BQHD.transpose(1, 2), key_BKDL.transpose(2, 3), value_BKLD,
         attn_mask=seen[:, None], scale=scale, enable_gqa=query_BQHD.shape[2] != value_BKLD.shape[1],

@@ -101,18 +101,22 @@ class FastDecoder:
         added_TE: torch.Tensor | None = None
         for number, layer in enumerate(self.layers):
             x_TE = add_rms_norm(residual_TE, added_TE, layer.before, self.epsilon)
-            heads = layer.qkv(x_TE).unflatten(1, (-1, self.size))
-            query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
-            x_TE = attention(
-                query, key, value, caches(number, self.key_heads, self.size), step, scale=self.scale,
-                window=layer.window, rotation=rotation, norms=layer.heads, epsilon=self.epsilon,
-            )  # fmt: skip
-            x_TE = add_rms_norm(residual_TE, layer.out(x_TE), layer.between, self.epsilon)
+            cache = caches(number, self.key_heads, self.size)
+            added_TE = layer.out(self._attend(layer, layer.qkv(x_TE), cache, step, rotation))
+            x_TE = add_rms_norm(residual_TE, added_TE, layer.between, self.epsilon)
             added_TE = layer.down(silu_mul(layer.gate_up(x_TE)))
         assert added_TE is not None
         if wanted_N is not None:
             residual_TE, added_TE = residual_TE[wanted_N], added_TE[wanted_N]
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
+
+    def _attend(self, layer: _Layer, qkv: torch.Tensor, cache: LayerCache, step: StepTokens, rotation) -> torch.Tensor:
+        heads = qkv.unflatten(1, (-1, self.size))
+        query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
+        return attention(
+            query, key, value, cache, step,
+            scale=self.scale, window=layer.window, rotation=rotation, norms=layer.heads, epsilon=self.epsilon,
+        )  # fmt: skip
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.head(hidden_NE)

@@ -48,8 +48,8 @@ class PagedDecoder:
         def answer(layer: Any, query, key, value, scale: float | None, window: int | None) -> torch.Tensor:
             query, key, value = (_last_dense(x[0].transpose(0, 1)) for x in (query, key, value))
             cache = caches(layer.layer_idx, key.shape[1], key.shape[2])
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            out = attention(query, key, value, cache, step, scale=scale, window=window)
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            out = attention(query, key, value, cache, step, scale=factor, window=window)
             return out.view(1, *query.shape)
 
         with _answering(answer):

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
+from posttrain.config.rollout import RolloutConfig
 from posttrain.doctor import counting
 from posttrain.doctor.counting import LiveBytes, ModelBytes
+from posttrain.doctor.plan import GIB, Device, plan_memory
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.packing import packed_units
 from posttrain.kernels.packed_attention import packed_rows
@@ -19,6 +22,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.generate import to_batch
 from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.native.build import build_native
 
 CPU = torch.device("cpu")
 ROWS, PROMPT, LENGTH = 8, 8, 64
@@ -112,6 +116,35 @@ def test_S3_55_cache_equals_the_engines_to_the_byte(tiny_model):
     real = size(kept for layer in cache.layers for kept in (layer.keys, layer.values))
     tokens = 6 * (PROMPT + 20 - 1)  # the last token is never fed back
     assert counting.cache_bytes_per_token(counting.actor_model(config, torch.float32)) * tokens == real
+
+
+@pytest.mark.parametrize("prompts, n, prompt, new", [(4, 8, 8, 24), (16, 1, 60, 3)])
+def test_native_generation_takes_the_planned_cache_and_temporary_tensors(tiny_model, prompts, n, prompt, new):
+    """The cache to the byte; all that is alive at the peak within 80% and 102% of the plan."""
+    config = ModelConfig(path=str(tiny_model))
+    model = load_causal_lm(config, dtype=torch.float32, device=CPU)
+    engine = build_native(model, RolloutConfig(), decode=None)[0]
+    engine.score([[1, 2, 3]])  # compiles the kernels and makes the table of angles
+    engine.pool.clear()
+    sampling = Sampling(max_tokens=new)
+    with LiveBytes(model) as live:
+        for row in range(prompts * n):
+            engine.submit(Request(row, [row // n + 1] * prompt, sampling, seed=row))
+        while engine.has_work():
+            engine.step()
+    planned_run = {
+        "actor_rollout_ref.model.path": str(tiny_model),
+        "data.train_files": "x.json",
+        "data.train_batch_size": prompts,
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": new,
+        "actor_rollout_ref.rollout.n": n,
+        "algorithm.adv_estimator": "gae",
+    }
+    parts = plan_memory(load_config(planned_run).config, Device("cpu", 16 * GIB, "the CPU")).stages["generate"]
+    assert size(tensor for cache in engine.pool.layers.values() for tensor in cache) == parts["KV cache"]
+    planned = parts["KV cache"] + parts["temporary tensors"]
+    assert 0.8 * planned < live.peak < 1.02 * planned
 
 
 def test_live_bytes_follow_what_is_alive():

@@ -1,14 +1,18 @@
-"""The native engine against plain transformers, kind by kind, and its own promises: sharing, slots, blocks, versions."""
+"""The native engine against plain transformers, kind by kind, and its own promises."""
 
 import numpy as np
 import pytest
 import torch
 
+from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.errors import UserError
 from posttrain.kernels import compiled
 from posttrain.models.decoder import can_decode_fast
+from posttrain.models.lora import add_adapters
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate
+from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
 from tests.rollout.tiny import FAST, KINDS, VOCABULARY, tiny
 
@@ -56,3 +60,169 @@ def test_score_equals_transformers(kernels, kind):
     for row, scored in zip(PROMPTS, native(tiny(kind)).score(PROMPTS, temperature=0.7), strict=True):
         expected = plain_log_probs(oracle, row[:1], row[1:], 0.7)
         torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
+
+
+def test_sampled_frequencies_pass_a_chi_squared_test(kernels):
+    """3,000 seeds of one prompt: the first token, and the second after the most frequent first one."""
+    module = tiny("qwen2")
+    settings = [Sampling(max_tokens=2, temperature=1.3)] * 3000
+    outputs = generate(native(module), [[5, 6, 7]] * 3000, settings, range(3000))
+    first = np.array([output.token_ids[0] for output in outputs])
+    favourite = int(np.bincount(first).argmax())
+    second = np.array([output.token_ids[1] for output in outputs if output.token_ids[0] == favourite])
+    for drawn, prompt in ((first, [5, 6, 7]), (second, [5, 6, 7, favourite])):
+        with torch.no_grad():
+            p = torch.softmax(module(torch.tensor([prompt])).logits[0, -1] / 1.3, -1).double().numpy()
+        counts, expected = np.bincount(drawn, minlength=VOCABULARY), p * len(drawn)
+        rare = expected < 5  # too few for the statistic: one class of their own
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+        freedom = len(counts) - 1
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        assert freedom >= 3 and statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+def test_samples_are_the_oracles_for_the_same_seeds(kernels):
+    """Both engines draw by the same numbers, so that (float rounding apart) they draw the same tokens."""
+    settings = [Sampling(max_tokens=20, temperature=0.8, top_p=0.9, top_k=20, min_p=0.01), Sampling(max_tokens=20)] * 3
+    ours = generate(native(tiny("llama")), PROMPTS, settings, range(6))
+    theirs = generate(HFEngine(tiny("llama"), pad_token_id=0), PROMPTS, settings, range(6))
+    assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
+
+
+def test_equal_prompts_are_computed_once(kernels):
+    engine = native(tiny("qwen2"))
+    generate(engine, [list(range(50))] * 8 + [[1, 2]], [Sampling(max_tokens=5)] * 9, range(9))
+    assert engine.prompt_tokens == 52 and engine.response_tokens == 9 * 4
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_num_seqs": 2}, {"max_num_batched_tokens": 33}, {"kv_cache_gb": 150 / 2**20}]
+)
+def test_slots_budget_and_a_small_cache_change_no_sample(kernels, settings):
+    """Two slots; prompts in pieces of a few tokens; a cache of 150 KiB, six blocks: about two rows at a time."""
+    module, sampling = tiny("qwen3"), [Sampling(max_tokens=n) for n in (30, 3, 40, 11, 25, 33)]
+    wide = generate(native(module), PROMPTS, sampling, range(6))
+    engine = build_native(module, RolloutConfig(**{"kv_cache_gb": 0.05, **settings}), decode=None)[0]
+    narrow = generate(engine, PROMPTS, sampling, range(6))
+    assert [o.token_ids for o in narrow] == [o.token_ids for o in wide]
+    assert engine.pool.used == 0 and not engine.queue.prompts and not engine.queue.opened
+
+
+def test_a_finished_row_is_replaced_at_once():
+    engine = native(tiny("qwen2"), max_num_seqs=2)
+    for row, limit in enumerate((1, 6, 2, 2, 2)):
+        engine.submit(Request(row, [row + 1], Sampling(max_tokens=limit), row))
+    busy = []
+    while engine.has_work():
+        before = engine.response_tokens + engine.prompt_tokens
+        engine.step()
+        busy.append(engine.response_tokens + engine.prompt_tokens - before)
+    assert busy == [2, 2, 2, 2, 2, 2, 1][: len(busy)] and len(busy) <= 7
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_setting_to_change():
+    engine = build_native(tiny("qwen2"), RolloutConfig(kv_cache_gb=64 / 2**20), decode=None)[0]
+    with pytest.raises(UserError, match=r"kv_cache_gb"):
+        engine.submit(Request(0, [1, 2, 3], Sampling(max_tokens=5000), 0))
+
+
+def test_new_weights_in_the_middle_give_version_spans_and_new_prompts(kernels):
+    """Running rows go on with their cache; a waiting request's prompt is computed with the new weights."""
+    module = tiny("qwen2")
+    engine = native(module, max_num_seqs=2)
+    for row in range(3):
+        engine.submit(Request(row, [5, 6, 7], Sampling(max_tokens=6), row))
+    engine.step(), engine.step()
+    other = tiny("qwen2", seed=1)
+    engine.load_weights(other.state_dict().items(), version=3)
+    outputs = {}
+    while engine.has_work():
+        outputs |= {output.id: output for output in engine.step()}
+    assert [outputs[row].versions for row in range(3)] == [[(0, 2), (3, 4)], [(0, 2), (3, 4)], [(3, 6)]]
+    expected = plain_log_probs(tiny("qwen2", seed=1, attention="eager"), [5, 6, 7], outputs[2].token_ids)
+    torch.testing.assert_close(torch.tensor(outputs[2].log_probs), expected, rtol=0, atol=1e-5)
+    assert engine.pool.used == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2-tied", "qwen3"])
+def test_the_trainers_parameters_are_views_into_the_engines_weights(kind):
+    """An optimizer step is seen without a copy, and training through the views gives the gradients of the module."""
+    module, untouched = tiny(kind), tiny(kind)
+    engine = native(module)
+    qkv = engine.decoder.arena.layers[0]["qkv"].weight
+    assert (
+        module.model.layers[0].self_attn.k_proj.weight.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    )
+    assert engine.shares_weights
+    for model in (module, untouched):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(torch.tensor([PROMPTS[1]]), labels=torch.tensor([PROMPTS[1]])).loss.backward()
+        optimizer.step()
+    for (name, ours), theirs in zip(module.named_parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    engine.load_weights((), version=1)
+    expected = plain_log_probs(untouched, [3], PROMPTS[4])
+    torch.testing.assert_close(engine.score([[3, *PROMPTS[4]]])[0], expected, rtol=0, atol=1e-5)
+
+
+def test_private_weights_leave_the_trainers_alone():
+    module = tiny("llama")
+    engine = build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None, share=False)[0]
+    before = engine.score([PROMPTS[1]])[0]
+    with torch.no_grad():
+        module.model.layers[0].self_attn.q_proj.weight.mul_(2.0)
+    assert torch.equal(engine.score([PROMPTS[1]])[0], before) and not engine.shares_weights
+    engine.load_weights(module.state_dict().items(), version=1)
+    expected = plain_log_probs(module, PROMPTS[1][:1], PROMPTS[1][1:])
+    torch.testing.assert_close(engine.score([PROMPTS[1]])[0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_adapters_are_applied_beside_a_base_that_never_changes(kernels, kind):
+    targets = "all-linear" if kind == "qwen2" else ["c_attn", "c_proj"]
+    module = add_adapters(tiny(kind), ModelConfig(path="x", lora_rank=3, target_modules=targets))
+    base = {name: weight.clone() for name, weight in module.named_parameters() if "lora_" not in name}
+    engine = native(module)
+    for sync in range(3):
+        with torch.no_grad():
+            for name, weight in module.named_parameters():
+                if "lora_" in name:
+                    weight.normal_(0, 0.1)
+        engine.load_weights((), version=sync)
+        output = generate(engine, [PROMPTS[1]], [Sampling(max_tokens=9)], [sync])[0]
+        expected = plain_log_probs(module, PROMPTS[1], output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)
+    for name, weight in module.named_parameters():
+        assert "lora_" in name or torch.equal(weight, base[name]), name
+
+
+def test_bfloat16_log_probs_stay_close_to_transformers(kernels):
+    oracle = tiny("qwen3", torch.bfloat16, attention="eager")
+    for output, prompt in zip(
+        generate(native(tiny("qwen3", torch.bfloat16)), PROMPTS, [Sampling(max_tokens=30)] * 6, range(6)),
+        PROMPTS,
+        strict=True,
+    ):
+        gap = (torch.tensor(output.log_probs) - plain_log_probs(oracle, prompt, output.token_ids)).abs()
+        assert gap.mean() < 0.03 and gap.max() < 0.3
+
+
+def test_float64_models_are_decoded_in_float64():
+    module = tiny("qwen2", torch.float64)
+    output = generate(native(module), [PROMPTS[1]], [Sampling(max_tokens=9)], [0])[0]
+    ids = torch.tensor([[*PROMPTS[1], *output.token_ids]])
+    log_p = torch.log_softmax(module(ids).logits[0], -1)[len(PROMPTS[1]) - 1 : -1]
+    expected = log_p.gather(1, ids[0, len(PROMPTS[1]) :, None]).squeeze(1).float()
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-7)
+
+
+def test_sleep_gives_back_and_the_next_request_takes_again():
+    engine = native(tiny("qwen2"))
+    engine.submit(Request(0, [1, 2], Sampling(max_tokens=4), 0))
+    engine.step()
+    with pytest.raises(RuntimeError, match="abort them"):
+        engine.sleep()
+    engine.abort([0])
+    engine.sleep()
+    assert len(generate(engine, [[1, 2]], [Sampling(max_tokens=4)], [0])[0].token_ids) == 4

@@ -205,7 +205,7 @@ def test_S0_36_an_absent_engine_names_the_extra_and_the_engine_that_is_there(mon
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     text = problems(f"{ROLLOUT}.name=vllm", f"data.train_files={four_rows}")
-    assert 'pip install "posttrain[vllm]"' in text and f"{ROLLOUT}.name=hf" in text
+    assert 'pip install "posttrain[vllm]"' in text and f"{ROLLOUT}.name=native" in text
 
 
 def test_S0_37_a_parallel_size_that_does_not_divide_the_devices_is_an_error(four_rows):

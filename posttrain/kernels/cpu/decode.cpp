@@ -45,17 +45,23 @@ inline float exp_of(float x) {
   return p * __builtin_bit_cast(float, int32_t(int32_t(n) + 127) << 23);
 }
 
+// The cache of one layer. A row is a list of blocks; block j holds its tokens from position starts[j] up to the next
+// block's start, so that a block need not be full: a prompt's last one is shared as it is by all its responses.
 template <typename T> struct Cache {
   T *keys, *values;
-  const int32_t *table; // (rows, table_width): the blocks of each row in order
-  int64_t table_width;
+  const int32_t *table, *starts; // (rows, width)
+  int64_t width;
   int heads, size;
 
-  T *key_block(int row, int block, int head) const {
-    return keys + (int64_t(table[row * table_width + block]) * heads + head) * size * BLOCK;
+  int64_t offset(int row, int block, int head) const {
+    return (int64_t(table[row * width + block]) * heads + head) * size * BLOCK;
   }
-  T *value_block(int row, int block, int head) const {
-    return values + (int64_t(table[row * table_width + block]) * heads + head) * size * BLOCK;
+  const T *key_block(int row, int block, int head) const { return keys + offset(row, block, head); }
+  const T *value_block(int row, int block, int head) const { return values + offset(row, block, head); }
+  int start(int row, int block) const { return block < width ? starts[row * width + block] : INT32_MAX; }
+  int block_of(int row, int position) const {
+    const int32_t *first = starts + row * width;
+    return int(std::upper_bound(first, first + width, position) - first) - 1;
   }
 };
 
@@ -102,20 +108,26 @@ void score_block(const T *keys, const T *next, const float *query, int size, flo
     for (int t = 0; t < BLOCK; t++) scores[i][at + t] = sum[i][t];
 }
 
-// WIDTH columns of the outputs of N queries, summed over the tokens [begin, end) of a row.
+// The blocks that N queries of a row look at together, and the positions [begin, end) that any of them sees.
+struct Span {
+  int row, head, low, high, begin, end;
+};
+
+// WIDTH columns of the outputs of N queries.
 template <int N, int WIDTH, typename T>
-void mix_values(const Cache<T> &cache, int row, int head, int begin, int end, int column, float *const *weights, float *out) {
+void mix_values(const Cache<T> &cache, const Span &span, int column, float *const *weights, float *out) {
   float sum[N][WIDTH] = {};
-  for (int block = begin / BLOCK; block * BLOCK < end; block++) {
-    const T *values = cache.value_block(row, block, head) + column;
-    const T *next = (block + 1) * BLOCK < end ? cache.value_block(row, block + 1, head) + column : values;
-    int first = std::max(begin - block * BLOCK, 0), last = std::min(end - block * BLOCK, BLOCK);
+  for (int block = span.low; block <= span.high; block++) {
+    const T *values = cache.value_block(span.row, block, span.head) + column;
+    const T *next = block < span.high ? cache.value_block(span.row, block + 1, span.head) + column : values;
+    int start = cache.start(span.row, block), at = (block - span.low) * BLOCK;
+    int first = std::max(span.begin - start, 0), last = std::min(span.end, cache.start(span.row, block + 1)) - start;
     for (int t = first; t < last; t++) {
       const T *value = values + t * cache.size;
       for (size_t byte = 0; byte < WIDTH * sizeof(T); byte += 64)
         __builtin_prefetch((const char *)(next + t * cache.size) + byte);
       for (int i = 0; i < N; i++) {
-        float w = weights[i][block * BLOCK + t];
+        float w = weights[i][at + t];
 #pragma omp simd
         for (int d = 0; d < WIDTH; d++) sum[i][d] += w * load(value[d]);
       }
@@ -125,39 +137,41 @@ void mix_values(const Cache<T> &cache, int row, int head, int begin, int end, in
     for (int d = 0; d < WIDTH; d++) out[i * cache.size + column + d] = sum[i][d];
 }
 
-// N queries of one row and one head of keys; query i sees the tokens [begin[i], end[i]).
+// N queries of one row and one head of keys; query i sees the positions [begin[i], end[i]).
 template <int N, typename T>
 void attend(const Cache<T> &cache, int row, int head, const float *query, const int *begin, const int *end, float *out,
             std::vector<float> &scratch) {
-  int first = begin[0], last = end[0];
-  for (int i = 1; i < N; i++) first = std::min(first, begin[i]), last = std::max(last, end[i]);
-  int low = first / BLOCK, width = ((last + BLOCK - 1) / BLOCK) * BLOCK;
+  constexpr float NEVER = -3e38f;
+  Span span{row, head, 0, 0, *std::min_element(begin, begin + N), *std::max_element(end, end + N)};
+  span.low = cache.block_of(row, span.begin), span.high = cache.block_of(row, span.end - 1);
+  int width = (span.high - span.low + 1) * BLOCK;
   if (scratch.size() < size_t(N) * width) scratch.resize(size_t(N) * width);
-  float *scores[N];
+  float *scores[N], scale[N];
   for (int i = 0; i < N; i++) scores[i] = scratch.data() + size_t(i) * width;
-  for (int block = low; block * BLOCK < last; block++) {
-    bool more = (block + 1) * BLOCK < last;
-    const T *next = more ? cache.key_block(row, block + 1, head) : cache.value_block(row, low, head);
-    score_block<N>(cache.key_block(row, block, head), next, query, cache.size, scores, block * BLOCK);
+  for (int block = span.low; block <= span.high; block++) {
+    const T *next = block < span.high ? cache.key_block(row, block + 1, head) : cache.value_block(row, span.low, head);
+    int at = (block - span.low) * BLOCK, start = cache.start(row, block), after = cache.start(row, block + 1);
+    score_block<N>(cache.key_block(row, block, head), next, query, cache.size, scores, at);
+    for (int i = 0; i < N; i++) {
+      int first = begin[i] - start, last = std::min(end[i], after) - start;
+      for (int t = 0; t < std::min(first, BLOCK); t++) scores[i][at + t] = NEVER;
+      for (int t = std::max(last, 0); t < BLOCK; t++) scores[i][at + t] = NEVER;
+    }
   }
-  float scale[N];
   for (int i = 0; i < N; i++) {
-    float *s = scores[i];
-    float top = s[begin[i]], sum = 0;
+    float *s = scores[i], top = NEVER, sum = 0;
 #pragma omp simd reduction(max : top)
-    for (int t = begin[i]; t < end[i]; t++) top = s[t] > top ? s[t] : top;
+    for (int t = 0; t < width; t++) top = s[t] > top ? s[t] : top;
 #pragma omp simd reduction(+ : sum)
-    for (int t = begin[i]; t < end[i]; t++) sum += s[t] = exp_of(s[t] - top);
-    for (int t = first; t < begin[i]; t++) s[t] = 0;
-    for (int t = end[i]; t < last; t++) s[t] = 0;
+    for (int t = 0; t < width; t++) sum += s[t] = s[t] > NEVER ? exp_of(s[t] - top) : 0.0f;
     scale[i] = 1.0f / sum;
   }
   int column = 0;
   if (N <= 2) // wider where the sums still fit into registers
-    for (; column + 64 <= cache.size; column += 64) mix_values<N, 64>(cache, row, head, first, last, column, scores, out);
-  for (; column + 32 <= cache.size; column += 32) mix_values<N, 32>(cache, row, head, first, last, column, scores, out);
-  for (; column + 8 <= cache.size; column += 8) mix_values<N, 8>(cache, row, head, first, last, column, scores, out);
-  for (; column < cache.size; column++) mix_values<N, 1>(cache, row, head, first, last, column, scores, out);
+    for (; column + 64 <= cache.size; column += 64) mix_values<N, 64>(cache, span, column, scores, out);
+  for (; column + 32 <= cache.size; column += 32) mix_values<N, 32>(cache, span, column, scores, out);
+  for (; column + 8 <= cache.size; column += 8) mix_values<N, 8>(cache, span, column, scores, out);
+  for (; column < cache.size; column++) mix_values<N, 1>(cache, span, column, scores, out);
   for (int i = 0; i < N; i++)
     for (int d = 0; d < cache.size; d++) out[i * cache.size + d] *= scale[i];
 }
@@ -171,16 +185,17 @@ struct Layout { // mirrored by kernels/compiled.py
 
 template <typename T>
 void paged_attention(const Layout &at, T *query, const T *key, const T *value, const float *cosine, const float *sine,
-                     const T *query_norm, const T *key_norm, T *keys, T *values, const int32_t *table, const int32_t *rows,
-                     const int32_t *positions, const int32_t *tile_starts, T *out) {
-  Cache<T> cache{keys, values, table, at.table_width, at.key_heads, at.size};
+                     const T *query_norm, const T *key_norm, T *keys, T *values, const int32_t *table,
+                     const int32_t *starts, const int32_t *rows, const int32_t *positions, const int32_t *tile_starts, T *out) {
+  Cache<T> cache{keys, values, table, starts, at.table_width, at.key_heads, at.size};
   int group = at.query_heads / at.key_heads, size = at.size;
 #pragma omp parallel num_threads(at.threads)
   {
     std::vector<float> head(size), scratch, queries(QUERIES * size), outputs(QUERIES * size);
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < at.tokens; token++) {
-      int row = rows[token], position = positions[token], block = position / BLOCK, place = position % BLOCK;
+      int row = rows[token], position = positions[token], block = cache.block_of(row, position);
+      int place = position - cache.start(row, block);
       const float *c = cosine ? cosine + int64_t(position) * size : nullptr;
       const float *s = sine ? sine + int64_t(position) * size : nullptr;
       if (cosine || query_norm)
@@ -191,10 +206,10 @@ void paged_attention(const Layout &at, T *query, const T *key, const T *value, c
         }
       for (int h = 0; h < at.key_heads; h++) {
         prepare_head(key + token * at.key_stride + h * at.key_head_stride, size, key_norm, at.epsilon, c, s, head.data());
-        T *to = cache.key_block(row, block, h) + place;
+        T *to = keys + cache.offset(row, block, h) + place;
         for (int d = 0; d < size; d++) store(to + d * BLOCK, head[d]);
         const T *from = value + token * at.value_stride + h * at.value_head_stride;
-        std::copy(from, from + size, cache.value_block(row, block, h) + place * size);
+        std::copy(from, from + size, values + cache.offset(row, block, h) + place * size);
       }
     }
     // A tile is a run of tokens of one row; its queries of one key head read the cache together.
@@ -303,9 +318,10 @@ void sample(const T *logits, const int64_t *source, const float *temperature, co
 #define FOR_TYPE(NAME, T)                                                                                                     \
   extern "C" void paged_attention_##NAME(const Layout *at, void *query, void *key, void *value, float *cosine, float *sine,   \
                                          void *query_norm, void *key_norm, void *keys, void *values, int32_t *table,          \
-                                         int32_t *rows, int32_t *positions, int32_t *tile_starts, void *out) {                \
+                                         int32_t *starts, int32_t *rows, int32_t *positions, int32_t *tile_starts,            \
+                                         void *out) {                                                                         \
     paged_attention<T>(*at, (T *)query, (T *)key, (T *)value, cosine, sine, (T *)query_norm, (T *)key_norm, (T *)keys,        \
-                       (T *)values, table, rows, positions, tile_starts, (T *)out);                                          \
+                       (T *)values, table, starts, rows, positions, tile_starts, (T *)out);                                  \
   }                                                                                                                           \
   extern "C" void add_rms_norm_##NAME(void *residual, void *added, void *weight, void *out, int64_t tokens, int64_t size,     \
                                       float epsilon, int threads) {                                                           \

@@ -7,24 +7,41 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from posttrain.kernels.decode import StepTokens
+from posttrain.kernels.decode import BLOCK, FAR, StepTokens
+
+Table = tuple[np.ndarray, np.ndarray]
+"""(blocks, the position at which each starts), a row each."""
 
 
-def with_rows(table: np.ndarray, more: Sequence[Sequence[int]]) -> np.ndarray:
-    """The block table with further rows, each a list of blocks."""
+def block_rows(segments: Sequence[tuple[Sequence[int], int]], width: int) -> Table:
+    """One row of a table: the blocks of segments, each with the position at which it starts."""
+    table, starts, at = np.zeros(width, np.int32), np.full(width, FAR, np.int32), 0
+    for blocks, first in segments:
+        end = at + len(blocks)
+        table[at:end] = blocks
+        starts[at:end] = range(first, first + BLOCK * len(blocks), BLOCK)
+        at = end
+    return table, starts
+
+
+def with_rows(rows: Table, more: Sequence[Sequence[int]]) -> Table:
+    """The table with further rows, each a list of blocks that starts at position 0."""
     if not more:
-        return table
-    whole = np.zeros((len(table) + len(more), max(table.shape[1], *map(len, more))), np.int32)
-    whole[: len(table), : table.shape[1]] = table
-    for number, blocks in enumerate(more, start=len(table)):
-        whole[number, : len(blocks)] = blocks
-    return whole
+        return rows
+    old, width = rows[0].shape
+    width = max(width, *map(len, more))
+    table, starts = np.zeros((old + len(more), width), np.int32), np.full((old + len(more), width), FAR, np.int32)
+    table[:old, : rows[0].shape[1]], starts[:old, : rows[0].shape[1]] = rows
+    for number, blocks in enumerate(more, start=old):
+        table[number], starts[number] = block_rows([(blocks, 0)], width)
+    return table, starts
 
 
-def step_tokens(ids: list, positions: list, rows: list, table: np.ndarray, device: torch.device) -> StepTokens:
+def step_tokens(ids: list, positions: list, rows: list, table: Table, device: torch.device) -> StepTokens:
     """Tokens, positions and rows of the parts, end to end."""
     longest = max(int(part.max()) + 1 for part in positions if len(part))
-    ids_T, positions_T, rows_T = (
-        torch.from_numpy(np.concatenate(parts)).to(device) for parts in (ids, positions, rows)
+    flat = [np.concatenate(parts) for parts in (ids, positions, rows)]
+    ids_T, positions_T, rows_T, table_RN, starts_RN = (
+        torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (*flat, *table)
     )
-    return StepTokens(ids_T, positions_T, rows_T, torch.from_numpy(np.ascontiguousarray(table)).to(device), longest)
+    return StepTokens(ids_T, positions_T, rows_T, table_RN, starts_RN, longest)

@@ -31,7 +31,7 @@ def build_native(
     fast = can_decode_fast(module)
     decoder = FastDecoder(module, share=share) if fast else PagedDecoder(module)
     weight = next(module.parameters())
-    limit = cache_limit(config, weight.device)
+    limit = cache_limit(config, weight.device.type, device_memory(weight.device))
     pool = Pool(weight.dtype, weight.device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
     engine = NativeEngine(
         decoder,
@@ -51,15 +51,20 @@ def _kernels(weight: torch.Tensor) -> str:
     return f"torch kernels: {problem}" if problem else "compiled kernels"
 
 
-def cache_limit(config: RolloutConfig, device: torch.device) -> int:
-    """Bytes that the cache may grow to. A fixed share of what the machine has, never of what is free now: how requests
-    are scheduled must not depend on the moment."""
+def device_memory(device: torch.device) -> int:
+    """All the memory that the device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cache_limit(config: RolloutConfig, kind: str, memory: int) -> int:
+    """Bytes that the cache may grow to. A share of what the device has, never of what is free now: how requests are
+    scheduled must not depend on the moment."""
     if config.kv_cache_gb is not None:
         return int(config.kv_cache_gb * 2**30)
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return int(total * (config.gpu_memory_utilization or CACHE_SHARE))
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CACHE_SHARE)
+    share = config.gpu_memory_utilization if kind == "cuda" else None
+    return int(memory * (share or CACHE_SHARE))
 
 
 def bytes_per_token(module: Any) -> int:

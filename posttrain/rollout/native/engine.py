@@ -48,6 +48,7 @@ class NativeEngine(RolloutEngine):
     ) -> None:
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
+        self.prompt_tokens = self.response_tokens = 0  # computed since the engine was made
 
     # -- requests -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
@@ -103,7 +104,10 @@ class NativeEngine(RolloutEngine):
                 prompt.place = len(wanted)
                 wanted.append(total - 1)
         slots.length[decoding] += 1
-        table = with_rows(slots.table[decoding], [prompt.blocks for prompt, _, _ in pieces])
+        self.response_tokens += len(decoding)
+        self.prompt_tokens += total - len(decoding)
+        running = (slots.table[decoding], slots.starts[decoding])
+        table = with_rows(running, [prompt.blocks for prompt, _, _ in pieces])
         step = step_tokens(ids, positions, rows, table, self.pool.device)
         wanted_N = None if len(wanted) == total else torch.tensor(wanted, device=self.pool.device, dtype=torch.long)
         hidden_NE = self.decoder.hidden(step, self.pool.layer, wanted_N)
@@ -111,13 +115,10 @@ class NativeEngine(RolloutEngine):
 
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
-        started, prompts, copies = [], [], []
+        started, prompts = [], []
         for request, prompt, own in self.queue.start(self.slots.room):
-            if len(prompt.ids) % BLOCK:
-                copies.append((prompt.blocks[-1], own[0]))  # the half-filled block, which the row goes on writing
             started.append(self.slots.add(request, prompt, own))
             prompts.append(prompt)
-        self.pool.copy(copies)
         return np.asarray(started, np.int64), prompts
 
     def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
@@ -181,7 +182,8 @@ class NativeEngine(RolloutEngine):
             rows = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]
             positions = [np.arange(len(row), dtype=np.int32) for row in batch]
             ids = [np.asarray(row, np.int64) for row in batch]
-            table = with_rows(np.zeros((0, 1), np.int32), blocks)
+            none = np.zeros((0, 1), np.int32)
+            table = with_rows((none, none), blocks)
             step = step_tokens(ids, positions, rows, table, self.pool.device)
             hidden_TE = self.decoder.hidden(step, self.pool.layer)
             log_probs_T = log_probs_of(self.decoder.logits, hidden_TE[:-1], step.ids_T[1:], temperature).cpu()
@@ -214,7 +216,7 @@ class NativeEngine(RolloutEngine):
         if len(self.slots.active):
             raise RuntimeError("the engine still has running requests; abort them before sleep")
         self.queue.forget()
-        self.pool.clear()
+        self.pool.sleep()
 
     def wake(self) -> None:
         """Memory is taken again when the first request needs it."""

@@ -11,11 +11,16 @@ import torch
 from posttrain.errors import UserError
 from posttrain.kernels.decode import BLOCK, LayerCache, new_cache
 
-FIRST = 256  # blocks in the smallest pool
+KEPT = 2**30  # bytes of host memory that a sleeping pool keeps: faulting them in again each time costs more
 
 
 def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK)
+
+
+def with_slack(blocks: int) -> int:
+    """Blocks that are taken when so many are needed: a little more, so that the next wave does not grow it again."""
+    return blocks + blocks // 8
 
 
 class Pool:
@@ -27,9 +32,14 @@ class Pool:
         self.clear()
 
     def clear(self) -> None:
-        """Give all memory back."""
         self.layers: dict[int, LayerCache] = {}
         self.size, self.free = 0, []
+
+    def sleep(self) -> None:
+        """Give memory back; on the host, where little of it is held, it is kept."""
+        held = sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+        if self.device.type != "cpu" or held > KEPT:
+            self.clear()
 
     @property
     def used(self) -> int:
@@ -39,8 +49,8 @@ class Pool:
         return self.used + blocks <= self.limit
 
     def check(self, prompt: int, response: int) -> None:
-        """Refuse what could never be let in: a row's blocks, and besides them the prompt's half-filled one."""
-        needed = blocks_for(prompt + response) + 1
+        """Refuse what could never be let in."""
+        needed = blocks_for(prompt) + blocks_for(response)
         if needed > self.limit:
             raise UserError(
                 f"a prompt of {prompt} tokens with up to {response} more needs {needed} blocks of {BLOCK} tokens in "
@@ -48,9 +58,14 @@ class Pool:
                 "data.max_response_length"
             )
 
+    def reserve(self, blocks: int) -> None:
+        """Have memory for this many blocks more, as far as the limit allows."""
+        needed = min(self.limit, self.used + blocks)
+        if needed > self.size:
+            self._grow(min(self.limit, with_slack(needed)))
+
     def take(self, blocks: int) -> list[int]:
-        if len(self.free) < blocks:
-            self._grow(self.used + blocks)
+        self.reserve(blocks)
         taken = self.free[-blocks:][::-1] if blocks else []
         del self.free[len(self.free) - blocks :]
         return taken
@@ -58,9 +73,7 @@ class Pool:
     def give_back(self, blocks: list[int]) -> None:
         self.free.extend(reversed(blocks))
 
-    def _grow(self, needed: int) -> None:
-        assert needed <= self.limit
-        size = min(self.limit, max(FIRST, needed, 2 * self.size))
+    def _grow(self, size: int) -> None:
         for number, old in self.layers.items():
             heads, width = old[0].shape[1:3]
             new = new_cache(size, heads, width, self.dtype, self.device)
@@ -74,12 +87,3 @@ class Pool:
         if number not in self.layers:
             self.layers[number] = new_cache(self.size, heads, width, self.dtype, self.device)
         return self.layers[number]
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), in every layer."""
-        if not pairs:
-            return
-        source, target = (torch.tensor(side, device=self.device) for side in zip(*pairs, strict=True))
-        for cache in self.layers.values():
-            for tensor in cache:
-                tensor[target] = tensor[source]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.kernels.decode import BLOCK
 from posttrain.rollout.base import Request
 from posttrain.rollout.native.pool import Pool, blocks_for
 
@@ -30,8 +29,8 @@ class Prompt:
         return self.computed == len(self.ids)
 
     def own_blocks(self, request: Request) -> int:
-        """Blocks that a row needs of its own: all but the prompt's full ones, into which no row ever writes."""
-        return blocks_for(len(self.ids) + request.sampling.max_tokens) - len(self.ids) // BLOCK
+        """Blocks that a row needs of its own: for its response. The prompt's are read by all and written by none."""
+        return blocks_for(request.sampling.max_tokens)
 
 
 Piece = tuple[Prompt, int, int]
@@ -68,6 +67,8 @@ class Queue:
     def open(self, room: int) -> None:
         """Open as many prompts, in order, as there are slots and blocks for."""
         room -= sum(len(prompt.waiting) for prompt in self.opened)
+        if room > 0:
+            self._reserve(room)
         kept = self._kept_aside()
         for prompt in self.prompts.values():
             if prompt.blocks:
@@ -78,6 +79,17 @@ class Queue:
             prompt.blocks = self.pool.take(blocks_for(len(prompt.ids)))
             self.opened.append(prompt)
             kept, room = kept + first, room - len(prompt.waiting)
+
+    def _reserve(self, room: int) -> None:
+        """Memory for all that can be let in, at once."""
+        blocks = 0
+        for prompt in self.prompts.values():
+            blocks += sum(prompt.own_blocks(request) for request in prompt.waiting)
+            if not prompt.blocks:
+                blocks, room = blocks + blocks_for(len(prompt.ids)), room - len(prompt.waiting)
+            if room <= 0:
+                break
+        self.pool.reserve(blocks)
 
     def _kept_aside(self) -> int:
         """Blocks that the first rows of open prompts must still find."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.kernels.decode import BLOCK
+from posttrain.kernels.decode import FAR
 from posttrain.rollout.base import Output, Request
+from posttrain.rollout.native.batch import block_rows
 from posttrain.rollout.native.prompts import Prompt
 
 _COLUMNS = {
@@ -32,6 +33,7 @@ class Slots:
         self.most = most
         self.columns = {name: np.zeros(0, kind) for name, kind in _COLUMNS.items()}
         self.table = np.zeros((0, 1), np.int32)
+        self.starts = np.zeros((0, 1), np.int32)
         self.tokens = np.zeros((0, 1), np.int64)
         self.log_probs = np.zeros((0, 1), np.float32)
         self.requests: list[Request | None] = []
@@ -46,6 +48,11 @@ class Slots:
         return self.__dict__["columns"][name]
 
     @property
+    def width(self) -> int:
+        """Blocks in a row of the table."""
+        return self.table.shape[1]
+
+    @property
     def room(self) -> int:
         return self.most - len(self.active)
 
@@ -54,9 +61,8 @@ class Slots:
         if not self.free:
             self._grow(min(self.most, max(64, 2 * len(self.requests))))
         slot, sampling = self.free.pop(), request.sampling
-        table = prompt.blocks[: len(prompt.ids) // BLOCK] + own
-        self._widen(len(table), sampling.max_tokens)
-        self.table[slot, : len(table)] = table
+        self._widen(len(prompt.blocks) + len(own), sampling.max_tokens)
+        self.table[slot], self.starts[slot] = block_rows([(prompt.blocks, 0), (own, len(prompt.ids))], self.width)
         values = {
             "length": len(prompt.ids),
             "count": 0,
@@ -118,7 +124,7 @@ class Slots:
         old = len(self.requests)
         for name, column in self.columns.items():
             self.columns[name] = np.concatenate([column, np.zeros(size - old, column.dtype)])
-        for name in ("table", "tokens", "log_probs"):
+        for name in ("table", "starts", "tokens", "log_probs"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((size - old, array.shape[1]), array.dtype)]))
         for rows in (self.requests, self.prompts, self.blocks, self.spans):
@@ -126,9 +132,9 @@ class Slots:
         self.free.extend(range(size - 1, old - 1, -1))
 
     def _widen(self, blocks: int, tokens: int) -> None:
-        for name, width in (("table", blocks), ("tokens", tokens), ("log_probs", tokens)):
+        for name, width in (("table", blocks), ("starts", blocks), ("tokens", tokens), ("log_probs", tokens)):
             array = getattr(self, name)
             if array.shape[1] < width:
-                wide = np.zeros((len(array), max(width, min(2 * array.shape[1], 4096))), array.dtype)
+                wide = np.full((len(array), width), FAR if name == "starts" else 0, array.dtype)
                 wide[:, : array.shape[1]] = array
                 setattr(self, name, wide)
