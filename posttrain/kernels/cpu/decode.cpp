@@ -91,21 +91,21 @@ template <typename T> inline void ask_for(const T *line) {
   for (size_t byte = 0; byte < BLOCK * sizeof(T); byte += 64) __builtin_prefetch((const char *)line + byte);
 }
 
-// Scores of N queries against one block of keys, while `next` (as large as this one) is being fetched.
-template <int N, typename T>
+// Scores of N queries against the first LANES tokens of a block of keys, while `next` is being fetched.
+template <int N, int LANES, typename T>
 void score_block(const T *keys, const T *next, const float *query, int size, float *const *scores, int at) {
-  float sum[N][BLOCK] = {};
+  float sum[N][LANES] = {};
   for (int d = 0; d < size; d++) {
     const T *key = keys + d * BLOCK;
     ask_for(next + d * BLOCK);
     for (int i = 0; i < N; i++) {
       float q = query[i * size + d];
 #pragma omp simd
-      for (int t = 0; t < BLOCK; t++) sum[i][t] += q * load(key[t]);
+      for (int t = 0; t < LANES; t++) sum[i][t] += q * load(key[t]);
     }
   }
   for (int i = 0; i < N; i++)
-    for (int t = 0; t < BLOCK; t++) scores[i][at + t] = sum[i][t];
+    for (int t = 0; t < LANES; t++) scores[i][at + t] = sum[i][t];
 }
 
 // The blocks that N queries of a row look at together, and the positions [begin, end) that any of them sees.
@@ -151,7 +151,11 @@ void attend(const Cache<T> &cache, int row, int head, const float *query, const 
   for (int block = span.low; block <= span.high; block++) {
     const T *next = block < span.high ? cache.key_block(row, block + 1, head) : cache.value_block(row, span.low, head);
     int at = (block - span.low) * BLOCK, start = cache.start(row, block), after = cache.start(row, block + 1);
-    score_block<N>(cache.key_block(row, block, head), next, query, cache.size, scores, at);
+    const T *keys = cache.key_block(row, block, head);
+    if (std::min(span.end, after) - start <= BLOCK / 2) // the rest of the block is empty: half of its memory is enough
+      score_block<N, BLOCK / 2>(keys, next, query, cache.size, scores, at);
+    else
+      score_block<N, BLOCK>(keys, next, query, cache.size, scores, at);
     for (int i = 0; i < N; i++) {
       int first = begin[i] - start, last = std::min(end[i], after) - start;
       for (int t = 0; t < std::min(first, BLOCK); t++) scores[i][at + t] = NEVER;

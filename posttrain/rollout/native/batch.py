@@ -13,15 +13,9 @@ Table = tuple[np.ndarray, np.ndarray]
 """(blocks, the position at which each starts), a row each."""
 
 
-def block_rows(segments: Sequence[tuple[Sequence[int], int]], width: int) -> Table:
-    """One row of a table: the blocks of segments, each with the position at which it starts."""
-    table, starts, at = np.zeros(width, np.int32), np.full(width, FAR, np.int32), 0
-    for blocks, first in segments:
-        end = at + len(blocks)
-        table[at:end] = blocks
-        starts[at:end] = range(first, first + BLOCK * len(blocks), BLOCK)
-        at = end
-    return table, starts
+def starts(blocks: Sequence[int], first: int) -> range:
+    """Where each block of a segment starts, if the segment starts at `first`."""
+    return range(first, first + BLOCK * len(blocks), BLOCK)
 
 
 def with_rows(rows: Table, more: Sequence[Sequence[int]]) -> Table:
@@ -30,11 +24,11 @@ def with_rows(rows: Table, more: Sequence[Sequence[int]]) -> Table:
         return rows
     old, width = rows[0].shape
     width = max(width, *map(len, more))
-    table, starts = np.zeros((old + len(more), width), np.int32), np.full((old + len(more), width), FAR, np.int32)
-    table[:old, : rows[0].shape[1]], starts[:old, : rows[0].shape[1]] = rows
+    table, begin = np.zeros((old + len(more), width), np.int32), np.full((old + len(more), width), FAR, np.int32)
+    table[:old, : rows[0].shape[1]], begin[:old, : rows[0].shape[1]] = rows
     for number, blocks in enumerate(more, start=old):
-        table[number], starts[number] = block_rows([(blocks, 0)], width)
-    return table, starts
+        table[number, : len(blocks)], begin[number, : len(blocks)] = blocks, starts(blocks, 0)
+    return table, begin
 
 
 def step_tokens(ids: list, positions: list, rows: list, table: Table, device: torch.device) -> StepTokens:

@@ -115,11 +115,8 @@ class NativeEngine(RolloutEngine):
 
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
-        started, prompts = [], []
-        for request, prompt, own in self.queue.start(self.slots.room):
-            started.append(self.slots.add(request, prompt, own))
-            prompts.append(prompt)
-        return np.asarray(started, np.int64), prompts
+        rows = list(self.queue.start(self.slots.room))
+        return self.slots.add(rows), [prompt for _, prompt, _ in rows]
 
     def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
         """The next token of every row."""

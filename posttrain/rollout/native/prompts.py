@@ -107,10 +107,12 @@ class Queue:
 
     def start(self, room: int) -> Iterator[tuple[Request, Prompt, list[int]]]:
         """Requests that can run now, with their prompts and their own blocks."""
+        kept = self._kept_aside()
         for prompt in [prompt for prompt in self.opened if prompt.ready]:
             while prompt.waiting and room > 0:
                 own = prompt.own_blocks(prompt.waiting[0])
-                if prompt.rows and not self.pool.fits(self._kept_aside() + own):
+                kept -= 0 if prompt.rows else own
+                if not self.pool.fits(kept + own):
                     break
                 prompt.rows, room = prompt.rows + 1, room - 1
                 yield prompt.waiting.popleft(), prompt, self.pool.take(own)

@@ -5,11 +5,13 @@ A slot is a place for one row; a finished row's slot is taken by the next reques
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from posttrain.kernels.decode import FAR
 from posttrain.rollout.base import Output, Request
-from posttrain.rollout.native.batch import block_rows
+from posttrain.rollout.native.batch import starts
 from posttrain.rollout.native.prompts import Prompt
 
 _COLUMNS = {
@@ -56,28 +58,23 @@ class Slots:
     def room(self) -> int:
         return self.most - len(self.active)
 
-    def add(self, request: Request, prompt: Prompt, own: list[int]) -> int:
-        """Put a request whose prompt is computed into a free slot."""
-        if not self.free:
-            self._grow(min(self.most, max(64, 2 * len(self.requests))))
-        slot, sampling = self.free.pop(), request.sampling
-        self._widen(len(prompt.blocks) + len(own), sampling.max_tokens)
-        self.table[slot], self.starts[slot] = block_rows([(prompt.blocks, 0), (own, len(prompt.ids))], self.width)
-        values = {
-            "length": len(prompt.ids),
-            "count": 0,
-            "limit": sampling.max_tokens,
-            "seed": request.seed & (2**64 - 1),
-            "temperature": 1.0 if sampling.greedy else sampling.temperature,
-            "greedy": sampling.greedy,
-            "special": (sampling.filtered and not sampling.greedy) or sampling.repetition_penalty != 1.0,
-            "by_text": bool(sampling.stop),
-            "stops": self._stop_set(sampling.stop_token_ids),
-        }
-        for name, value in values.items():
-            self.columns[name][slot] = value
-        self.requests[slot], self.prompts[slot], self.blocks[slot], self.spans[slot] = request, prompt, own, []
-        return slot
+    def add(self, rows: list[tuple[Request, Prompt, list[int]]]) -> np.ndarray:
+        """Put requests whose prompts are computed, each with its own blocks, into free slots."""
+        if not rows:
+            return np.zeros(0, np.int64)
+        self._grow(len(rows))
+        self._widen(max(len(p.blocks) + len(own) for _, p, own in rows), max(r.sampling.max_tokens for r, _, _ in rows))
+        slots = np.asarray([self.free.pop() for _ in rows])
+        self.table[slots] = [_padded([*p.blocks, *own], 0, self.width) for _, p, own in rows]
+        self.starts[slots] = [
+            _padded([*starts(p.blocks, 0), *starts(own, len(p.ids))], FAR, self.width) for _, p, own in rows
+        ]
+        values = [_values(request, prompt, self._stop_set) for request, prompt, _ in rows]
+        for name, column in zip(_COLUMNS, zip(*values, strict=True), strict=True):
+            self.columns[name][slots] = np.asarray(column, _COLUMNS[name])
+        for slot, (request, prompt, own) in zip(slots.tolist(), rows, strict=True):
+            self.requests[slot], self.prompts[slot], self.blocks[slot], self.spans[slot] = request, prompt, own, []
+        return slots
 
     def drop(self, slot: int) -> None:
         self.requests[slot] = self.prompts[slot] = None
@@ -120,8 +117,12 @@ class Slots:
         tokens, log_probs = self.tokens[slot, :count].tolist(), self.log_probs[slot, :count].tolist()
         return Output(request.id, tokens, log_probs, reason, self.spans[slot])
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, more: int) -> None:
+        """Have this many free slots."""
+        if more <= len(self.free):
+            return
         old = len(self.requests)
+        size = min(self.most, max(old + more - len(self.free), 2 * old))
         for name, column in self.columns.items():
             self.columns[name] = np.concatenate([column, np.zeros(size - old, column.dtype)])
         for name in ("table", "starts", "tokens", "log_probs"):
@@ -138,3 +139,24 @@ class Slots:
                 wide = np.full((len(array), width), FAR if name == "starts" else 0, array.dtype)
                 wide[:, : array.shape[1]] = array
                 setattr(self, name, wide)
+
+
+def _padded(values: list[int], fill: int, width: int) -> list[int]:
+    return values + [fill] * (width - len(values))
+
+
+def _values(request: Request, prompt: Prompt, stop_set: Callable[[tuple[int, ...]], int]) -> tuple:
+    """A new row's values in the order of the columns."""
+    sampling = request.sampling
+    return (
+        len(prompt.ids),
+        0,
+        0,
+        sampling.max_tokens,
+        request.seed & (2**64 - 1),
+        1.0 if sampling.greedy else sampling.temperature,
+        sampling.greedy,
+        (sampling.filtered and not sampling.greedy) or sampling.repetition_penalty != 1.0,
+        bool(sampling.stop),
+        stop_set(sampling.stop_token_ids),
+    )
