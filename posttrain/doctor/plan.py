@@ -219,7 +219,6 @@ def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter,
 def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: Counter, actor: ModelBytes) -> Parts:
     """The cache in whole blocks: a prompt's once, a response's for each. One worker's weights are the trainer's own."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    private = shape.workers > 1 or (device.offloads and config.actor_rollout_ref.actor.fsdp_config.param_offload)
     per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
     blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(data.max_response_length)
     cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
@@ -228,7 +227,11 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     if device.kind == "cuda":  # without a compiled kernel a layer's keys and values are gathered for each step
         layers = counter(config, device, "actor", counting.layer_count)
         temporary += 2 * shape.wave * shape.longest * per_token // layers
-    return {"rollout weights": actor.weights if private else 0, "KV cache": cache, "temporary tensors": temporary}
+    return {
+        "rollout weights": actor.weights if shape.workers > 1 else 0,
+        "KV cache": cache,
+        "temporary tensors": temporary,
+    }
 
 
 def _sampling(config: PPOConfig) -> Sampling:

@@ -23,6 +23,7 @@ from posttrain.kernels.compiled import AttentionLayout, kernel
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # where a block that is not there starts
+BOX = 2**26  # scores that the torch twin computes at once
 TILE = 4  # tokens of one row that read the cache together
 
 
@@ -51,6 +52,20 @@ class StepTokens:
         rows = self.rows_T.cpu().numpy()
         edges = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
         return list(pairwise(edges))
+
+    @cached_property
+    def boxes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Rows with similar numbers of tokens as rectangles of token numbers, and which of their places are real."""
+        runs, boxes = sorted(self.runs, key=lambda run: run[0] - run[1]), []
+        while runs:
+            longest = runs[0][1] - runs[0][0]
+            most = max(1, BOX // (longest * self.table_RN.shape[1] * BLOCK))
+            fitting = sum(2 * (end - start) >= longest for start, end in runs[:most])
+            starts_B, ends_B = torch.tensor(runs[:fitting], device=self.device).T
+            place_BQ = starts_B[:, None] + torch.arange(longest, device=self.device)
+            boxes.append((torch.minimum(place_BQ, ends_B[:, None] - 1), place_BQ < ends_B[:, None]))
+            runs = runs[fitting:]
+        return boxes
 
     @cached_property
     def tile_starts(self) -> torch.Tensor:
@@ -155,14 +170,9 @@ def _attention_twin(query, key, value, cache, step, scale, window, rotation, nor
     keys[blocks_T, :, :, places_T] = key
     values[blocks_T, :, places_T] = value
     out = torch.empty_like(query)
-    singles = [start for start, end in step.runs if end == start + 1]
-    if singles:
-        index = torch.tensor(singles, device=query.device)
-        out[index] = _attend(query[index][:, None], cache, step, index[:, None], scale, window)[:, 0]
-    for start, end in step.runs:
-        if end > start + 1:
-            index = torch.arange(start, end, device=query.device)
-            out[index] = _attend(query[None, index], cache, step, index[None], scale, window)[0]
+    for index_BQ, real_BQ in step.boxes:
+        found = _attend(query[index_BQ], cache, step, index_BQ, scale, window)
+        out[index_BQ[real_BQ]] = found[real_BQ]
     return out.flatten(1)
 
 

@@ -22,7 +22,7 @@ class Projection:
     """One matrix product, with low-rank adapters beside it where the model has them."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: list[Any], *, adapters: bool) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.parts = weight, bias, parts
         self.adapters: list[tuple[slice, Any]] = []
         start = 0
         for part in parts:
@@ -92,6 +92,11 @@ class Arena:
                 parameter.data = self.named[name]
             start += len(parameter)
         return whole
+
+    def left_behind(self) -> bool:
+        """Whether shared parameters have been moved (to host memory and back, say) and must be fused anew."""
+        part = self.layers[0]["qkv"].parts[0]
+        return self.share and base_layer(part).weight.data_ptr() != self.layers[0]["qkv"].weight.data_ptr()
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -64,8 +64,12 @@ class FastDecoder:
     """Hidden states and logits of flat tokens."""
 
     def __init__(self, module: Any, *, share: bool) -> None:
-        self.arena = Arena(module, share=share)
-        base = without_adapters(module)
+        self.module, self.share = module, share
+        self._bind()
+
+    def _bind(self) -> None:
+        self.arena = Arena(self.module, share=self.share)
+        base = without_adapters(self.module)
         config, stack = base.config, base.base_model
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.size, self.scale = stack.layers[0].self_attn.head_dim, stack.layers[0].self_attn.scaling
@@ -73,8 +77,7 @@ class FastDecoder:
         self.prefix = base.base_model_prefix
         self.layers = [self._layer(number, layer.self_attn, config) for number, layer in enumerate(stack.layers)]
         self.embedding, self.norm = self._named("embed_tokens.weight"), self._named("norm.weight")
-        head = head_of(module)
-        self.head = self.arena.projection("lm_head", [head])
+        self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
 
     def _named(self, name: str) -> torch.Tensor:
@@ -96,6 +99,8 @@ class FastDecoder:
 
     def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states of the wanted tokens (all, if None); keys and values of all tokens enter the caches."""
+        if self.arena.left_behind():
+            self._bind()
         rotation = self._rotation(step.longest, step.device)
         residual_TE = F.embedding(step.ids_T, self.embedding)
         added_TE: torch.Tensor | None = None

@@ -15,10 +15,10 @@ from posttrain.rollout.native.build import build_native, can_run_native
 
 
 def build_engine(
-    config: RolloutConfig, module: torch.nn.Module, tokenizer: Any, *, share: bool = True
+    config: RolloutConfig, module: torch.nn.Module, tokenizer: Any, *, device: torch.device | None = None
 ) -> tuple[RolloutEngine, str]:
-    """(the engine, its name and version). On one process it reads the trainer's own weights; `share` says that these
-    stay where they are, so that they may live in the engine's memory."""
+    """(the engine, its name and version). On one process it reads the trainer's own weights, wherever these are moved;
+    `device` is where they are while it works."""
     if config.name not in ("native", "hf"):
         raise UserError(
             f"actor_rollout_ref.rollout.name={config.name}: this engine is not built in this version; "
@@ -29,7 +29,7 @@ def build_engine(
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     if config.name == "native" and can_run_native(module):
-        return build_native(module, config, decode=decode, share=share)
+        return build_native(module, config, decode=decode, device=device)
     engine = HFEngine(module, pad_token_id=tokenizer.pad_token_id, max_num_seqs=config.max_num_seqs, decode=decode)
     name = f"hf (transformers {version('transformers')})"
     if config.name == "native":

@@ -50,8 +50,7 @@ class ActorRolloutRefWorker:
         if self.with_reference and not self.adapters:
             self.reference = reference_engine(self.config, self.device)
         rollout = self.config.actor_rollout_ref.rollout
-        stays = not self.engine.settings.param_offload
-        self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer, share=stays)
+        self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer, device=self.device)
         data = self.config.data
         self.position_note = check_positions(self.engine.module, data.max_prompt_length + data.max_response_length)
         generation = getattr(self.engine.module, "generation_config", None)

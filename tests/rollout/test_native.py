@@ -166,6 +166,19 @@ def test_the_trainers_parameters_are_views_into_the_engines_weights(kind):
     torch.testing.assert_close(engine.score([[3, *PROMPTS[4]]])[0], expected, rtol=0, atol=1e-5)
 
 
+def test_weights_that_were_moved_are_fused_anew():
+    """What offloading does: every parameter gets other memory."""
+    module = tiny("qwen2")
+    engine = native(module)
+    before = engine.score([PROMPTS[1]])[0]
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone() * 1.1
+    expected = plain_log_probs(module, PROMPTS[1][:1], PROMPTS[1][1:])
+    torch.testing.assert_close(engine.score([PROMPTS[1]])[0], expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(before, expected)
+    assert not engine.decoder.arena.left_behind()
+
+
 def test_private_weights_leave_the_trainers_alone():
     module = tiny("llama")
     engine = build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None, share=False)[0]

@@ -25,14 +25,21 @@ def can_run_native(module: torch.nn.Module) -> bool:
 
 
 def build_native(
-    module: torch.nn.Module, config: RolloutConfig, *, decode: Callable[[list[int]], str] | None, share: bool = True
+    module: torch.nn.Module,
+    config: RolloutConfig,
+    *,
+    decode: Callable[[list[int]], str] | None,
+    device: torch.device | None = None,
+    share: bool = True,
 ) -> tuple[NativeEngine, str]:
-    """(engine, its name). Shared, the trainer's parameters become views into the engine's weights."""
+    """(engine, its name). It decodes on `device`, where the weights are while it works (by default where they are now).
+    Shared, the trainer's parameters become views into the engine's weights."""
     fast = can_decode_fast(module)
     decoder = FastDecoder(module, share=share) if fast else PagedDecoder(module)
     weight = next(module.parameters())
-    limit = cache_limit(config, weight.device.type, device_memory(weight.device))
-    pool = Pool(weight.dtype, weight.device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
+    device = device or weight.device
+    limit = cache_limit(config, device.type, device_memory(device))
+    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
     engine = NativeEngine(
         decoder,
         pool,
@@ -41,11 +48,11 @@ def build_native(
         decode=decode,
         shares_weights=share or not fast,
     )
-    return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight)})"
+    return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)})"
 
 
-def _kernels(weight: torch.Tensor) -> str:
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+def _kernels(dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return "torch kernels"
     problem = why_not()
     return f"torch kernels: {problem}" if problem else "compiled kernels"
