@@ -12,6 +12,7 @@ import os
 import platform
 import select
 import signal
+import site
 import socket
 import time
 from typing import Any
@@ -34,6 +35,8 @@ def serve(control: int, proc: int, *, isolated: bool) -> None:
         kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1, "subreaper")  # so that what a job leaves behind is found
     with contextlib.suppress(OSError), os.fdopen(_open(proc, "self/oom_score_adj", os.O_WRONLY), "w") as file:
         file.write("1000")  # if the machine runs out of memory, jobs go first
+    site.setquit()  # `exit` and `quit`, which a Python without its site module does not have
+    site.sethelper()
     if isolated:
         assemble(platform.machine())
     gc.collect()

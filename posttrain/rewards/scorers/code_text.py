@@ -1,0 +1,59 @@
+"""The program in a response."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
+_PYTHON = {"python", "python3", "py", "py3"}
+_THOUGHT = "</think>"
+
+
+def extract_program(response: str) -> str | None:
+    """The last fenced block of Python, else the last fenced block, else the whole text if it is Python; or None."""
+    text = response.rpartition(_THOUGHT)[2]
+    blocks = [(language.lower(), body) for _, language, body in _FENCE.findall(text)]
+    for wanted in (_PYTHON, {language for language, _ in blocks}):
+        found = [body for language, body in blocks if language in wanted and body.strip()]
+        if found:
+            return textwrap.dedent(found[-1])
+    answers = _ANSWER.findall(text)
+    whole = answers[-1] if answers else text
+    return whole if whole.strip() and parses(whole) else None
+
+
+def complete(response: str, prompt: str, entry: str) -> str | None:
+    """The program of a response to a prompt that ends inside a function (HumanEval): whole, or the rest of it alone."""
+    program = extract_program(response)
+    if program is not None and defines(program, entry):
+        # The prompt's imports and helpers are part of the task, even if the response does not repeat them.
+        return f"{prompt}\n\n{program}" if parses(f"{prompt}\n\n{program}") else program
+    for rest in (program, response, textwrap.indent(textwrap.dedent(response), "    ")):
+        if rest is not None and rest.strip() and parses(prompt + rest):
+            return prompt + rest
+    return program
+
+
+def defines(program: str, name: str) -> bool:
+    """Whether a name is defined at the top level of a program."""
+    try:
+        body = ast.parse(program).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    if any(isinstance(node, kinds) and node.name == name for node in body):
+        return True
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def parses(text: str) -> bool:
+    """Whether a text is Python."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
