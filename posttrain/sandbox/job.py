@@ -104,14 +104,17 @@ def _run_program(channel: int, request: dict[str, Any], limits: dict[str, Any]) 
     """Run the program once for each standard input, each time in a fresh process; the deadline is for all of them."""
     left, room = limits["seconds"], limits["output_bytes"]
     for stdin in request["stdins"]:
-        argv, source = request.get("argv"), request.get("source", "")
-        body = (lambda _: run_argv(argv)) if argv else (lambda _: run_source(source))
-        ended = Program(body, stdin, left, room).wait()
+        ended = Program(lambda theirs: _run_once(theirs, request), stdin, left, room).wait()
         wire.send(channel, ended)
         left -= ended["seconds"]
         room -= len(ended["stdout"]) + len(ended["stderr"])
         if left <= 0 or room <= 0 or (request["until_failure"] and ended["status"] != "ok"):
             return
+
+
+def _run_once(channel: int, request: dict[str, Any]) -> int:
+    os.close(channel)
+    return run_argv(request["argv"]) if request["argv"] else run_source(request["source"])
 
 
 def _judge_program(channel: int, request: dict[str, Any], limits: dict[str, Any]) -> None:

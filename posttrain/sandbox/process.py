@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.sandbox import wire
 from posttrain.sandbox.mounts import python_paths, site_packages
-from posttrain.sandbox.refusal import refused
+from posttrain.sandbox.refusal import SandboxError, refused
 
 _CODE = str(Path(__file__).resolve().parents[2])
 _START_S = 60.0
@@ -71,9 +71,12 @@ class SandboxProcess:
         try:
             self._control.sendall(wire.pack(config))
             answer = self._receive(self._control, time.monotonic() + _START_S)
-        except (OSError, Lost):
+        except (OSError, Lost, wire.Closed) as error:
             self.kill()
-            raise refused("starting the sandbox's processes", None) from None
+            raise SandboxError(
+                f"the processes of the sandbox did not start: {error}\n"
+                f"  to do:  see what {sys.executable} printed above; it must be able to import posttrain from {_CODE}"
+            ) from None
         if "refused" in answer:
             self.kill()
             raise refused(answer["refused"], answer["errno"])

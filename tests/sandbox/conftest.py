@@ -1,0 +1,33 @@
+"""Sandboxes for tests: warm, shared by all tests of the folder, skipped where the kernel allows none."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.config.sandbox import SandboxConfig
+from posttrain.sandbox import Sandbox, SandboxError
+
+SMALL = {"memory_mb": 96, "processes": 8, "disk_mb": 8, "output_kb": 64}
+
+
+def opened(**settings):
+    sandbox = Sandbox(SandboxConfig(**settings))
+    try:
+        sandbox.start()
+    except SandboxError as error:
+        pytest.skip(f"no namespaces here: {error}")
+    return sandbox
+
+
+@pytest.fixture(scope="session")
+def box():
+    """Small limits, and time enough."""
+    with opened(timeout_s=10.0, **SMALL) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="session")
+def hasty():
+    """Small limits and a short deadline, for programs that would never end."""
+    with opened(timeout_s=0.5, **SMALL) as sandbox:
+        yield sandbox
