@@ -104,7 +104,9 @@ def check(label: str, tasks: list[tuple[str, dict[str, Any], str, str]], mutants
         if right != (one["score"] == 1.0)  # type: ignore[index]
     ]
     if not mutants:
-        wrong += [f"! {program[0]} is canonical and fails plainly" for program, right in zip(programs, plain) if not right]
+        wrong += [
+            f"! {program[0]} is canonical and fails plainly" for program, right in zip(programs, plain) if not right
+        ]
     print(
         f"| {label} | {len(programs)} | {counts[True, True] + counts[True, False]} | {counts[True, True]} "
         f"| {counts[False, False] + counts[False, True]} | {counts[False, False]} | {len(wrong)} | {took:.0f} |",

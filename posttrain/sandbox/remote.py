@@ -14,6 +14,9 @@ from posttrain.sandbox.supervise import Program
 from posttrain.sandbox.values import decode, encode
 
 
+_STOPS = (StopIteration, StopAsyncIteration)
+
+
 class ProgramError(Exception):
     """An exception of a class of the program's own."""
 
@@ -29,7 +32,7 @@ class Link:
         """The value that the program gives, or the exception that it raised."""
         request = {"do": operation, "of": target, "args": [self.out(arg) for arg in args]}
         self._program.send(request | {"options": {name: self.out(value) for name, value in options.items()}})
-        reply = self.reply()
+        reply = self.reply(may_stop=operation == "next")
         for place, data in reply.get("changed", {}).items():
             _assign(args[int(place)], self.value(data))
         return self.value(reply["value"])
@@ -39,7 +42,7 @@ class Link:
         self._program.send({"do": "names", "names": wanted})
         return self.value(self.reply()["value"])
 
-    def reply(self) -> dict[str, Any]:
+    def reply(self, may_stop: bool = False) -> dict[str, Any]:
         """The next reply; calls back into the tests are served while waiting for it."""
         while "callback" in (message := self._program.receive()):
             try:
@@ -49,7 +52,7 @@ class Link:
                 answer = {"error": {"name": type(error).__name__, "text": str(error)}}
             self._program.send(answer)
         if message.get("error"):
-            raise exception(message["error"])
+            raise exception(message["error"], may_stop)
         return message
 
     def out(self, value: Any) -> Any:
@@ -81,6 +84,8 @@ class Remote:
         return self.__ask("call", *args, **options)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__doc__"):
+            raise AttributeError(name)  # a protocol, as __array_interface__, by which memory of ours could be named
         return self.__ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -131,11 +136,14 @@ class Remote:
         return hash(self.__target)  # pyright: ignore
 
 
-def exception(error: dict[str, Any]) -> Exception:
-    """The exception that a program raised, as one of ours; never one that would end the process that judges."""
+def exception(error: dict[str, Any], may_stop: bool = False) -> Exception:
+    """The exception that a program raised, as one of ours; never one that would end the process that judges.
+
+    Nor one that ends a loop of the tests: `all(map(right, cases))` is true when `right` raises StopIteration.
+    """
     kind = getattr(builtins, str(error.get("name")), None)
     text = str(error.get("text"))
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, Exception) and (may_stop or not issubclass(kind, _STOPS)):
         try:
             return kind(text)
         except TypeError:  # UnicodeDecodeError and its like need more than a text

@@ -58,7 +58,9 @@ class Sandbox:
         """Run a program once for each standard input, within one deadline; fewer results if it passed a limit."""
         if (code is None) == (argv is None):
             raise ValueError("give code or argv")
-        said, verdict = self._job({"source": code, "argv": list(argv or []), "stdins": list(stdins)}, files, until_failure)
+        said, verdict = self._job(
+            {"source": code, "argv": list(argv or []), "stdins": list(stdins)}, files, until_failure
+        )
         results = [_result(message, verdict) for message in said]
         if verdict["reason"] and len(results) < len(stdins) and (not results or results[-1].ok):
             results.append(_result({"status": verdict["reason"]}, verdict))

@@ -95,5 +95,3 @@ def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
 
 def _address(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-
-

@@ -99,10 +99,10 @@ ATTACKS: dict[str, Attack] = {
         "import mmap\nm = mmap.mmap(-1, 200 << 20)\nfor i in range(0, 200 << 20, 4096): m[i] = 1\nprint('EFFECT')",
         ends=("error", "memory"),
     ),
-    "disk, many files": Attack(
-        "for i in range(20): open(f'f{i}', 'wb').write(b'a' * (1 << 20))\nprint('EFFECT')"
+    "disk, many files": Attack("for i in range(20): open(f'f{i}', 'wb').write(b'a' * (1 << 20))\nprint('EFFECT')"),
+    "disk, one file": Attack(
+        "f = open('f', 'wb')\nfor _ in range(20): f.write(b'a' * (1 << 20))\nf.flush()\nprint('EFFECT')"
     ),
-    "disk, one file": Attack("f = open('f', 'wb')\nfor _ in range(20): f.write(b'a' * (1 << 20))\nf.flush()\nprint('EFFECT')"),
     "disk, a hole": Attack("import os\nfd = os.open('f', 66)\nos.ftruncate(fd, 1 << 30)\nprint('EFFECT')"),
     "disk, /tmp and /dev/shm": Attack(
         "import tempfile\nfor place in (None, '/dev/shm'):\n"
@@ -152,8 +152,12 @@ ATTACKS: dict[str, Attack] = {
     "password file": Attack("open('/etc/shadow').read()\nprint('EFFECT')", "root"),
     "users of the machine": Attack("if len(open('/etc/passwd').readlines()) > 1: print('EFFECT')"),
     "file of the user": Attack("if open('{secret}').read() == 'secret': print('EFFECT')"),
-    "file of the user, by a link": Attack("import os\nos.symlink('{secret}', 'link')\nopen('link').read()\nprint('EFFECT')"),
-    "file of the user, by a hard link": Attack("import os\nos.link('{secret}', 'link')\nopen('link').read()\nprint('EFFECT')"),
+    "file of the user, by a link": Attack(
+        "import os\nos.symlink('{secret}', 'link')\nopen('link').read()\nprint('EFFECT')"
+    ),
+    "file of the user, by a hard link": Attack(
+        "import os\nos.link('{secret}', 'link')\nopen('link').read()\nprint('EFFECT')"
+    ),
     "file of the user, by ..": Attack("import os\nopen('/..' * 5 + '{secret}').read()\nprint('EFFECT')"),
     "checkout": Attack("import os\nif os.listdir('{checkout}'): print('EFFECT')"),
     "environment": Attack("import os\nif 'SECRET_TOKEN' in os.environ: print('EFFECT')"),
@@ -221,7 +225,8 @@ ATTACKS: dict[str, Attack] = {
     "closes its descriptors": Attack("import os\nos.closerange(0, 256)\nos._exit(0)", None),
     "ends its interpreter": Attack("import ctypes\nctypes.string_at(0)", None),
     "fills the box before its end": Attack(
-        "import os\ntry:\n    while True: open(os.urandom(4).hex(), 'wb').write(b'a' * 99999)\nexcept OSError: pass", None
+        "import os\ntry:\n    while True: open(os.urandom(4).hex(), 'wb').write(b'a' * 99999)\nexcept OSError: pass",
+        None,
     ),
     "locks the box": Attack("import os\nos.chmod('.', 0)\nos.chmod('/tmp', 0)\nos.chmod('/box', 0)", None),
 }

@@ -58,9 +58,7 @@ def filled(code, host):
 def processes_below(pid):
     """All processes that a process started, and those that these started, by the host's /proc."""
     children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
     return children + [below for child in children for below in processes_below(child)]
 
@@ -170,7 +168,9 @@ def test_nothing_of_a_job_is_left_for_the_next(name, box):
 
 def test_jobs_at_the_same_time_do_not_see_each_other(box):
     results = {}
-    meet = "import time, os\nopen('/tmp/here', 'w').write('x')\ntime.sleep(0.3)\nprint(os.listdir('/tmp'), os.getppid())"
+    meet = (
+        "import time, os\nopen('/tmp/here', 'w').write('x')\ntime.sleep(0.3)\nprint(os.listdir('/tmp'), os.getppid())"
+    )
 
     def job(number):
         results[number] = box.run(meet).stdout

@@ -47,7 +47,9 @@ def test_what_was_written_before_a_deadline_is_kept(hasty):
 
 
 def test_inputs_run_in_fresh_processes_within_one_deadline(hasty):
-    counts = hasty.run_each("import builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nprint(builtins.n, input())", ["a", "b"])
+    counts = hasty.run_each(
+        "import builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nprint(builtins.n, input())", ["a", "b"]
+    )
     assert [result.stdout for result in counts] == ["1 a\n", "1 b\n"]
     slow = hasty.run_each("import time\ntime.sleep(float(input()))", ["0.01", "9", "0.01"])
     assert [result.status for result in slow] == ["ok", "timeout"]

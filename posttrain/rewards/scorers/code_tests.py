@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.rewards.scorers.code_text import parses
+from posttrain.rewards.scorers.code_text import parses, without
 from posttrain.rewards.types import RewardError
 from posttrain.sandbox.values import encode
 
@@ -101,7 +101,11 @@ def _with_setup(tests: Tests | None, truth: dict[str, Any]) -> Tests | None:
         lines = "\n".join(line for line in setup if line)
         tests.codes = [f"{lines}\n{code}" if lines else code for code in tests.codes]
         tests.entry = truth.get("entry_point") or truth.get("fn_name")
-        tests.prompt = truth.get("prompt") or "" if isinstance(truth.get("prompt"), str) else ""
+        tests.prompt = truth["prompt"] if isinstance(truth.get("prompt"), str) else ""
+        if tests.entry and tests.prompt:
+            # Helpers that the prompt defines belong to the tests: a program must not bring its own.
+            helpers = without(tests.prompt, tests.entry)
+            tests.codes = [f"{helpers}\n{code}" for code in tests.codes]
     return tests
 
 

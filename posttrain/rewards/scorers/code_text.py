@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+import warnings
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
@@ -31,9 +32,10 @@ def complete(response: str, prompt: str, entry: str) -> str | None:
     if program is not None and defines(program, entry):
         # The prompt's imports and helpers are part of the task, even if the response does not repeat them.
         return f"{prompt}\n\n{program}" if parses(f"{prompt}\n\n{program}") else program
-    for rest in (program, response, textwrap.indent(textwrap.dedent(response), "    ")):
-        if rest is not None and rest.strip() and parses(prompt + rest):
-            return prompt + rest
+    for rest in [program, response] if program is not None else [response]:
+        for body in (rest, textwrap.indent(textwrap.dedent(rest), "    ")):
+            if body.strip() and parses(prompt + body):
+                return prompt + body
     return program
 
 
@@ -50,10 +52,22 @@ def defines(program: str, name: str) -> bool:
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
-def parses(text: str) -> bool:
-    """Whether a text is Python."""
+def without(program: str, name: str) -> str:
+    """The top level of a program without the function of that name; nothing if it is no Python."""
     try:
-        ast.parse(text)
+        tree = ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name == name)]
+    return ast.unparse(tree)
+
+
+def parses(text: str) -> bool:
+    """Whether a text is Python; compiled, because `return 1` outside a function can be parsed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, "program", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
