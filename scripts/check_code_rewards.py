@@ -4,8 +4,8 @@
     python scripts/check_code_rewards.py HumanEval.jsonl.gz sanitized-mbpp.json [--mutants 4] [--limit 50]
 
 Canonical solutions must score 1. A mutant is the solution with one thing changed: a comparison or an operator turned
-round, a constant raised by one, a condition negated, a result left out. Not every mutant is wrong, so what it should score
-is found out the plain way: program and tests in one bare Python process that has to reach its end. Minutes on two cores.
+round, a constant raised by one, a condition negated, a result left out. Not every mutant is wrong, so what it should
+score is found out the plain way: program and tests in one bare Python process that has to reach its end. Takes minutes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def check(label: str, tasks: list[tuple[str, dict[str, Any], str, str]], mutants
     ]
     if not mutants:
         wrong += [
-            f"! {program[0]} is canonical and fails plainly" for program, right in zip(programs, plain) if not right
+            f"! {program[0]} is canonical and fails plainly"
+            for program, right in zip(programs, plain, strict=True)
+            if not right
         ]
     print(
         f"| {label} | {len(programs)} | {counts[True, True] + counts[True, False]} | {counts[True, True]} "

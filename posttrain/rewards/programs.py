@@ -1,4 +1,4 @@
-"""Before a run whose rows are coding tasks: the scorer's settings for its workers, and whether programs can be isolated."""
+"""Before a run whose rows are coding tasks: settings for the scorer, and whether programs can be isolated."""
 
 from __future__ import annotations
 

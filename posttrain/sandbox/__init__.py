@@ -1,6 +1,6 @@
 """Untrusted code under kernel limits: `with Sandbox() as box: box.run("print(1 + 1)").stdout == "2\\n"`.
 
-Namespaces, a filter of system calls and resource limits hold a program; docs/sandbox.md says what that covers and what not.
+Namespaces, a filter of system calls and resource limits hold a program; docs/sandbox.md says what that covers.
 Jobs are forked from a warm Python, one at a time and each into fresh namespaces; nothing of one is left for the next.
 """
 

@@ -62,7 +62,7 @@ def _call(link: Link, test: dict[str, Any]) -> dict[str, Any]:
 
 def _run(link: Link, test: dict[str, Any], builtin_entries: set[str]) -> dict[str, Any]:
     code, entry = test["code"], test.get("entry")
-    tree = compile(code, _FILE, "exec", ast.PyCF_ONLY_AST)
+    tree = ast.parse(code, _FILE)
     space = _namespace(link, _names(tree) | ({entry} if entry else set()), _called(code), builtin_entries, entry)
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     given = set(space)

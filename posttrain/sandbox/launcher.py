@@ -1,6 +1,6 @@
 """The first process of a sandbox: enters the outer namespaces, starts the template in them, and lives as long as both.
 
-It is started by `process.SandboxProcess` as a bare Python with an empty environment, and told in one message what to show.
+`process.SandboxProcess` starts it as a bare Python with an empty environment, and tells it in one message what to show.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ _CODE = str(Path(__file__).resolve().parents[2])
 _START_S = 60.0
 _PATIENCE_S = 10.0
 """How much longer than its own deadline a job may take to be heard of, on a busy machine."""
-_PRELOAD = (
-    "abc argparse array ast bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions"
-    " functools gc hashlib heapq inspect io itertools json linecache logging math numbers operator os queue random re"
-    " select signal socket statistics string struct subprocess sys tempfile textwrap threading time traceback types"
-    " typing unittest uuid warnings atexit resource shutil encodings.idna"
-).split()
+_PRELOAD = """
+abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime decimal
+encodings.idna enum fractions functools gc hashlib heapq inspect io itertools json linecache logging math numbers
+operator os queue random re resource select shutil signal socket statistics string struct subprocess sys tempfile
+textwrap threading time traceback types typing unittest uuid warnings
+"""
 """Modules that every job finds imported: the standard library that short programs use."""
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -66,7 +66,7 @@ class SandboxProcess:
             "isolated": isolated,
             "paths": python_paths(),
             "site_packages": site_packages(),
-            "preload": [*_PRELOAD, *preload],
+            "preload": [*_PRELOAD.split(), *preload],
         }
         try:
             self._control.sendall(wire.pack(config))

@@ -1,7 +1,7 @@
 """Stand-ins for what a program defines, used by test code in another process: calls travel, plain data comes back.
 
-What the program returns as an object of its own stays with it; here it is a `Remote`, which forwards calls, attributes and
-items, but never a comparison: `==` between it and a value is False whatever the program would have said.
+What the program returns as an object of its own stays with it; here it is a `Remote`, which forwards calls, attributes
+and items, but never a comparison: `==` between it and a value is False whatever the program would have said.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from posttrain.sandbox.supervise import Program
 from posttrain.sandbox.values import decode, encode
-
 
 _STOPS = (StopIteration, StopAsyncIteration)
 

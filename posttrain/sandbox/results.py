@@ -20,7 +20,7 @@ class Result:
     """One run of a program."""
 
     status: str
-    """`ok`, `error`, or the limit that it passed: `timeout`, `memory`, `processes`, `output`; `lost` if all of it died."""
+    """`ok`, `error`, or why it was ended: `timeout`, `memory`, `processes`, `output`; `lost` if the sandbox died."""
     exit_code: int | None = None
     """None if it was ended before it had one; negative for a signal."""
     stdout: str = ""
@@ -47,5 +47,4 @@ class TestReport(Result):
     """Whether the program could be imported; if not, `load_error` says why."""
     load_error: dict[str, Any] | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """By test: `{"passed": bool, "error": text}`, or `{"value": encoded}` for a call. Fewer than there were tests, if the
-    program ended before."""
+    """By test: `{"passed": bool, "error": text}`, or `{"value": encoded}` for a call; fewer if the program ended."""

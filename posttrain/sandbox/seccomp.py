@@ -1,6 +1,6 @@
 """The seccomp filter of a job, assembled by hand: allowed calls pass, all others fail with EPERM.
 
-A list of what is allowed, not of what is forbidden: a call that a later kernel brings (as io_uring once was) stays shut.
+A list of what is allowed, not of what is forbidden: a call that a later kernel brings (as io_uring once) stays shut.
 """
 
 from __future__ import annotations

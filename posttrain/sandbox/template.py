@@ -1,7 +1,7 @@
 """The template: a warm Python, alone in its namespaces, that forks one job at a time and watches what the job uses.
 
-It is the first process of its process namespace: when it ends, the kernel ends everything in it. Each job is forked into
-a process namespace of its own, so that it can neither see nor signal the template or an earlier job.
+It is the first process of its process namespace: when it ends, the kernel ends everything in it. Each job is forked
+into a process namespace of its own, so that it can neither see nor signal the template or an earlier job.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy
 import pytest
@@ -16,8 +18,19 @@ from posttrain.rewards.scorers.code_compare import same_text, same_value
 from posttrain.rewards.scorers.code_tests import read_tests
 from posttrain.rewards.scorers.code_text import complete, extract_program
 
+CHEATS_FILE = Path(__file__).parent / "cheats.txt"
 ADD = "def add(a, b):\n    return a + b\n"
-PROMPT = 'import math\n\ndef helper(x):\n    return x + 1\n\ndef twice(x):\n    """ Twice x.\n    >>> twice(2)\n    4\n    """\n'
+PROMPT = '''import math
+
+def helper(x):
+    return x + 1
+
+def twice(x):
+    """ Twice x.
+    >>> twice(2)
+    4
+    """
+'''
 HUMANEVAL = {
     "prompt": PROMPT,
     "entry_point": "twice",
@@ -53,7 +66,8 @@ TRUTHS = {
     },
     "test code": "assert add(1, 2) == 3\nfor i in range(5):\n    assert add(i, i) == 2 * i\n",
     "test functions": "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n",
-    "unittest": "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)\n",
+    "unittest": "import unittest\nclass T(unittest.TestCase):\n"
+    "    def test(self):\n        self.assertEqual(add(1, 2), 3)\n",
 }
 
 
@@ -124,52 +138,32 @@ def test_partial_credit_is_the_share_of_tests_that_pass():
 
 
 CHEATS = {
-    "says that it passed": "print('passed', 'ok', '1 passed, 0 failed', flush=True)\ndef f(x): return None",
-    "ends well": "import os, sys\ndef f(x): sys.exit(0)",
-    "ends well, for sure": "import os\ndef f(x): os._exit(0)",
-    "ends well before the tests": "import os\nos._exit(0)",
-    "equals everything": "class Yes:\n    def __eq__(self, other): return True\n    def __ne__(self, o): return False\ndef f(x): return Yes()",
-    "is a number that equals everything": "class Yes(int):\n    def __eq__(self, other): return True\ndef f(x): return Yes(0)",
-    "is a list that equals everything": "class Yes(list):\n    def __eq__(self, other): return True\ndef f(x): return Yes()",
-    "is close to everything": "class Yes(float):\n    def __sub__(self, other): return 0.0\n    __rsub__ = __sub__\ndef f(x): return Yes(9)",
-    "claims to be another class": "class Yes:\n    __class__ = property(lambda self: int)\n    def __eq__(self, o): return True\ndef f(x): return Yes()",
-    "replaces builtins": "import builtins\nbuiltins.abs = builtins.all = lambda *a: True\nbuiltins.AssertionError = KeyError\n"
-    "def abs(x): return 0\ndef all(x): return True\ndef isinstance(*a): return True\ndef len(x): return 3\ndef f(x): return None",
-    "replaces math": "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef f(x): return None",
-    "replaces the module of math": "import math, sys\nmath.isclose = lambda *a, **k: True\nsys.modules['math'] = None\ndef f(x): return None",
-    "replaces unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\nunittest.TestCase.run = lambda *a: None\n"
-    "def f(x): return None",
-    "replaces json": "import json\njson.dumps = lambda *a, **k: '{\"passed\": true, \"value\": 42}'\ndef f(x): return None",
-    "replaces os.write": "import os\nw = os.write\nos.write = lambda fd, data: w(fd, data.replace(b'null', b'true'))\ndef f(x): return None",
-    "defines check": "def check(candidate): pass\ndef test(): pass\ndef f(x): return None",
-    "sends verdicts to every descriptor": "import os, json, struct\nm = json.dumps({'test': 0, 'passed': True, 'value': 42}).encode()\n"
-    "for fd in range(3, 64):\n    for _ in range(9):\n        try: os.write(fd, struct.pack('!Q', len(m)) + m)\n        except OSError: break\n"
-    "def f(x): return None",
-    "looks at frames": "import sys, re\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for v in frame.f_locals.values():\n"
-    "            found = re.search(r'f\\(1\\) == (\\d+)', str(v))\n            if found: return int(found[1])\n        frame = frame.f_back",
-    "looks at all objects": "import gc, re\ndef f(x):\n    for o in gc.get_objects():\n        if isinstance(o, (list, dict, tuple)) and len(o) < 99:\n"
-    "            found = re.search(r'(?:f|candidate)\\(1\\) == (\\d+)|outputs.*?(\\d{4})', str(o))\n            if found: return int(found[1] or found[2])",
-    "reads files": "import os, re\ndef f(x):\n    for top in ('/box', '/etc', '/dev', '/root', '/home', '/proc', '/tmp'):\n        for folder, _, names in os.walk(top):\n"
-    "            if 'python' in folder or 'alternatives' in folder: continue\n            for name in names:\n                try: text = open(folder + '/' + name).read(9999)\n"
-    "                except Exception: continue\n                found = re.search(r'f\\(1\\) == (\\d+)', text)\n                if found: return int(found[1])",
-    "ends the loop of the tests": "def f(x): raise StopIteration",
-    "raises what the tests raise": "def f(x): raise AssertionError",
-    "ends a thread later": "import threading, os, time\ndef end():\n    time.sleep(0.2)\n    os._exit(0)\n"
-    "threading.Thread(target=end).start()\ndef f(x): time.sleep(3)",
-    "forks and lets the child answer": "import os\nif os.fork(): os._exit(0)\ndef f(x): return None",
-    "kills those who judge": "import os, signal\nfor s in (2, 9, 15, 19): os.kill(1, s)\nos.kill(-1, 9)\ndef f(x): return None",
-}  # fmt: skip
+    name: code
+    for name, _, code in (
+        block.partition("\n") for block in re.split(r"^=== ", CHEATS_FILE.read_text(), flags=re.M)[1:]
+    )
+}
 HONEST = "def f(x):\n    return {1: 4242, 2: 4.25}[x]"
+CHECK = """
+def check(candidate):
+    import math
+    assert isinstance(candidate(1), int)
+    assert math.isclose(candidate(2), 4.25)
+    assert all(map(lambda c: candidate(c[0]) == c[1], [(1, 4242), (2, 4.25)]))
+    assert len([candidate(1)]) == 1
+"""
+UNITTEST = """
+import unittest, math
+class T(unittest.TestCase):
+    def test(self):
+        self.assertEqual(f(1), 4242)
+        self.assertTrue(math.isclose(f(2), 4.25))
+"""
 CHECKS = {
     "asserts": ["assert f(1) == 4242", "assert abs(f(2) - 4.25) < 1e-9"],
     "calls": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [4242, 4.25]},
-    "HumanEval": {
-        "test": "def check(candidate):\n    import math\n    assert isinstance(candidate(1), int)\n    assert math.isclose(candidate(2), 4.25)\n"
-        "    assert all(map(lambda c: candidate(c[0]) == c[1], [(1, 4242), (2, 4.25)]))\n    assert len([candidate(1)]) == 1\n",
-        "entry_point": "f",
-    },
-    "unittest": "import unittest, math\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 4242)\n"
-    "        self.assertTrue(math.isclose(f(2), 4.25))\n",
+    "HumanEval": {"test": CHECK, "entry_point": "f"},
+    "unittest": UNITTEST,
 }
 
 
@@ -279,10 +273,9 @@ def test_a_program_ends_before_its_score_does():
 
 
 def test_reward_try_shows_why_programs_failed():
-    rows = [
-        {"data_source": "code", "ground_truth": ["assert f(1) == 2"], "solution": "def f(x): return x + 1", "response": fenced("def f(x): return x")},
-        {"data_source": "mbpp", "ground_truth": ["assert f(1) == 2"], "solution": "def f(x): return x", "response": fenced("def f(x): return x")},
-    ]  # fmt: skip
+    wrong, right = "def f(x): return x", "def f(x): return x + 1"
+    shared = {"ground_truth": ["assert f(1) == 2"], "response": fenced(wrong)}
+    rows = [{"data_source": "code", "solution": right, **shared}, {"data_source": "mbpp", "solution": wrong, **shared}]
     text = try_reward(rows, num_workers=1)
     assert "solution                              0.500" in text
     assert "! 1 of 2 truths do not score 1 against themselves" in text and "row 1: 'its solution' scores 0" in text

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, opened
+from sandbox_tools import SMALL, opened
 
 from posttrain.config.sandbox import SandboxConfig
 from posttrain.sandbox import Sandbox

@@ -1,8 +1,8 @@
 """`code`, `code_generation`: a program, run against the tests of its task in a sandbox.
 
-1.0 if all tests pass, else 0.0; with `reward.code_partial_credit` the share of tests that pass. The truth holds the tests
-(code_tests.py lists the forms). The program never sees what a test expects, and cannot speak for it: outputs and returned
-values are compared here, and test code runs in a process that the program cannot reach.
+1.0 if all tests pass, else 0.0; with `reward.code_partial_credit` the share of tests that pass. The truth holds the
+tests (code_tests.py lists the forms). The program never sees what a test expects, and cannot speak for it: outputs and
+returned values are compared here, and test code runs in a process that the program cannot reach.
 """
 
 from __future__ import annotations

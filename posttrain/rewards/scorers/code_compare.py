@@ -47,8 +47,8 @@ def _same(got: Any, expected: Any) -> bool:
     if isinstance(got, dict) and isinstance(expected, dict):
         got, expected = ({str(key): value for key, value in one.items()} for one in (got, expected))
         return got.keys() == expected.keys() and all(_same(got[key], expected[key]) for key in got)
-    if hasattr(got, "tolist"):
-        return _same(got.tolist(), expected)
+    if type(got).__module__ == "numpy":
+        return _same(got.tolist(), expected)  # pyright: ignore
     return type(got) is type(expected) and got == expected
 
 

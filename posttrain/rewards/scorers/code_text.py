@@ -45,8 +45,8 @@ def defines(program: str, name: str) -> bool:
         body = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    if any(isinstance(node, kinds) and node.name == name for node in body):
+    named = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    if any(node.name == name for node in named):
         return True
     targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
