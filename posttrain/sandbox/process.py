@@ -107,6 +107,11 @@ class SandboxProcess:
             raise refused(answer["refused"], answer["errno"])
         return said, verdict
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can take a job."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """End everything at once."""
         with contextlib.suppress(ProcessLookupError):

@@ -117,6 +117,9 @@ class Sandbox:
             if self._closed:
                 raise RuntimeError("this Sandbox is closed")
             process = self._idle.pop() if self._idle else None
+        if process is not None and not process.alive:
+            process.kill()
+            process = None
         process = process or SandboxProcess(isolated=self.config.mode == "kernel", preload=self._preload)
         try:
             yield process

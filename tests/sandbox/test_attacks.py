@@ -112,7 +112,7 @@ REFUSED, ABSENT = "1\n", "38\n"  # EPERM, ENOSYS
 def call(name):
     x86, arm, arguments = MACHINE_CALLS[name]
     number = {"x86_64": x86, "aarch64": arm}[platform.machine()]
-    return CALL.format(number=number, arguments=arguments or "0, 0, 0, 0, 0, 0")
+    return CALL.format(number=number, arguments=", ".join([arguments or "0", *["0"] * 5]))
 
 
 @pytest.fixture(scope="module")

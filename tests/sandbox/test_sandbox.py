@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -102,9 +103,13 @@ def test_a_program_does_the_same_in_every_job(box):
     assert box.run(code).stdout == box.run(code).stdout
 
 
-def test_a_sandbox_that_died_is_replaced(box):
-    box._idle[0]._process.kill()
-    assert box.run("print(1)").status == "lost"
+def test_a_sandbox_that_died_is_replaced_and_a_job_that_died_with_it_is_lost(box):
+    launcher = box._idle[0]._process
+    launcher.kill()
+    launcher.wait()
+    assert box.run("print(1)").stdout == "1\n"
+    threading.Timer(0.3, box._idle[0]._process.kill).start()
+    assert box.run("import time\ntime.sleep(9)").status == "lost"
     assert box.run("print(1)").stdout == "1\n"
 
 
