@@ -6,6 +6,7 @@
 Canonical solutions must score 1. A mutant is the solution with one thing changed: a comparison or an operator turned
 round, a constant raised by one, a condition negated, a result left out. Not every mutant is wrong, so what it should
 score is found out the plain way: program and tests in one bare Python process that has to reach its end. Takes minutes.
+Of HumanEval only the function that is asked for is changed: helpers that the prompt defines are taken from the prompt.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def check(label: str, tasks: list[tuple[str, dict[str, Any], str, str]], mutants
     programs = [
         (name, truth, program, tests)
         for name, truth, solution, tests in tasks
-        for program in ([solution] if not mutants else pick(list(mutations(solution)), mutants))
+        for program in (
+            [solution] if not mutants else pick(list(mutations(solution, truth.get("entry_point"))), mutants)
+        )
     ]
     start = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
@@ -127,14 +130,18 @@ def passes_plainly(program: str, tests: str, seconds: float) -> bool:
     return done.returncode == 0 and DONE in done.stdout
 
 
-def mutations(source: str) -> Iterator[str]:
-    """The source with one thing changed, for every thing that can be."""
+def mutations(source: str, function: str | None) -> Iterator[str]:
+    """The source with one thing changed, for every thing that can be (in one function only, if it is named)."""
     tree = ast.parse(source)
-    for place, _ in enumerate(ast.walk(tree)):
+    for place in range(len(_nodes(tree, function))):
         changed = copy.deepcopy(tree)
-        node = list(ast.walk(changed))[place]
-        if _mutate(node):
+        if _mutate(_nodes(changed, function)[place]):
             yield ast.unparse(ast.fix_missing_locations(changed))
+
+
+def _nodes(tree: ast.Module, function: str | None) -> list[ast.AST]:
+    tops = [node for node in tree.body if function is None or getattr(node, "name", None) == function]
+    return [node for top in tops for node in ast.walk(top)]
 
 
 def _mutate(node: ast.AST) -> bool:

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.reward import CustomRewardConfig, RewardConfig
+from posttrain.config.sandbox import SandboxConfig
 from posttrain.rewards.answers import extract_final_answer
 from posttrain.rewards.files import read_rows
 from posttrain.rewards.findings import Findings, report
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.programs import is_code
+from posttrain.rewards.programs import code_settings, is_code
 from posttrain.rewards.scorers import NO_SCORER, canonical_source, find_scorer
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 
@@ -95,10 +96,13 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--data_source", help="data source of rows that name none")
     parser.add_argument("--limit", type=int, default=1000, help="rows to read (default 1000)")
     parser.add_argument("--timeout_s", type=float, default=10.0, help="seconds for one score (default 10)")
+    parser.add_argument("--sandbox_mode", choices=("kernel", "unsafe"), default="kernel", help="for rows of code")
     options = parser.parse_args(list(args) if args is not None else None)
     try:
         config = CustomRewardConfig(path=options.reward_func, name=options.name)
         spec = resolve_reward(config, where=f"--reward_func {options.reward_func}")
+        sandbox = SandboxConfig(mode=options.sandbox_mode)
+        spec.code = code_settings(RewardConfig(timeout_s=options.timeout_s, sandbox=sandbox))
         rows = read_rows(options.data, options.limit)
         responses = _with_truths(read_rows(options.responses, options.limit), rows) if options.responses else None
         found = examine(

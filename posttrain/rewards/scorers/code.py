@@ -8,6 +8,7 @@ returned values are compared here, and test code runs in a process that the prog
 from __future__ import annotations
 
 import atexit
+import threading
 import zlib
 from typing import Any
 
@@ -23,6 +24,7 @@ _SHOWN = 60
 
 _settings: dict[str, Any] = {"sandbox": SandboxConfig(), "partial_credit": False}
 _sandbox: Sandbox | None = None
+_lock = threading.Lock()
 
 
 def configure(sandbox: dict[str, Any], partial_credit: bool) -> None:
@@ -124,7 +126,10 @@ def _short(value: Any) -> str:
 
 def _open() -> Sandbox:
     global _sandbox
-    if _sandbox is None:
-        _sandbox = Sandbox(_settings["sandbox"])
-        atexit.register(close)
+    with _lock:
+        if _sandbox is None:
+            _sandbox = Sandbox(_settings["sandbox"])
     return _sandbox
+
+
+atexit.register(close)
