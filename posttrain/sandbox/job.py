@@ -6,7 +6,6 @@ signal or read this process. The order matters: tests arrive only after the prog
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import resource
@@ -38,7 +37,6 @@ def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> 
     except OSError as error:
         wire.send(channel, {"refused": getattr(error, "step", str(error)), "errno": error.errno})
         return
-    gc.unfreeze()
     request = wire.receive(channel)
     for name, content in request["files"].items():
         _write_file(name, content)
