@@ -6,7 +6,7 @@
 | gsm8k, math           | its final answer is the truth's: `#### 1,234`, `\\boxed{\\frac{1}{2}}`, 答案是42 |
 | qa, trivia            | its text is one of the accepted answers; case, articles, punctuation are free |
 | classification        | it names the right label                                                      |
-| code, code_generation | (running code needs a sandbox, which this version does not have)              |
+| code, code_generation | its program passes the row's tests, run in a sandbox (docs/sandbox.md)          |
 
 `posttrain reward try --data FILE --reward_func reward_func.py` shows what it makes of your data.
 """

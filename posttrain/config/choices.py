@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor_rollout_ref.rollout.name": ROLLOUT_ENGINES,
     "critic.loss_agg_mode": _AGGREGATIONS,
     "critic.optim.lr_scheduler_type": _SCHEDULES,
+    "reward.sandbox.mode": ("kernel", "unsafe"),
     "trainer.export_hf": ("last", "all", "none"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.device": ("auto", "cpu", "cuda"),

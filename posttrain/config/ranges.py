@@ -90,7 +90,13 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
     "actor_rollout_ref.actor": _ACTOR,
     "actor_rollout_ref.rollout": _ROLLOUT,
     "critic": {**_UPDATE, "cliprange_value": _POSITIVE},
-    "reward": {"num_workers": _ONE_OR_MORE, "timeout_s": _POSITIVE},
+    "reward": {
+        "num_workers": _ONE_OR_MORE,
+        "timeout_s": _POSITIVE,
+        "sandbox.timeout_s": _POSITIVE,
+        "sandbox.memory_mb": _at_least(16),
+        **{f"sandbox.{name}": _ONE_OR_MORE for name in ("processes", "disk_mb", "output_kb")},
+    },
     "trainer": {
         "total_epochs": _ONE_OR_MORE,
         "total_training_steps": _ONE_OR_MORE,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.config.sandbox import SandboxConfig
 
 
 @dataclass
@@ -30,3 +31,6 @@ class RewardConfig(Section):
     """Seconds that the scoring of one response (or one group) may take."""
     failure_score: float = 0.0
     """Score of a response whose reward raised, hung or was not a finite number."""
+    code_partial_credit: bool = False
+    """Give a program the share of tests that it passes, instead of 1.0 for all of them and 0.0 otherwise."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)

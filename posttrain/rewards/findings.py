@@ -11,6 +11,8 @@ from posttrain.rewards.types import RewardSpec
 
 EXAMPLES = 3
 """Examples shown of each finding."""
+FAILURES = 10
+"""Reasons shown why programs failed."""
 
 
 @dataclass
@@ -29,6 +31,8 @@ class Findings:
     """Responses from which no answer was extracted: row, response."""
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     errors: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    """Why programs failed their tests, where a scorer says so; no problem by itself."""
     prints: list[str] = field(default_factory=list)
 
     @property
@@ -61,6 +65,9 @@ def report(found: Findings, spec: RewardSpec) -> str:
     lines += ["", *_response_lines(found)]
     if found.parts:
         lines += ["mean by part:", *(f"    {name:<34} {_mean(values):>8.3f}" for name, values in found.parts.items())]
+    if found.failures:
+        lines += ["programs failed because of:"]
+        lines += [f"    {count:>4} x {failure}" for failure, count in found.failures.most_common(FAILURES)]
     for error, count in found.errors.most_common(EXAMPLES):
         lines += [f"! {count} calls failed: " + error.replace("\n", "\n    ")]
     lines += [f"printed: {line}" for line in found.prints[:EXAMPLES]]

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.reward import CustomRewardConfig, RewardConfig
+from posttrain.config.sandbox import SandboxConfig
 from posttrain.rewards.answers import extract_final_answer
 from posttrain.rewards.files import read_rows
 from posttrain.rewards.findings import Findings, report
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.programs import code_settings, is_code
 from posttrain.rewards.scorers import NO_SCORER, canonical_source, find_scorer
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 
@@ -27,6 +29,9 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "<answer>": lambda truth: f"<answer>{truth}</answer>",
 }
 """How a right response may spell the truth; a truth counts as scored if one of them scores 1."""
+
+SOLUTIONS = ("canonical_solution", "solution", "code", "reference_solution")
+"""Columns (or keys of extra_info) in which data sets of coding tasks keep a program that passes."""
 
 
 def try_reward(rows: Sequence[dict[str, Any]], spec: RewardSpec | None = None, **options: Any) -> str:
@@ -52,7 +57,8 @@ def examine(
         usable = [(i, row) for i, row in enumerate(rows) if _matched(row, spec, default_source, found)]
         for place, (i, row) in enumerate(usable):
             other = truth_of(usable[(place + 1) % len(usable)][1])
-            for form, text in _trials(truth_of(row), other):
+            trials = _code_trials(row) if _is_code(row, default_source) else _trials(truth_of(row), other)
+            for form, text in trials:
                 pool.submit((i, form), _item(row, text, default_source))
         if responses is None:
             responses = [row for row in rows if row.get("response") is not None]
@@ -61,7 +67,8 @@ def examine(
             pool.submit((i, "response"), _item(row, str(row["response"]), default_source))
         results = pool.wait_all()
     for i, row in usable:
-        _note_truth(found, i, row, results)
+        note = _note_task if _is_code(row, default_source) else _note_truth
+        note(found, i, row, results)
     for i, row in scored:
         _note_response(found, i, row, results[i, "response"])
     return found
@@ -89,10 +96,13 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--data_source", help="data source of rows that name none")
     parser.add_argument("--limit", type=int, default=1000, help="rows to read (default 1000)")
     parser.add_argument("--timeout_s", type=float, default=10.0, help="seconds for one score (default 10)")
+    parser.add_argument("--sandbox_mode", choices=("kernel", "unsafe"), default="kernel", help="for rows of code")
     options = parser.parse_args(list(args) if args is not None else None)
     try:
         config = CustomRewardConfig(path=options.reward_func, name=options.name)
         spec = resolve_reward(config, where=f"--reward_func {options.reward_func}")
+        sandbox = SandboxConfig(mode=options.sandbox_mode)
+        spec.code = code_settings(RewardConfig(timeout_s=options.timeout_s, sandbox=sandbox))
         rows = read_rows(options.data, options.limit)
         responses = _with_truths(read_rows(options.responses, options.limit), rows) if options.responses else None
         found = examine(
@@ -135,6 +145,24 @@ def _trials(truth: Any, other: Any) -> Iterable[tuple[str, str]]:
     yield "empty response", ""
 
 
+def _is_code(row: dict[str, Any], default_source: str | None) -> bool:
+    return is_code(_source(row, default_source))
+
+
+def _code_trials(row: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    """Tests are no response; where the row has a solution, that must pass them."""
+    extra = row.get("extra_info")
+    for place in (row, extra if isinstance(extra, dict) else {}):
+        for name in SOLUTIONS:
+            if isinstance(place.get(name), str) and place[name].strip():
+                yield "solution", place[name]
+                break
+        else:
+            continue
+        break
+    yield "empty response", ""
+
+
 def _one(truth: Any) -> str:
     truth = truth.tolist() if hasattr(truth, "tolist") else truth
     return str(truth[0]) if isinstance(truth, list | tuple) and truth else str(truth)
@@ -160,6 +188,22 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any,
         found.unscored.append((i, _one(truth_of(row)), best))
 
 
+def _note_task(found: Findings, i: int, row: dict[str, Any], results: dict[Any, RewardResult]) -> None:
+    for form in ("solution", "empty response"):
+        result = results.get((i, form))
+        if result is None:
+            continue
+        found.by_form[form].append(result.score)
+        if result.error:
+            found.errors[_failure(row, result.error)] += 1
+        elif form == "solution" and result.score < 1.0:
+            found.failures[str(result.parts.get("failure"))] += 1
+        if form == "solution":
+            found.best.append(result.score)
+            if result.score < 1.0:
+                found.unscored.append((i, "its solution", result.score))
+
+
 def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardResult) -> None:
     found.responses.append(result.score)
     if result.error:
@@ -167,6 +211,8 @@ def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardR
     for name, value in result.parts.items():
         if not isinstance(value, str):
             found.parts[name].append(value)
+    if result.parts.get("failure"):
+        found.failures[str(result.parts["failure"])] += 1
     response = str(row["response"])
     # A function that reports what it read decides; for the others our own extraction stands in.
     pred = result.parts["pred"] if "pred" in result.parts else _read_answer(row, response)

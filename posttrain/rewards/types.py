@@ -67,5 +67,7 @@ class RewardSpec:
     """Import path of the process that named the function; needed for functions that were pickled by reference."""
     pickled: bytes = b""
     """The function itself, when an object was given instead of a path."""
+    code: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `scorers.code.configure`; empty leaves the defaults."""
     label: str = "built-in scorers, by data_source"
     """How the run names it to its user."""

@@ -43,6 +43,10 @@ def main() -> None:
     spec = channel.conn.recv()
     out = _Lines(channel)
     sys.stdout = sys.stderr = out
+    if spec.code:
+        from posttrain.rewards.scorers import code
+
+        code.configure(**spec.code)
     try:
         function, spec = load_function(spec)
     except RewardError as error:

@@ -18,7 +18,7 @@ from posttrain.rewards.scorers import known_sources
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout.", "M.": "actor_rollout_ref.model."}
-SLIPS = {"data.train_bath_size"}  # the example of an error
+SLIPS = {"data.train_bath_size", "user.max_user_namespaces"}  # the example of an error, and a sysctl
 KEY = re.compile(r"(?<![\w./])\+?((?:[ARM]\.|[a-z_]+\.)[a-z_]+(?:\.[a-z_]+)*)=")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import posttrain
 from posttrain.config.reward import CustomRewardConfig
-from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
+from posttrain.rewards import RewardItem, RewardPool, resolve_reward
 from posttrain.utils.reward_score import gsm8k_reward
 
 FILE = Path(posttrain.__file__).parents[1] / "reward_func.py"
@@ -39,9 +39,10 @@ def test_S3_37_extract_final_answer_is_importable_from_the_file(reward_func):
     assert [reward_func.extract_final_answer(t) for t in ("15 + 27 = 42", "\\boxed{42}", "#### 42")] == ["42"] * 3
 
 
-def test_S3_46_code_in_the_default_file_says_what_to_do(reward_func):
-    with pytest.raises(RewardError, match="sandbox"):
-        reward_func.compute_score("code", "print(1)", "1")
+def test_S3_46_code_is_scored_by_the_default_file(reward_func, sandboxed):
+    for source in ("code", "code_generation"):
+        assert reward_func.compute_score(source, "```python\ndef f(x): return x + 1\n```", ["assert f(1) == 2"]) == 1.0
+        assert reward_func.compute_score(source, "```python\ndef f(x): return x\n```", ["assert f(1) == 2"]) == 0.0
 
 
 def test_S3_35_the_file_is_what_runs_call_and_an_edit_changes_the_rewards(tmp_path):

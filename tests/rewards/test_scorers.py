@@ -218,15 +218,6 @@ def test_hub_names_of_data_sets_find_their_scorer():
         assert score(source, "#### 42", "42") == 1.0
 
 
-@pytest.mark.parametrize("source", ["code", "code_generation"])
-def test_S3_46_code_is_refused_before_training_with_what_to_do(source):
-    for ask in (lambda: check_sources(["gsm8k", source]), lambda: score_by_source(source, "print(1)", "1")):
-        with pytest.raises(RewardError, match="sandbox") as caught:
-            ask()
-        assert repr(source) in str(caught.value) and "data_source" in str(caught.value)
-        assert "custom_reward_function.path" in str(caught.value)
-
-
 def test_S3_67_unknown_sources_are_listed_together_with_the_nearest_known_one():
     check_sources(known_sources())
     with pytest.raises(RewardError, match=r"'gsm8'.*'mine'") as caught:

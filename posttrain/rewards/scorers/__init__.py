@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from posttrain.rewards.scorers import classification, gsm8k, math, math_reasoning, qa
+from posttrain.rewards.scorers import classification, code, gsm8k, math, math_reasoning, qa
 from posttrain.rewards.types import RewardError
 
 Scorer = Callable[[str, Any, Any], "float | dict[str, Any]"]
@@ -21,6 +21,8 @@ SCORERS: dict[str, Scorer] = {
     "qa": qa.score,
     "trivia": qa.score,
     "classification": classification.score,
+    "code": code.score,
+    "code_generation": code.score,
 }
 
 ALIASES = {
@@ -32,15 +34,13 @@ ALIASES = {
     "trivia_qa": "trivia",
     "triviaqa": "trivia",
     "nq_open": "qa",
+    **dict.fromkeys(
+        ("humaneval", "openai_humaneval", "humanevalplus", "mbpp", "mbppplus", "apps", "codecontests", "code_contests"),
+        "code",
+    ),
+    **dict.fromkeys(("taco", "codeforces", "livecodebench", "kodcode", "kodcode-v1"), "code"),
 }
 """Data sets by the last part of their hub name (`HuggingFaceH4/MATH-500`), in lower case."""
-
-UNAVAILABLE = {
-    name: "running generated code needs a sandbox, which this version does not have"
-    for name in ("code", "code_generation")
-}
-"""Sources of the documentation whose scorer is missing, and why."""
-
 
 NO_SCORER = "no built-in scorer for data source"
 
@@ -54,7 +54,7 @@ def canonical_source(data_source: str) -> str | None:
     """The name under which a data source's scorer is registered (`openai/gsm8k` is `gsm8k`), or None."""
     short = str(data_source).strip().rpartition("/")[2].lower()
     for name in (data_source, short, ALIASES.get(short)):
-        if name in SCORERS or name in UNAVAILABLE:
+        if name in SCORERS:
             return name
     return None
 
@@ -69,12 +69,10 @@ def score_by_source(
 def find_scorer(data_source: str) -> Scorer:
     """The scorer of a data source; RewardError when there is none."""
     name = canonical_source(data_source)
-    if name is not None and name in SCORERS:
+    if name is not None:
         return SCORERS[name]
     where = "column data_source of the data, or data.data_source for rows without it"
     own = "give your own function: custom_reward_function.path=my_reward.py (train.sh: --reward_func my_reward.py)"
-    if name is not None:
-        raise RewardError(f"{NO_SCORER} {data_source!r}: {UNAVAILABLE[name]}", where, own)
     near = difflib.get_close_matches(str(data_source).lower(), known_sources(), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise RewardError(

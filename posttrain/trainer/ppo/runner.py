@@ -20,6 +20,7 @@ from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
@@ -75,11 +76,13 @@ def _build(
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val")
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
-    if spec.kind == "builtin":
-        check_sources(
-            {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
-        )
     limits = config.reward
+    sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
+    if spec.kind == "builtin":
+        check_sources(sources)
+    spec.code = code_settings(limits)
+    for note in check_programs(sources, limits.sandbox, must_run=spec.kind == "builtin"):
+        say(f"note: {note}")
     workers = limits.num_workers or max(1, min(8, os.cpu_count() or 1))
     pool = RewardPool(
         spec, num_workers=workers, timeout_s=limits.timeout_s, failure_score=limits.failure_score, on_print=say

@@ -1,0 +1,143 @@
+"""The tests of a coding task, out of the forms in which data sets write them.
+
+calls:  {"fn_name": "f", "inputs": [[1, 2], ...], "outputs": [3, ...]}                      (APPS, TACO, LeetCode)
+stdin:  {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                                (APPS, CodeContests)
+        [{"input": ..., "output": ..., "testtype": "stdin" | "functional"}, ...]             (LiveCodeBench)
+code:   ["assert f(1, 2) == 3", ...], {"test_list": [...], "test_imports": [...]}            (MBPP)
+        {"test": "def check(candidate): ...", "entry_point": "f", "prompt": "def f(..."}     (HumanEval)
+        a text of test code: asserts, test functions or unittest cases                       (KodCode)
+Each may also come as a JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.rewards.scorers.code_text import parses, without
+from posttrain.rewards.types import RewardError
+from posttrain.sandbox.values import encode
+
+_FORMS = (
+    "give {fn_name, inputs, outputs}, {inputs, outputs} for standard input, a list of asserts (test_list), "
+    "{test, entry_point, prompt}, or test code as a text"
+)
+
+
+@dataclass
+class Tests:
+    """Tests of one task; `kind` says which of the fields are used."""
+
+    kind: str
+    """`calls`, `stdin` or `code`."""
+    inputs: list[Any] = field(default_factory=list)
+    """Arguments of each call, or the text of each standard input."""
+    outputs: list[Any] = field(default_factory=list)
+    function: str = ""
+    codes: list[str] = field(default_factory=list)
+    entry: str | None = None
+    prompt: str = ""
+
+    def __len__(self) -> int:
+        return len(self.codes) if self.kind == "code" else len(self.inputs)
+
+    def for_sandbox(self) -> list[dict[str, Any]]:
+        """Tests of the kinds `calls` and `code`, as `Sandbox.test` takes them."""
+        if self.kind == "calls":
+            return [{"call": self.function, "args": [encode(arg) for arg in args]} for args in self.inputs]
+        return [{"code": code, "entry": self.entry} for code in self.codes]
+
+
+def read_tests(ground_truth: Any) -> Tests:
+    """The tests that a truth holds; RewardError if it holds none."""
+    tests = _read(_plain(ground_truth))
+    if tests is None or not len(tests):
+        shown = " ".join(str(ground_truth).split())[:80]
+        raise RewardError(f"the truth of a coding task holds no tests: {shown}", "ground_truth of the data", _FORMS)
+    if tests.kind != "code" and len(tests.inputs) != len(tests.outputs):
+        raise RewardError(
+            f"the truth of a coding task has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs",
+            "ground_truth of the data",
+            "give one output per input",
+        )
+    return tests
+
+
+def _plain(value: Any) -> Any:
+    """numpy arrays and JSON texts as Python values."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _read(truth: Any) -> Tests | None:
+    if isinstance(truth, str):
+        return Tests("code", codes=[truth]) if truth.strip() and parses(truth) else None
+    if isinstance(truth, list):
+        return _read_list(truth)
+    if not isinstance(truth, dict):
+        return None
+    for key in ("input_output", "ground_truth"):
+        if truth.get(key) is not None:
+            return _read(_plain(truth[key]))
+    if truth.get("inputs") is not None and truth.get("outputs") is not None:
+        inputs, outputs = (list(_plain(truth[key])) for key in ("inputs", "outputs"))
+        return _pairs(inputs, outputs, truth.get("fn_name") or truth.get("func_name"))
+    for key in ("test_list", "tests", "test", "unit_tests", "test_code"):
+        if truth.get(key) is not None:
+            return _with_setup(_read(_plain(truth[key])), truth)
+    return None
+
+
+def _with_setup(tests: Tests | None, truth: dict[str, Any]) -> Tests | None:
+    """Code tests with the imports and the prompt that stand beside them."""
+    if tests is not None and tests.kind == "code":
+        setup = [*(_plain(truth.get("test_imports")) or []), truth.get("test_setup_code") or ""]
+        lines = "\n".join(line for line in setup if line)
+        tests.codes = [f"{lines}\n{code}" if lines else code for code in tests.codes]
+        tests.entry = truth.get("entry_point") or truth.get("fn_name")
+        tests.prompt = truth["prompt"] if isinstance(truth.get("prompt"), str) else ""
+        if tests.entry and tests.prompt:
+            # Helpers that the prompt defines belong to the tests: a program must not bring its own.
+            helpers = without(tests.prompt, tests.entry)
+            tests.codes = [f"{helpers}\n{code}" for code in tests.codes]
+    return tests
+
+
+def _read_list(truth: list[Any]) -> Tests | None:
+    if truth and all(isinstance(test, str) for test in truth):
+        return Tests("code", codes=[test for test in truth if test.strip()])
+    if truth and all(isinstance(test, dict) and "input" in test and "output" in test for test in truth):
+        metadata = truth[0].get("metadata") or {}
+        name = metadata.get("func_name") if isinstance(metadata, dict) else None
+        functional = name if truth[0].get("testtype") == "functional" or name else None
+        return _pairs([test["input"] for test in truth], [test["output"] for test in truth], functional)
+    return None
+
+
+def _pairs(inputs: list[Any], outputs: list[Any], function: str | None) -> Tests:
+    if not function:
+        return Tests("stdin", inputs=[_text(one) for one in inputs], outputs=[_text(one) for one in outputs])
+    return Tests("calls", inputs=[_arguments(one) for one in inputs], outputs=outputs, function=function)
+
+
+def _text(value: Any) -> str:
+    """Standard input and output; data sets write them as one text or as a list of lines."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return "\n".join(map(str, value)) + "\n" if isinstance(value, list) else str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    """Arguments of a call: a list of them, or a text with one JSON value per line."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str):
+        try:
+            return [json.loads(line) for line in value.splitlines() if line.strip()]
+        except ValueError:
+            return [value]
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,73 @@
+"""The program in a response."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
+_PYTHON = {"python", "python3", "py", "py3"}
+_THOUGHT = "</think>"
+
+
+def extract_program(response: str) -> str | None:
+    """The last fenced block of Python, else the last fenced block, else the whole text if it is Python; or None."""
+    text = response.rpartition(_THOUGHT)[2]
+    blocks = [(language.lower(), body) for _, language, body in _FENCE.findall(text)]
+    for wanted in (_PYTHON, {language for language, _ in blocks}):
+        found = [body for language, body in blocks if language in wanted and body.strip()]
+        if found:
+            return textwrap.dedent(found[-1])
+    answers = _ANSWER.findall(text)
+    whole = answers[-1] if answers else text
+    return whole if whole.strip() and parses(whole) else None
+
+
+def complete(response: str, prompt: str, entry: str) -> str | None:
+    """The program of a response to a prompt that ends inside a function (HumanEval): whole, or the rest of it alone."""
+    program = extract_program(response)
+    if program is not None and defines(program, entry):
+        # The prompt's imports and helpers are part of the task, even if the response does not repeat them.
+        return f"{prompt}\n\n{program}" if parses(f"{prompt}\n\n{program}") else program
+    for rest in [program, response] if program is not None else [response]:
+        for body in (rest, textwrap.indent(textwrap.dedent(rest), "    ")):
+            if body.strip() and parses(prompt + body):
+                return prompt + body
+    return program
+
+
+def defines(program: str, name: str) -> bool:
+    """Whether a name is defined at the top level of a program."""
+    try:
+        body = ast.parse(program).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    named = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    if any(node.name == name for node in named):
+        return True
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def without(program: str, name: str) -> str:
+    """The top level of a program without the function of that name; nothing if it is no Python."""
+    try:
+        tree = ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name == name)]
+    return ast.unparse(tree)
+
+
+def parses(text: str) -> bool:
+    """Whether a text is Python; compiled, because `return 1` outside a function can be parsed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, "program", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

@@ -1,0 +1,26 @@
+"""Untrusted code under kernel limits: `with Sandbox() as box: box.run("print(1 + 1)").stdout == "2\\n"`.
+
+Namespaces, a filter of system calls and resource limits hold a program; docs/sandbox.md says what that covers.
+Jobs are forked from a warm Python, one at a time and each into fresh namespaces; nothing of one is left for the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.sandbox.refusal import SandboxError
+    from posttrain.sandbox.results import Result, TestReport
+    from posttrain.sandbox.sandbox import Sandbox
+
+__all__ = ["Result", "Sandbox", "SandboxError", "TestReport"]
+
+_HOMES = {"Result": "results", "Sandbox": "sandbox", "SandboxError": "refusal", "TestReport": "results"}
+
+
+def __getattr__(name: str) -> Any:
+    # Late, because the processes inside the sandbox import this package too and need none of these.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

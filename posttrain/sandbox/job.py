@@ -1,0 +1,142 @@
+"""The first process of a job: shuts the last doors, forks the program, and tells the caller what came of it.
+
+It stays between the program and the caller: the program has no descriptor that leads out of the sandbox, and cannot
+signal or read this process. The order matters: tests arrive only after the program was forked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import sys
+import tempfile
+from typing import Any
+
+from posttrain.sandbox import kernel, wire
+from posttrain.sandbox.judge import judge
+from posttrain.sandbox.mounts import TMP, WORK, mount_box
+from posttrain.sandbox.program import answer_calls, run_argv, run_source
+from posttrain.sandbox.seccomp import install_filter
+from posttrain.sandbox.supervise import Ended, Program
+from posttrain.sandbox.usage import address_space
+
+_NAMESPACES = kernel.NEWUSER | kernel.NEWNS | kernel.NEWIPC
+_MB = 1 << 20
+
+
+def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> None:
+    """One job, from the fork to the last message."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process of a namespace is immune to
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    try:
+        folder = _shut_doors(channel, limits, proc, isolated)
+    except OSError as error:
+        wire.send(channel, {"refused": getattr(error, "step", str(error)), "errno": error.errno})
+        return
+    request = wire.receive(channel)
+    for name, content in request["files"].items():
+        _write_file(name, content)
+    serve = _judge_program if request["tests"] else _run_program
+    serve(channel, request, limits)
+    if not isolated:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shut_doors(channel: int, limits: dict[str, Any], proc: int, isolated: bool) -> str:
+    """Everything that holds the job; afterwards not even this process could undo it."""
+    base, folder = address_space(proc), "/"
+    if isolated:
+        kernel.unshare(_NAMESPACES, "namespaces of a job")
+        _map_user(proc)
+        mount_box(limits["disk_mb"], limits["files"])
+        work, tmp = WORK, TMP
+    else:
+        folder = tempfile.mkdtemp(prefix="posttrain-job-")
+        work, tmp = os.path.join(folder, "work"), os.path.join(folder, "tmp")
+        os.mkdir(work)
+        os.mkdir(tmp)
+    os.chdir(work)
+    os.environ.update({"HOME": work, "TMPDIR": tmp, "PWD": work})
+    tempfile.tempdir = None
+    kernel.close_all_but([0, 1, 2, channel])
+    _set_limits(limits, base)
+    os.umask(0o077)
+    if isolated:
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0, "dumpable")  # the program may not trace or read this process
+        kernel.drop_capabilities()
+        install_filter()
+    return folder
+
+
+def _map_user(proc: int) -> None:
+    for name, text in (("setgroups", "deny"), ("uid_map", "1000 0 1"), ("gid_map", "1000 0 1")):
+        with os.fdopen(os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc), "w") as file:
+            file.write(text)
+
+
+def _set_limits(limits: dict[str, Any], base: int) -> None:
+    cpu = math.ceil(limits["seconds"]) + 1
+    for kind, value in (
+        (resource.RLIMIT_AS, base + limits["memory_mb"] * _MB),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_NPROC, limits["processes"] + 1),
+        (resource.RLIMIT_FSIZE, limits["disk_mb"] * _MB),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 64),
+    ):
+        ceiling = resource.getrlimit(kind)[1]
+        value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
+        resource.setrlimit(kind, (value, value))
+
+
+def _run_program(channel: int, request: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Run the program once for each standard input, each time in a fresh process; the deadline is for all of them."""
+    left, room = limits["seconds"], limits["output_bytes"]
+    for stdin in request["stdins"]:
+        ended = Program(lambda theirs: _run_once(theirs, request), stdin, left, room).wait()
+        wire.send(channel, ended)
+        left -= ended["seconds"]
+        room -= len(ended["stdout"]) + len(ended["stderr"])
+        if left <= 0 or room <= 0 or (request["until_failure"] and ended["status"] != "ok"):
+            return
+
+
+def _run_once(channel: int, request: dict[str, Any]) -> int:
+    os.close(channel)
+    return run_argv(request["argv"]) if request["argv"] else run_source(request["source"])
+
+
+def _judge_program(channel: int, request: dict[str, Any], limits: dict[str, Any]) -> None:
+    source = request["source"]
+    program = Program(lambda theirs: answer_calls(theirs, source), "", limits["seconds"], limits["output_bytes"])
+    tests = wire.receive(channel)
+    try:
+        loaded = program.receive()
+        wire.send(channel, {"loaded": loaded.get("error")})
+        if not loaded.get("error"):
+            for outcome in judge(program, tests, until_failure=request["until_failure"]):
+                wire.send(channel, outcome)
+    except (Ended, ValueError):  # it ended, or spoke nonsense, before it was loaded
+        pass
+    wire.send(channel, program.end())
+
+
+def _write_file(name: str, content: str) -> None:
+    path = os.path.normpath(name)
+    if os.path.isabs(path) or path.startswith(".."):
+        raise ValueError(f"file {name!r} does not lie in the job's folder")
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(content)
+
+
+assert "posttrain.sandbox.values" in sys.modules  # nothing may be left to import once the root is gone

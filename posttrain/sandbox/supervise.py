@@ -1,0 +1,184 @@
+"""A program's process as the first process of its job sees it: forked, fed, listened to, and ended for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from posttrain.sandbox import kernel, wire
+
+_LOOK_MS = 50
+"""How often orphans are reaped, which the process limit would count otherwise."""
+LONGEST_REPLY = 32 << 20
+
+
+class Ended(Exception):
+    """The program is gone, or was ended because it passed a limit."""
+
+
+class Program:
+    """A forked process. `body` runs in it, gets the descriptor of its end of a channel, and gives the exit code."""
+
+    def __init__(self, body: Callable[[int], int], stdin: str, seconds: float, output_bytes: int) -> None:
+        self._start = time.monotonic()
+        self._end, self._room = self._start + seconds, output_bytes
+        self.limit: str | None = None  # the limit that it passed
+        self.exit_code: int | None = None
+        self.gone = False
+        source = _as_file(stdin)
+        out, err = os.pipe(), os.pipe()
+        self._channel, theirs = _pair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _become_program(source, out[1], err[1], theirs, body)
+        for fd in (source, out[1], err[1], theirs):
+            os.close(fd)
+        self._pidfd = os.pidfd_open(self._pid)
+        self._written: dict[int, list[bytes]] = {out[0]: [], err[0]: []}
+        self._poll = select.poll()
+        for fd in (*self._written, self._pidfd):
+            os.set_blocking(fd, False)
+            self._poll.register(fd, select.POLLIN)
+
+    def send(self, message: Any) -> None:
+        """Tell the program something; Ended if it does not listen any more."""
+        try:
+            wire.send(self._channel, message)
+        except wire.Closed:
+            self._give_up()
+
+    def receive(self) -> Any:
+        """The program's next message; Ended if there will be none."""
+        try:
+            return wire.receive(self._channel, LONGEST_REPLY, lambda: self._listen(self._channel))
+        except wire.Closed:
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        select.select([self._pidfd], [], [], 0.2)  # most often it is about to end, and its exit code says more
+        self._reap()
+        self.gone = True
+        raise Ended
+
+    def wait(self) -> dict[str, Any]:
+        """Let it run to its end, or to a limit; how that went and what it wrote."""
+        with contextlib.suppress(Ended):
+            self._listen(None)
+        return self.end()
+
+    def end(self) -> dict[str, Any]:
+        """End it and all that it started."""
+        alive = self.exit_code is None
+        self._kill_all()
+        for fd in list(self._written):
+            while self._take(fd):
+                pass
+            os.close(fd)
+        os.close(self._pidfd)
+        os.close(self._channel)
+        stdout, stderr = (b"".join(chunks).decode(errors="replace") for chunks in self._written.values())
+        return {
+            "status": "ok" if alive and self.limit is None else self._status(stderr),
+            "exit_code": None if alive and self.limit is None else self.exit_code,
+            "stdout": stdout,
+            "stderr": stderr,
+            "seconds": round(time.monotonic() - self._start, 4),
+        }
+
+    def _status(self, stderr: str) -> str:
+        if self.limit:
+            return self.limit
+        if self.exit_code == -signal.SIGXCPU:
+            return "timeout"
+        last = stderr.rstrip().rpartition("\n")[2]
+        if self.exit_code not in (0, None) and last.startswith("MemoryError"):
+            return "memory"
+        return "error" if self.exit_code else "ok"
+
+    def _listen(self, wanted: int | None) -> None:
+        """Collect what it writes until `wanted` can be read; Ended when it has ended, or passes a limit."""
+        if wanted is not None:
+            self._poll.register(wanted, select.POLLIN)
+        try:
+            while True:
+                left = self._end - time.monotonic()
+                ready = [fd for fd, _ in self._poll.poll(max(0.0, min(left * 1000, _LOOK_MS)))]
+                for fd in self._written:
+                    if fd in ready and not self._take(fd):
+                        self._poll.unregister(fd)
+                self._reap()
+                if self.limit is None and left <= 0:
+                    self.limit = "timeout"
+                if wanted in ready and self.limit is None:
+                    return
+                if self.limit or self._pidfd in ready:
+                    self.gone = True
+                    raise Ended
+        finally:
+            if wanted is not None:
+                self._poll.unregister(wanted)
+
+    def _take(self, fd: int) -> bool:
+        """Read what is there; False at the end, or when there is nothing now."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        self._written[fd].append(data[: max(self._room, 0)])
+        self._room -= len(data)
+        if self._room < 0:
+            self.limit = self.limit or "output"
+            return False
+        return bool(data)
+
+    def _reap(self, options: int = os.WNOHANG) -> bool:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, options)
+                if pid == self._pid:
+                    self.exit_code = os.waitstatus_to_exitcode(status)
+                if pid == 0:
+                    return True
+        return False
+
+    def _kill_all(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpid() == 1:
+                os.kill(-1, signal.SIGKILL)  # everything in this namespace but us
+            else:
+                os.killpg(self._pid, signal.SIGKILL)
+        self._reap(0)
+
+
+def _become_program(source: int, out: int, err: int, channel: int, body: Callable[[int], int]) -> None:
+    code = 1
+    try:
+        os.setsid()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")  # so that the template can read how much memory is its own
+        for fd, place in ((source, 0), (out, 1), (err, 2)):
+            os.dup2(fd, place)
+        kernel.close_all_but([0, 1, 2, channel])
+        code = body(channel)
+    finally:
+        os._exit(code)
+
+
+def _pair() -> tuple[int, int]:
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
+
+
+def _as_file(text: str) -> int:
+    if not text:
+        return os.open("/dev/null", os.O_RDONLY)
+    with tempfile.TemporaryFile(dir=os.environ["TMPDIR"]) as file:
+        file.write(text.encode(errors="surrogatepass"))
+        file.seek(0)
+        return os.dup(file.fileno())

@@ -1,0 +1,175 @@
+"""What the sandbox gives its callers: outputs, limits, several inputs, other programs, both modes, and tidy ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sandbox_tools import SMALL, opened
+
+from posttrain.config.sandbox import SandboxConfig
+from posttrain.sandbox import Sandbox
+
+
+@pytest.fixture(params=["kernel", "unsafe"], scope="module")
+def either(request):
+    with opened(mode=request.param, timeout_s=5.0, **SMALL) as sandbox:
+        yield sandbox
+
+
+def test_a_script_has_its_output_input_files_and_exit_code(either):
+    code = "import sys\nprint(input() + open('data/a.txt').read())\nprint('oops', file=sys.stderr)\nsys.exit(3)"
+    result = either.run(code, stdin="one ", files={"data/a.txt": "two"})
+    assert (result.status, result.exit_code, result.stdout, result.stderr) == ("error", 3, "one two\n", "oops\n")
+    assert 0 < result.seconds < 5 and result.memory_mb > 1
+
+
+def test_a_traceback_shows_the_program_and_not_the_harness(either):
+    result = either.run("def f():\n    return 1 / 0\nf()")
+    assert result.stderr.splitlines()[1:3] == ['  File "program.py", line 3, in <module>', "    f()"]
+    assert result.stderr.endswith("ZeroDivisionError: division by zero\n") and "posttrain" not in result.stderr
+
+
+def test_other_programs_run_too(either):
+    result = either.run(argv=["sh", "-c", "cat; echo $HOME | wc -l; exit 2"], stdin="in\n")
+    assert (result.stdout, result.exit_code) == ("in\n1\n", 2)
+    assert either.run(argv=["no-such-program"]).exit_code == 127
+
+
+def test_what_was_written_before_a_deadline_is_kept(hasty):
+    result = hasty.run("import time\nprint('begun', flush=True)\ntime.sleep(99)")
+    assert (result.status, result.stdout) == ("timeout", "begun\n")
+    assert result.seconds == pytest.approx(0.5, abs=0.3)
+
+
+def test_inputs_run_in_fresh_processes_within_one_deadline(hasty):
+    counts = hasty.run_each(
+        "import builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nprint(builtins.n, input())", ["a", "b"]
+    )
+    assert [result.stdout for result in counts] == ["1 a\n", "1 b\n"]
+    slow = hasty.run_each("import time\ntime.sleep(float(input()))", ["0.01", "9", "0.01"])
+    assert [result.status for result in slow] == ["ok", "timeout"]
+    stopped = hasty.run_each("raise SystemExit(int(input()))", ["0", "1", "0"], until_failure=True)
+    assert [result.status for result in stopped] == ["ok", "error"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ("timeout", "while True: pass"),
+        ("memory", "x = [bytearray(b'a' * (1 << 20)) for _ in range(400)]"),
+        ("output", "while True: print('x' * 999)"),
+        ("error", "for i in range(99): open(f'{i}', 'wb').write(b'a' * (9 << 20))"),
+    ],
+)
+def test_limits_hold_in_both_modes(either, status, code):
+    config = SandboxConfig(mode=either.config.mode, timeout_s=0.7, **SMALL)
+    with Sandbox(config) as sandbox:
+        result = sandbox.run(code)
+    assert result.status == status
+    assert result.seconds < 2
+
+
+def test_packages_of_the_environment_can_be_imported(box):
+    assert box.run("import numpy\nprint(numpy.arange(4).sum())").stdout == "6\n"
+
+
+def test_the_usual_libraries_of_processes_and_events_work(box):
+    code = """
+import asyncio, multiprocessing, threading, subprocess, tempfile, getpass
+async def work():
+    await asyncio.sleep(0.001)
+    return 1
+found = [asyncio.run(work())]
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    found += pool.map(abs, [-2, -3])
+thread = threading.Thread(target=found.append, args=(4,))
+thread.start(); thread.join()
+with tempfile.NamedTemporaryFile("w") as file:
+    file.write("5"); file.flush()
+    found.append(int(subprocess.run(["cat", file.name], capture_output=True).stdout))
+print(found, getpass.getuser())
+"""
+    assert box.run(code).stdout == "[1, 2, 3, 4, 5] user\n"
+
+
+def test_a_program_does_the_same_in_every_job(box):
+    code = "import random\nprint(random.random(), hash('text'), sorted({'a', 'b', 'c'}, key=hash))"
+    assert box.run(code).stdout == box.run(code).stdout
+
+
+def test_a_sandbox_that_died_is_replaced_and_a_job_that_died_with_it_is_lost(box):
+    launcher = box._idle[0]._process
+    launcher.kill()
+    launcher.wait()
+    assert box.run("print(1)").stdout == "1\n"
+    threading.Timer(0.3, box._idle[0]._process.kill).start()
+    assert box.run("import time\ntime.sleep(9)").status == "lost"
+    assert box.run("print(1)").stdout == "1\n"
+
+
+def test_wrong_use_is_refused(box):
+    with pytest.raises(ValueError, match="code or argv"):
+        box.run()
+    sandbox = Sandbox()
+    sandbox.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        sandbox.run("1")
+
+
+OWNER = """
+import os, sys, time
+from posttrain.config.sandbox import SandboxConfig
+from posttrain.sandbox import Sandbox
+sandbox = Sandbox(SandboxConfig(timeout_s=60))
+sandbox.start()
+print(sandbox._idle[0]._process.pid, flush=True)
+sandbox.run("import time, os\\nos.fork()\\ntime.sleep(60)")
+"""
+
+
+def test_everything_dies_with_the_process_that_owns_it(box):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    launcher = int(owner.stdout.readline())
+    time.sleep(0.3)
+    family = below(launcher)
+    assert len(family) == 4  # the template, the job's first process, the program and its child
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    end = time.monotonic() + 5
+    while any(is_running(pid) for pid in [launcher, *family]) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(is_running(pid) for pid in [launcher, *family])
+
+
+def below(pid):
+    children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    return children + [one for child in children for one in below(child)]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_ordinary_user_is_isolated_as_well_as_root(box):
+    if os.geteuid() != 0:
+        pytest.skip("these tests already run as an ordinary user")
+    # The checkout may lie in a folder of root's, so import everything first and isolate afterwards.
+    code = (
+        "import os, sys\nimport posttrain.sandbox.launcher as launcher\nfrom posttrain.sandbox import mounts\n"
+        "paths = mounts.python_paths()\nos.setgroups([])\nos.setgid(1234)\nos.setuid(1234)\n"
+        "from posttrain.sandbox.kernel import prctl\nprctl(4, 1, 'dumpable')\n"
+        "launcher._isolate({'paths': [p for p in paths if os.access(p, os.R_OK)]})\n"
+        "print(os.getuid(), open('/etc/passwd').read().strip(), os.path.exists('/home'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "0 user:x:1000:1000::/box/work:/bin/sh False\n", done.stderr
