@@ -18,11 +18,16 @@ FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp"
 SINGLE = (("out", "self_attn", "o_proj"), ("down", "mlp", "down_proj"))
 
 
+_ONEDNN = getattr(torch.ops, "mkldnn", None)
+_REORDER = getattr(_ONEDNN, "_reorder_linear_weight", None) if torch.backends.mkldnn.is_available() else None
+
+
 class Projection:
     """One matrix product, with low-rank adapters beside it where the model has them."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: list[Any], *, adapters: bool) -> None:
         self.weight, self.bias, self.parts = weight, bias, parts
+        self.packed: torch.Tensor | None = None
         self.adapters: list[tuple[slice, Any]] = []
         start = 0
         for part in parts:
@@ -31,8 +36,21 @@ class Projection:
                 self.adapters.append((slice(start, end), part))
             start = end
 
+    def pack(self) -> None:
+        """Lay a copy of the weight out as oneDNN multiplies it, where that is worth a copy: bfloat16 on a CPU."""
+        if (
+            self.packed is None
+            and self.weight.device.type == "cpu"
+            and self.weight.dtype is torch.bfloat16
+            and _REORDER
+        ):
+            self.packed = _REORDER(self.weight)
+
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x_TE, self.weight, self.bias)
+        if self.packed is None:
+            y = F.linear(x_TE, self.weight, self.bias)
+        else:
+            y = torch.ops.mkldnn._linear_pointwise(x_TE, self.packed, self.bias, "none", [], "")
         for columns, layer in self.adapters:
             down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
             added = F.linear(F.linear(x_TE.to(down.dtype), down), up) * layer.scaling["default"]

@@ -70,6 +70,11 @@ class PagedDecoder:
             if name in own and own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
 
+    def settle(self) -> None:
+        """Nothing to prepare: the module's own layers compute."""
+
+    def unsettle(self) -> None: ...
+
 
 def _last_dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()

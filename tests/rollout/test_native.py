@@ -221,6 +221,27 @@ def test_bfloat16_log_probs_stay_close_to_transformers(kernels):
         assert gap.mean() < 0.03 and gap.max() < 0.3
 
 
+def test_packed_weights_give_the_same_bits_and_follow_the_weights():
+    """Long bfloat16 responses multiply with copies of the weights in another layout; new weights replace them."""
+    module = tiny("qwen2", torch.bfloat16)
+    engine = native(module)
+    long, short = Sampling(max_tokens=40), Sampling(max_tokens=20)
+    packed = generate(engine, PROMPTS, [long] * 6, range(6))
+    if engine.decoder.layers[0].qkv.packed is None:
+        pytest.skip("torch without oneDNN")
+    engine.sleep()
+    assert engine.decoder.layers[0].qkv.packed is None
+    plain = generate(engine, PROMPTS, [short] * 6, range(6))
+    for one, other in zip(packed, plain, strict=True):
+        assert one.token_ids[:20] == other.token_ids and one.log_probs[:20] == other.log_probs
+    generate(engine, PROMPTS[:1], [long], [0])
+    with torch.no_grad():
+        module.model.layers[0].mlp.down_proj.weight.mul_(3.0)
+    engine.load_weights((), version=1)
+    expected = plain_log_probs(module, PROMPTS[1][:1], PROMPTS[1][1:])
+    torch.testing.assert_close(engine.score([PROMPTS[1]])[0], expected, rtol=0, atol=0.3)
+
+
 def test_float64_models_are_decoded_in_float64():
     module = tiny("qwen2", torch.float64)
     output = generate(native(module), [PROMPTS[1]], [Sampling(max_tokens=9)], [0])[0]

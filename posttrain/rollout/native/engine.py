@@ -22,6 +22,8 @@ from posttrain.rollout.native.prompts import Piece, Prompt, Queue
 from posttrain.rollout.native.slots import Slots
 from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, uniforms
 
+MANY = 32  # steps for which it pays to lay weights out anew
+
 
 class Decoder(Protocol):
     """What the engine needs of a model."""
@@ -31,6 +33,8 @@ class Decoder(Protocol):
     ) -> torch.Tensor: ...
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor: ...
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+    def settle(self) -> None: ...
+    def unsettle(self) -> None: ...
 
 
 class NativeEngine(RolloutEngine):
@@ -116,6 +120,8 @@ class NativeEngine(RolloutEngine):
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
         rows = list(self.queue.start(self.slots.room))
+        if any(request.sampling.max_tokens >= MANY for request, _, _ in rows):
+            self.decoder.settle()
         return self.slots.add(rows), [prompt for _, prompt, _ in rows]
 
     def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
@@ -206,6 +212,7 @@ class NativeEngine(RolloutEngine):
         for slot in self.slots.active.tolist():
             self.slots.note_version(slot, self.version)
         self.queue.forget()
+        self.decoder.unsettle()
         self.decoder.load(weights)
         self.version = version
 
@@ -214,6 +221,7 @@ class NativeEngine(RolloutEngine):
             raise RuntimeError("the engine still has running requests; abort them before sleep")
         self.queue.forget()
         self.pool.sleep()
+        self.decoder.unsettle()
 
     def wake(self) -> None:
         """Memory is taken again when the first request needs it."""
