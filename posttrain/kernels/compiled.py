@@ -21,7 +21,8 @@ import torch
 
 from posttrain.cache import cache_folder
 
-SOURCE = Path(__file__).parent / "cpu" / "decode.cpp"
+FOLDER = Path(__file__).parent / "cpu"
+SOURCES = ("decode.cpp", "step.cpp")
 # No flag here lets the compiler reorder a sum, except where the source asks for it.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -30,6 +31,9 @@ _SIGNATURES = {
     "add_rms_norm": [_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT],
     "silu_mul": [_POINTER] * 2 + [_LONG, _LONG, _INT],
     "sample": [_POINTER] * 7 + [_LONG, _LONG, _INT],
+    "run_layers": [_POINTER] * 8,
+    "pack": [_POINTER] * 2 + [_LONG, _LONG, _INT, _INT],
+    "can_multiply": [],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -74,7 +78,7 @@ def _functions() -> dict[str, Any] | None:
     for name, arguments in _SIGNATURES.items():
         for suffix in _SUFFIXES.values():
             function = getattr(library, f"{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, _INT if name == "can_multiply" else None
             found[f"{name}_{suffix}"] = function
     return found
 
@@ -90,7 +94,8 @@ def _library() -> Path:
     if compiler is None:
         raise LookupError("no C++ compiler found (CXX, c++, g++, clang++)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, version, _processor()]).encode()).hexdigest()[:20]
+    texts = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h")]
+    key = hashlib.sha256("\0".join([*texts, *FLAGS, version, _processor()]).encode()).hexdigest()[:20]
     target = cache_folder() / "kernels" / f"decode-{key}.so"
     if not target.exists():
         print("Compiling the CPU kernels (once, a few seconds) ...", file=sys.stderr, flush=True)
@@ -113,14 +118,22 @@ def _compile(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     wide = ["-mprefer-vector-width=512"] if "avx512f" in _processor() else []
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        compiled, linked = Path(folder) / "decode.o", Path(folder) / "decode.so"
+        linked, objects = Path(folder) / "decode.so", [str(Path(folder) / f"{name}.o") for name in SOURCES]
         steps = [
-            [compiler, *FLAGS, "-march=native", *wide, "-c", str(SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", str(compiled), "-o", str(linked)],
+            [compiler, *FLAGS, "-march=native", *wide, "-c", str(FOLDER / name), "-o", made]
+            for name, made in zip(SOURCES, objects, strict=True)
         ]
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True)
-            if done.returncode:
-                raise LookupError(f"{Path(compiler).name} failed: {(done.stderr or 'no message').strip()}")
+        _run(steps)
+        _run([[compiler, "-shared", *objects, "-o", str(linked)]])
         ctypes.CDLL(str(linked))  # a library that cannot be loaded here is not kept
         os.replace(linked, target)
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run compilers side by side."""
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for process in running:
+        words = process.communicate()[1]
+        if process.returncode:
+            name = Path(str(process.args[0])).name  # pyright: ignore
+            raise LookupError(f"{name} failed: {(words or 'no message').strip()}")

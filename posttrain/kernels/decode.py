@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.compiled import AttentionLayout, kernel
+from posttrain.kernels.pages import zeros_in_large_pages
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # where a block that is not there starts
@@ -83,10 +84,10 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
     """(keys, values) of one layer. Zeros, since what was never written is multiplied by 0 and must not be NaN."""
-    return (
-        torch.zeros(blocks, heads, size, BLOCK, dtype=dtype, device=device),
-        torch.zeros(blocks, heads, BLOCK, size, dtype=dtype, device=device),
-    )
+    shapes = (blocks, heads, size, BLOCK), (blocks, heads, BLOCK, size)
+    if device.type == "cpu":
+        return zeros_in_large_pages(shapes[0], dtype), zeros_in_large_pages(shapes[1], dtype)
+    return torch.zeros(shapes[0], dtype=dtype, device=device), torch.zeros(shapes[1], dtype=dtype, device=device)
 
 
 def add_rms_norm(

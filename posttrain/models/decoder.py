@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.decode import LayerCache, StepTokens, add_rms_norm, attention, silu_mul
+from posttrain.kernels.whole_step import LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import Arena, Projection, base_layer
 from posttrain.models.forward import head_of, without_adapters
 
@@ -59,6 +60,12 @@ class _Layer:
     heads: tuple[torch.Tensor, torch.Tensor] | None
     window: int | None
 
+    def weights(self) -> LayerWeights:
+        query_norm, key_norm = self.heads or (None, None)
+        matrices = (self.out.weight, self.gate_up.weight, self.down.weight)
+        norms = (self.before, self.between, query_norm, key_norm)
+        return LayerWeights(self.qkv.weight, self.qkv.bias, *matrices, *norms, self.window)
+
 
 class FastDecoder:
     """Hidden states and logits of flat tokens."""
@@ -79,6 +86,7 @@ class FastDecoder:
         self.embedding, self.norm = self._named("embed_tokens.weight"), self._named("norm.weight")
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
+        self.whole: WholeStep | None = None
 
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]
@@ -103,6 +111,11 @@ class FastDecoder:
             self._bind()
         rotation = self._rotation(step.longest, step.device)
         residual_TE = F.embedding(step.ids_T, self.embedding)
+        if self.whole is not None:
+            found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
+            self.whole.run(residual_TE, step, found, rotation)
+            residual_TE = residual_TE if wanted_N is None else residual_TE[wanted_N]
+            return add_rms_norm(residual_TE, None, self.norm, self.epsilon)
         added_TE: torch.Tensor | None = None
         for number, layer in enumerate(self.layers):
             x_TE = add_rms_norm(residual_TE, added_TE, layer.before, self.epsilon)
@@ -141,13 +154,29 @@ class FastDecoder:
 
     def settle(self) -> None:
         """The weights stay as they are for many steps: copies that multiply faster are worth their while."""
+        if self.whole is not None or self.head.packed is not None:
+            return
+        if self.arena.left_behind():
+            self._bind()
+        adapted = any(projection.adapters for projection in self._projections())
+        if not adapted and self._plain_biases() and can_run_whole(self.layers[0].weights()):
+            sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
+            weights = [layer.weights() for layer in self.layers]
+            self.whole = WholeStep(weights, **sizes, scale=self.scale, epsilon=self.epsilon)
+            self.head.pack()
+            return
         for projection in self._projections():
             projection.pack()
 
     def unsettle(self) -> None:
         """The weights have changed, or the memory is needed."""
+        self.whole = None
         for projection in self._projections():
             projection.packed = None
+
+    def _plain_biases(self) -> bool:
+        """Whether no product but the first has a bias."""
+        return not any(p.bias is not None for layer in self.layers for p in (layer.out, layer.gate_up, layer.down))
 
     def _projections(self) -> Iterator[Projection]:
         for layer in self.layers:

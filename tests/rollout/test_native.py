@@ -8,12 +8,15 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels import compiled
+from posttrain.kernels.whole_step import can_run_whole
+from posttrain.models import decoder
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.lora import add_adapters
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
+from posttrain.rollout.native.engine import MANY
 from tests.rollout.tiny import FAST, KINDS, VOCABULARY, tiny
 
 PROMPTS = [[5, 6, 7], list(range(40)), [5, 6, 7], [9], list(range(10, 75)), list(range(32))]
@@ -221,25 +224,47 @@ def test_bfloat16_log_probs_stay_close_to_transformers(kernels):
         assert gap.mean() < 0.03 and gap.max() < 0.3
 
 
-def test_packed_weights_give_the_same_bits_and_follow_the_weights():
-    """Long bfloat16 responses multiply with copies of the weights in another layout; new weights replace them."""
-    module = tiny("qwen2", torch.bfloat16)
+@pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-5), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize("kind", sorted(FAST))
+def test_the_whole_step_equals_transformers_and_follows_new_weights(kind, dtype, within):
+    """Long responses go through all layers in one call, over packed copies of the weights; new weights replace them."""
+    module = tiny(kind, dtype)
     engine = native(module)
-    long, short = Sampling(max_tokens=40), Sampling(max_tokens=20)
-    packed = generate(engine, PROMPTS, [long] * 6, range(6))
+    engine.decoder.settle()
+    if engine.decoder.whole is None:
+        pytest.skip("this processor has not the instructions that the whole step is written for")
+    oracle = tiny(kind, dtype, attention="eager")
+    for output, prompt in zip(generate(engine, PROMPTS, [Sampling(max_tokens=40)] * 6, range(6)), PROMPTS, strict=True):
+        expected = plain_log_probs(oracle, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=within)
+    other = tiny(kind, dtype, seed=1)
+    engine.load_weights(other.state_dict().items(), version=1)
+    assert engine.decoder.whole is None
+    engine.decoder.settle()
+    scored = engine.score([PROMPTS[4]])[0]
+    torch.testing.assert_close(scored, plain_log_probs(other, PROMPTS[4][:1], PROMPTS[4][1:]), rtol=0, atol=within)
+
+
+def test_long_responses_settle_the_weights_and_short_ones_do_not():
+    engine = native(tiny("qwen2"))
+    generate(engine, PROMPTS, [Sampling(max_tokens=MANY - 1)] * 6, range(6))
+    assert engine.decoder.whole is None
+    generate(engine, PROMPTS, [Sampling(max_tokens=MANY)] * 6, range(6))
+    assert (engine.decoder.whole is None) == (not can_run_whole(engine.decoder.layers[0].weights()))
+    engine.sleep()
+    assert engine.decoder.whole is None
+
+
+def test_weights_packed_for_onednn_give_the_same_bits(monkeypatch):
+    monkeypatch.setattr(decoder, "can_run_whole", lambda weights: False)
+    engine = native(tiny("qwen2", torch.bfloat16))
+    packed = generate(engine, PROMPTS, [Sampling(max_tokens=40)] * 6, range(6))
     if engine.decoder.layers[0].qkv.packed is None:
         pytest.skip("torch without oneDNN")
     engine.sleep()
-    assert engine.decoder.layers[0].qkv.packed is None
-    plain = generate(engine, PROMPTS, [short] * 6, range(6))
+    plain = generate(engine, PROMPTS, [Sampling(max_tokens=20)] * 6, range(6))
     for one, other in zip(packed, plain, strict=True):
         assert one.token_ids[:20] == other.token_ids and one.log_probs[:20] == other.log_probs
-    generate(engine, PROMPTS[:1], [long], [0])
-    with torch.no_grad():
-        module.model.layers[0].mlp.down_proj.weight.mul_(3.0)
-    engine.load_weights((), version=1)
-    expected = plain_log_probs(module, PROMPTS[1][:1], PROMPTS[1][1:])
-    torch.testing.assert_close(engine.score([PROMPTS[1]])[0], expected, rtol=0, atol=0.3)
 
 
 def test_float64_models_are_decoded_in_float64():

@@ -14,7 +14,7 @@ VOCABULARY = 97
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "decoder_sparse_step": 1,
     },
-    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 48},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 64},
 }
 FAST = {"qwen2", "qwen2-window", "qwen2-tied", "qwen3", "llama", "llama3-rope", "mistral"}
 
