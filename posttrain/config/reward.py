@@ -21,6 +21,18 @@ class CustomRewardConfig(Section):
 
 
 @dataclass
+class OverlongBufferConfig(Section):
+    """A penalty on training responses that come near the length limit (DAPO)."""
+
+    enable: bool = False
+    """Take the penalty from the score."""
+    len: int | None = None
+    """Tokens before the limit over which the penalty grows; null takes a fifth of `data.max_response_length`."""
+    penalty_factor: float = 1.0
+    """Penalty of a response at the limit."""
+
+
+@dataclass
 class RewardConfig(Section):
     """Limits on scoring, which runs in worker processes."""
 
@@ -30,3 +42,4 @@ class RewardConfig(Section):
     """Seconds that the scoring of one response (or one group) may take."""
     failure_score: float = 0.0
     """Score of a response whose reward raised, hung or was not a finite number."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
