@@ -45,9 +45,8 @@ def compute_policy_loss_sapo(
     log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
     ratio = torch.exp(log_ratio)
     advantages = keep_masked(advantages, response_mask)
-    temperature = torch.where(
-        advantages > 0, loss_setting(config, "tau_pos", 1.0), loss_setting(config, "tau_neg", 1.05)
-    ).to(ratio.dtype)
+    temperature = torch.full_like(ratio, loss_setting(config, "tau_neg", 1.05))
+    temperature = temperature.masked_fill(advantages > 0, loss_setting(config, "tau_pos", 1.0))
 
     share = torch.sigmoid(temperature * (ratio - 1))
     losses = weighted(-advantages * share * 4 / temperature, rollout_is_weights, response_mask)
