@@ -343,7 +343,6 @@ def test_gdpo_tells_mixtures_apart_that_grpo_cannot(case):
     [
         ("remax", "reward_baselines", "greedy"),
         ("optimal_token_baseline", "sum_pi_squared", "sum_pi_squared"),
-        ("gdpo", "reward_parts", "gdpo_reward_keys"),
         ("rloo", "index", "uid"),
     ],
 )
@@ -358,6 +357,14 @@ def test_gdpo_names_a_part_that_the_reward_does_not_give_and_counts_weights(case
         estimate("gdpo", case, gdpo_reward_keys=["right", "style"])
     with pytest.raises(AlgorithmError, match="2 weights for 3 parts"):
         estimate("gdpo", case, gdpo_reward_weights=[1.0, 2.0])
+
+
+def test_gdpo_of_a_reward_without_parts_is_grpo_normalised_over_the_batch(case):
+    case.reward_parts = None
+    grpo = [group_relative(scores_of(case), case, row, True) for row in range(16)]
+    counted = [grpo[row] for row in range(16) if written(case, row)]
+    mean, deviation = statistics.fmean(counted), statistics.stdev(counted)
+    assert same(estimate("gdpo", case)[0], per_row(case, lambda row: (grpo[row] - mean) / (deviation + EPSILON)))
 
 
 def test_rloo_of_one_right_among_five():

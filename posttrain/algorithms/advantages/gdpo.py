@@ -16,7 +16,7 @@ matter.
 
 Settings: algorithm.adv_estimator=gdpo, algorithm.gdpo_reward_keys (null: all parts that are numbers),
 algorithm.gdpo_reward_weights (null: 1 each), algorithm.norm_adv_by_std_in_grpo, actor_rollout_ref.rollout.n.
-The `score` beside the parts is reported but not learnt from.
+The `score` beside the parts is reported but not learnt from; a reward without parts counts as one part.
 
 Watch: reward/PART/mean for every part (each should rise), reward_mean.
 
@@ -32,7 +32,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.algorithms.advantages.groups import EPSILON, above_mean, group_of_rows, normalised, on_every_token
+from posttrain.algorithms.advantages.groups import (
+    EPSILON,
+    above_mean,
+    group_of_rows,
+    normalised,
+    on_every_token,
+    outcome_scores,
+)
 from posttrain.algorithms.common import AlgorithmError, setting
 from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
 
@@ -48,7 +55,7 @@ def compute_gdpo_outcome_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, advantages), each (rows, response length), 0 outside the mask; `reward_parts` is a dict per row."""
     group_B = group_of_rows(index, len(token_level_rewards), "gdpo")
-    parts_KB = _parts(reward_parts, setting(config, "gdpo_reward_keys", None))
+    parts_KB = _parts(reward_parts, setting(config, "gdpo_reward_keys", None)) or [outcome_scores(token_level_rewards)]
     weights_K = _weights(setting(config, "gdpo_reward_weights", None), len(parts_KB))
     relative = normalised if setting(config, "norm_adv_by_std_in_grpo", True) else above_mean
     sums_B = sum(weight * relative(part_B, group_B) for weight, part_B in zip(weights_K, parts_KB, strict=True))
@@ -65,17 +72,15 @@ def compute_gdpo_outcome_advantage(
 
 
 def _parts(reward_parts: Sequence[Mapping[str, Any]] | None, keys: Sequence[str] | None) -> list[np.ndarray]:
-    """(B,) per part. A row whose reward failed has no parts: they count as 0 there."""
+    """(B,) per part, none if the reward gave none. A row whose reward failed has no parts: they count as 0 there."""
     rows = [dict(part or {}) for part in reward_parts] if reward_parts is not None else []
     numeric = sorted({name for row in rows for name, value in row.items() if isinstance(value, bool | int | float)})
     wanted = list(keys) if keys is not None else numeric
     missing = [name for name in wanted if name not in numeric]
-    if missing or not wanted:
-        what = f"has no part {', '.join(map(repr, missing))}" if missing else "gave no parts"
+    if missing:
         raise AlgorithmError(
-            f"`gdpo` normalises the parts of the reward one by one, but the reward {what} (numbers it gave: "
-            f"{', '.join(numeric) or 'none'}). Return a dict with `score` and a number per part, and name them in "
-            "algorithm.gdpo_reward_keys; or take algorithm.adv_estimator=grpo."
+            f"algorithm.gdpo_reward_keys: the reward has no part {', '.join(map(repr, missing))} (numbers it gave: "
+            f"{', '.join(numeric) or 'none'}). Return a dict with `score` and a number per part from it."
         )
     return [np.array([float(row.get(name, 0.0)) for row in rows]) for name in wanted]
 

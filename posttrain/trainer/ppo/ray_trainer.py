@@ -222,12 +222,12 @@ class RayPPOTrainer:
             return self._sample(step, 0), {}
         batch, metrics = self.group_filter.fill(lambda draw: self._sample(step, draw), self.sizes.prompts)
         batch.meta_info["step"] = step
-        return batch, metrics
+        return batch.set_decoder(self._decode), metrics
 
     def _sample(self, step: int, draw: int) -> DataProto:
         """The `draw`-th batch of a step: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
-            batch = self._generate(self._next_prompts(step, draw), draw)
+            batch = self._generate(self._next_prompts(step, draw))
         with self.recorder.stage("reward"):
             return self._score(batch)
 
@@ -237,27 +237,30 @@ class RayPPOTrainer:
         batch = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
         first = draw * len(rows)
         batch.non_tensor_batch["uid"] = np.array([f"{step}-{first + row}" for row in range(len(rows))], dtype=object)
-        batch.meta_info["step"] = step
+        batch.meta_info |= {"step": step, "draw": draw}
         return batch
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """The prompt's fields only; everything else stays in `batch`, same rows, same order."""
         return batch.pop(["prompts", "attention_mask", "position_ids"], ["raw_prompt_ids"])
 
-    def _generate(self, batch: DataProto, draw: int = 0) -> DataProto:
+    def _generate(self, batch: DataProto) -> DataProto:
         """n responses per prompt; each goes to the reward workers as soon as it ends."""
         n = self.config.actor_rollout_ref.rollout.n
         gen_batch = self._get_gen_batch(batch).repeat(repeat_times=n, interleave=True)
         batch = batch.repeat(repeat_times=n, interleave=True)
-        seeds = row_seeds((draw + 1) * len(batch), self.config.trainer.seed, batch.meta_info["step"])[-len(batch) :]
+        step, rows = batch.meta_info["step"], (batch.meta_info["draw"] + 1) * len(batch)
+        seeds = row_seeds(rows, self.config.trainer.seed, step)[-len(batch) :]
         gen_batch.non_tensor_batch["seed"] = np.array(seeds, dtype=object)
         self.reward_fn.begin(batch)
         output = self.actor_rollout_wg.generate_sequences(
             gen_batch, on_output=lambda row, done: self.reward_fn.feed(row, done.token_ids)
         )
         output.meta_info.clear()
-        decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
-        return batch.union(output).set_decoder(decode)  # `response` is there for whoever reads it
+        return batch.union(output).set_decoder(self._decode)  # `response` is there for whoever reads it
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
