@@ -94,6 +94,21 @@ def test_S2_47_drgrpo_by_its_three_settings_equals_the_preset(tiny_model, sums, 
     assert metrics_of(by_hand.path) == metrics_of(by_preset.path)
 
 
+def test_the_rollout_correction_runs_and_reports(tiny_model, sums, tmp_path):
+    more = {
+        "algorithm__rollout_correction__rollout_is": "token",
+        "algorithm__rollout_correction__rollout_is_threshold": "0.5_5.0",
+        "algorithm__rollout_correction__rollout_rs": "token_k1,seq_mean_k3",
+        "algorithm__rollout_correction__rollout_rs_threshold": "0.5_2.0,0.01",
+    }
+    line = metrics_of(run(tiny_model, sums, tmp_path, reward=even_share, **more).path)[-1]
+    assert line["rollout_is/ess"] == pytest.approx(1, abs=1e-5) and line["mismatch/ppl_ratio"] == pytest.approx(
+        1, abs=1e-5
+    )
+    assert line["rollout_is/masked"] == line["rollout_rs/rejected"] == 0.0
+    assert "timing_s/old_log_prob" in metrics_of(tmp_path / "test" / "run", times=True)[-1]
+
+
 def test_sum_pi_squared_is_that_of_the_full_distribution(tiny_model, sums, tmp_path, seen, monkeypatch):
     batches = []
     plain = RayPPOTrainer._update

@@ -88,9 +88,8 @@ class GroupFilter:
             self.surplus.save_to_disk(folder / FOLDER)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; without it there was no surplus."""
-        there = (folder / FOLDER / "fields.json").is_file()
-        self.surplus = DataProto.load_from_disk(folder / FOLDER) if there else None
+        """Read what `save` wrote into a checkpoint that was verified."""
+        self.surplus = DataProto.load_from_disk(folder / FOLDER)
 
 
 def _rows(batch: DataProto, groups: list[list[int]]) -> list[DataProto]:

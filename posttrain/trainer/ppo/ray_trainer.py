@@ -405,6 +405,7 @@ class RayPPOTrainer:
             "kl_controller": self.kl_controller.state_dict(),
             "old_from_rollout": self.old_from_rollout,
             "bad_steps": self.bad_steps,
+            "surplus": self.group_filter.surplus is not None,
         }
         return self.recorder.save(self.step, tensors=tensors, state=state, export=extra)
 
@@ -427,7 +428,8 @@ class RayPPOTrainer:
         self.old_from_rollout = bool(state["old_from_rollout"])
         self.sampler.load_state_dict(state["sampler"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.group_filter.load(path)
+        if state.get("surplus"):
+            self.group_filter.load(path)
         restore_rng(checkpoints.load_rng(path))
         checkpoints.set_aside_after(self.step)
         self.actor_rollout_wg.sync_weights(self.step)
