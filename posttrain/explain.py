@@ -12,14 +12,20 @@ import re
 from functools import cache
 from pathlib import Path
 
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.schema import Leaf, leaves
 from posttrain.explain_texts import METRICS, TOPICS
 
+LOSS_PAGES = {"gpg": "gpg_loss"}
+"""Losses that share their name with an estimator have a page of their own name."""
 # name -> (file under algorithms/, function whose docstring is the page, or "" for the file's own)
 FILES: dict[str, dict[str, tuple[str, str]]] = {
-    "Advantage estimators": {"grpo": ("advantages/grpo.py", ""), "gae": ("advantages/gae.py", "")},
-    "Losses": {"vanilla": ("losses/vanilla.py", ""), "value_loss": ("losses/value.py", "")},
+    "Advantage estimators": {name: (f"advantages/{name}.py", "") for name in ESTIMATORS},
+    "Losses": {
+        **{LOSS_PAGES.get(name, name): (f"losses/{name}.py", "") for name in POLICY_LOSSES},
+        "value_loss": ("losses/value.py", ""),
+    },
     "How token losses become one number": {
         "loss_agg_mode": ("aggregation.py", ""),
         "token-mean": ("aggregation.py", "token_mean"),
@@ -37,6 +43,7 @@ FILES: dict[str, dict[str, tuple[str, str]]] = {
         "use_kl_in_reward": ("kl_in_reward.py", ""),
     },
     "Off-policy": {"rollout_correction": ("correction.py", "")},
+    "Shaping": {"overlong_buffer": ("overlong.py", "")},
 }
 ALIASES = {
     "ppo": "gae",
@@ -48,7 +55,15 @@ ALIASES = {
     "kl_penalty": "kl_loss_type",
     "kl_in_reward": "use_kl_in_reward",
     "kl_ctrl": "use_kl_in_reward",
+    "reinforce_pp": "reinforce_plus_plus",
+    "reinforce++": "reinforce_plus_plus",
+    "gmpo": "geo_mean",
+    "tis": "rollout_correction",
+    "icepop": "rollout_correction",
     "rollout_is": "rollout_correction",
+    "rollout_rs": "rollout_correction",
+    "filter_groups": "dapo",
+    "overlong": "overlong_buffer",
     "loss_mode": "vanilla",
     "cliprange_value": "value_loss",
     "rollout_n": "rollout.n",
@@ -134,12 +149,12 @@ def _contents() -> str:
     lines = ["`posttrain explain NAME`, where NAME is one of these, or any settings key:"]
     groups = {title: list(group) for title, group in FILES.items()}
     for title, names in (groups | {"Topics": list(TOPICS), "Metrics": list(METRICS)}).items():
-        lines += ["", title, *(f"  {name:<25}{_first_line(name)}" for name in names)]
+        lines += ["", title, *(f"  {name:<30}{first_sentence(name)}" for name in names)]
     spellings = ", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())
     return "\n".join([*lines, "", f"Other spellings: {spellings}.", "KL types also with `+` appended."])
 
 
-def _first_line(name: str) -> str:
+def first_sentence(name: str) -> str:
     """What the page says first, without repeating its name, up to the first full stop."""
     text = " ".join(_pages()[name].split("\n\n")[0].split())
     text = re.sub(r"^`[^`]+`(?: \(also `[^`]+`\))?: ", "", text)

@@ -25,6 +25,32 @@ Watch: response_length, and the mean length of right and of wrong answers apart.
 
 Signs of failure: a much smaller gradient than before (the constant is larger than most responses): raise the learning
 rate or lower the constant.""",
+    "dapo": """\
+DAPO: GRPO with four changes for long reasoning, and without KL.
+
+    1. clip higher: the upper side of the clip is wider, so that rare tokens can become likelier
+    2. dynamic sampling: groups whose responses are all right or all wrong are replaced by further prompts
+    3. token-mean: every token weighs the same, in long responses too
+    4. overlong shaping: a soft penalty near the length limit (see `overlong_buffer`)
+
+Dynamic sampling draws and answers batches until one is full of groups with signal. Groups beyond it serve the next step
+and are saved with the checkpoint; they were sampled by the weights of the step before, whose log-probs are then their
+old ones. What max_num_gen_batches leaves open is filled with groups without signal.
+
+Source: DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv 2503.14476.
+
+When to use: long reasoning with rewards of right and wrong, above all when groups/no_signal grows or entropy collapses.
+
+Settings: algorithm=dapo sets actor_rollout_ref.actor.clip_ratio_low=0.2, actor_rollout_ref.actor.clip_ratio_high=0.28,
+actor_rollout_ref.actor.clip_ratio_c=10, algorithm.filter_groups.enable=True, algorithm.filter_groups.metric=acc,
+algorithm.filter_groups.max_num_gen_batches=10, actor_rollout_ref.actor.loss_agg_mode=token-mean,
+reward.overlong_buffer.enable=True and actor_rollout_ref.rollout.n=16. Each acts alone.
+
+Watch: filter_groups/kept (share of generated groups with signal), filter_groups/gen_batches (batches per step: the
+price), filter_groups/missing (0), actor/entropy, response_length, reward/overlong_reward/mean.
+
+Signs of failure: many batches per step (prompts too easy or too hard: change the data, or the run pays several times);
+entropy that rises without end (a lower clip_ratio_high).""",
     "rollout.n": """\
 Responses per prompt: the size of the group that GRPO compares.
 

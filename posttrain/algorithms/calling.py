@@ -64,6 +64,24 @@ def compute_advantage(
     return result
 
 
+def prepare_policy_loss(name: str | Enum, mini_batch: Any, config: Any = None) -> dict[str, Any]:
+    """What the named loss wants to know of the whole mini-batch: the result of its `prepare`, empty without one.
+
+    `config` (the section `actor_rollout_ref.actor`) is handed over where `prepare` has a parameter of that name.
+    """
+    prepare = get_policy_loss(name).prepare
+    if prepare is None:
+        return {}
+    further = {"config": config} if "config" in _parameters(prepare) else {}
+    prepared = _call(prepare, "prepare() of the policy loss", name_of(name), further, mini_batch)
+    if not isinstance(prepared, Mapping):
+        raise AlgorithmError(
+            f"prepare() of the policy loss `{name_of(name)}` must return a dict of arguments, but gave "
+            f"{_describe(prepared)}."
+        )
+    return dict(prepared)
+
+
 def call_policy_loss(
     name: str | Enum,
     *,
@@ -83,8 +101,8 @@ def call_policy_loss(
     accepted = _accepted(function, arguments)
     if rollout_is_weights is not None and "rollout_is_weights" not in accepted:
         raise AlgorithmError(
-            f"algorithm.rollout_correction.rollout_is is on, but the policy loss `{name}` takes no "
-            "`rollout_is_weights`. Multiply them into its token losses, or set rollout_is=null."
+            f"algorithm.rollout_correction (rollout_is or rollout_rs) is on, but the policy loss `{name}` takes no "
+            "`rollout_is_weights`. Multiply them into its token losses, or set both to null."
         )
     result = _call(function, "policy loss", name, accepted)
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -114,12 +132,12 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def _call(function: Callable[..., Any], what: str, name: str, arguments: dict[str, Any]) -> Any:
+def _call(function: Callable[..., Any], what: str, name: str, arguments: dict[str, Any], *places: Any) -> Any:
     """Call it; an exception in a user's function names its file and line. Running out of memory stays what it is."""
     if getattr(function, "__module__", "").startswith("posttrain."):
-        return function(**arguments)
+        return function(*places, **arguments)
     try:
-        return function(**arguments)
+        return function(*places, **arguments)
     except (AlgorithmError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -1,22 +1,36 @@
-"""Rollout correction: importance weights for the gap between the policy that sampled and the policy that is trained.
+"""Rollout correction: weights and rejection for the gap between the policy that sampled and the one that is trained.
 
-    token:     w_t = min(exp(old_log_prob_t - rollout_log_prob_t), threshold)
-    sequence:  w   = min(exp(sum_t (old_log_prob_t - rollout_log_prob_t)), threshold), for all tokens of a response
+    d_t = old_log_prob_t - rollout_log_prob_t
 
-The weights multiply the token losses and carry no gradient. The gap has two causes: a rollout engine that computes
-in another precision or with other kernels, and responses that were sampled by older weights.
+    weights     token:     w_t = exp(d_t)          sequence:  w = exp(sum of d_t), for all tokens of a response
+                threshold C:                       min(w, C)                                   truncated (TIS)
+                threshold low_high:                w inside [low, high], 0 outside             masked (IcePop)
+    rejection   k1: exp(d)    k2: d^2 / 2    k3: exp(d) - 1 - d
+                token_k*: of each token; seq_sum_k*, seq_mean_k*, seq_max_k*: of a response (for k1: exp of the sum or
+                mean of d). Above the threshold the token, or all tokens of the response, get weight 0; k1 must lie
+                within [low, high], and one number C means [1 / C, C].
 
-Source: truncated importance sampling, IMPALA, arXiv 1802.01561.
+The weights multiply the token losses and carry no gradient; rejected tokens stay in the counts that losses are divided
+by. The gap has two causes: a rollout engine that computes in another precision or with other kernels, and responses
+that were sampled by older weights.
+
+Source: truncated importance sampling: IMPALA, arXiv 1802.01561; masking (IcePop): Every Step Evolves: Scaling
+Reinforcement Learning for Trillion-Scale Thinking Model, arXiv 2510.18855.
 
 When to use: a rollout engine with a visible mismatch (see mismatch/k3_kl), or stale responses. `token` has little
-noise and some bias; `sequence` is exact up to the truncation but noisy for long responses.
+noise and some bias; `sequence` is exact up to the truncation but noisy for long responses. Masking and rejection drop
+what truncation would still learn from: for mixtures of experts and long runs.
 
-Settings: algorithm.rollout_correction.rollout_is, algorithm.rollout_correction.rollout_is_threshold.
+Settings: algorithm.rollout_correction.rollout_is, algorithm.rollout_correction.rollout_is_threshold (2.0, or 0.5_5.0),
+algorithm.rollout_correction.rollout_rs (e.g. seq_mean_k3, or several with commas),
+algorithm.rollout_correction.rollout_rs_threshold (one per name).
 
-Watch: mismatch/k3_kl, mismatch/logp_max; rollout_is/mean (near 1), rollout_is/max, rollout_is/truncated (share of
-truncated weights), rollout_is/ess (effective sample size as a share: 1 is none lost).
+Watch: mismatch/k3_kl, mismatch/logp_max, mismatch/ppl_ratio (perplexity of the trainer over the rollout's, near 1);
+rollout_is/mean (near 1), rollout_is/max, rollout_is/truncated and rollout_is/masked (shares out of bounds),
+rollout_is/ess (effective sample size as a share: 1 is none lost); rollout_rs/rejected (share of tokens),
+rollout_rs/rejected_rows.
 
-Signs of failure: ess far below 1 or many truncated weights: the two policies differ too much to be corrected; sync
+Signs of failure: ess far below 1 or many weights out of bounds: the two policies differ too much to be corrected; sync
 weights more often, or compare the engines' precision and temperature.
 """
 
@@ -26,36 +40,44 @@ from typing import Any
 
 import torch
 
-from posttrain.algorithms.common import AlgorithmError, keep_masked, masked_mean, setting, unknown_name
+from posttrain.algorithms.common import keep_masked, masked_mean, setting, unknown_name
 from posttrain.algorithms.kl import MAX_LOG_RATIO
+from posttrain.algorithms.rejection import bounds_of, kept_tokens, rejection_rules
+
+
+def correction_is_on(config: Any) -> bool:
+    """Whether the section `algorithm.rollout_correction` asks for weights or rejection."""
+    return setting(config, "rollout_is", None) is not None or setting(config, "rollout_rs", None) is not None
 
 
 def compute_rollout_correction(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any = None
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """(weights (rows, length) or None where `rollout_is` is off, diagnostics of mismatch and weights).
+    """(weights (rows, length) or None where the correction is off, diagnostics of mismatch, weights and rejection).
 
-    `config` is the section `algorithm.rollout_correction`.
+    `config` is the section `algorithm.rollout_correction`. The weights of a row do not depend on other rows; the
+    diagnostics describe the rows given, so give all of them.
     """
     weights, metrics = rollout_is_weights(old_log_prob, rollout_log_prob, response_mask, config)
-    return weights, {**mismatch_metrics(old_log_prob, rollout_log_prob, response_mask), **metrics}
+    metrics = {**mismatch_metrics(old_log_prob, rollout_log_prob, response_mask), **metrics}
+    rules = rejection_rules(setting(config, "rollout_rs", None), setting(config, "rollout_rs_threshold", None))
+    if rules:
+        kept, facts = kept_tokens(old_log_prob, rollout_log_prob, response_mask, rules)
+        weights = kept if weights is None else weights * kept
+        metrics |= facts
+    return weights, metrics
 
 
 @torch.no_grad()
 def rollout_is_weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """Truncated weights (rows, length), 0 outside the mask, and their diagnostics (mean and max before truncation).
-
-    The weights of a row do not depend on other rows; the diagnostics describe the rows given, so give all of them.
-    """
-    level, threshold = setting(config, "rollout_is", None), setting(config, "rollout_is_threshold", 2.0)
+    """Bounded weights (rows, length), 0 outside the mask, and their diagnostics (mean and max before bounding)."""
+    level = setting(config, "rollout_is", None)
     if level is None:
         return None, {}
-    if threshold <= 0:
-        raise AlgorithmError(
-            f"algorithm.rollout_correction.rollout_is_threshold is {threshold}; it must be above 0 (customary: 2)."
-        )
+    threshold = setting(config, "rollout_is_threshold", 2.0)
+    low, high = bounds_of(threshold, "algorithm.rollout_correction.rollout_is_threshold")
     log_ratio_BT = keep_masked(old_log_prob - rollout_log_prob, response_mask).to(torch.float32)
     if level == "token":
         log_ratio, counted = log_ratio_BT, response_mask.bool()
@@ -65,20 +87,21 @@ def rollout_is_weights(
         hint = "It is set by algorithm.rollout_correction.rollout_is; null switches it off."
         raise unknown_name("level of importance weights", level, ("token", "sequence"), hint)
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    weights = ratio.clamp(max=threshold)
-    metrics = _weight_metrics(ratio, weights, counted, threshold)
+    outside = (ratio > high) if low is None else (ratio > high) | (ratio < low)
+    weights = ratio.clamp(max=high) if low is None else torch.where(outside, torch.zeros_like(ratio), ratio)
+    metrics = _weight_metrics(ratio, weights, counted)
+    metrics["rollout_is/truncated" if low is None else "rollout_is/masked"] = float(
+        masked_mean(outside.double(), counted)
+    )
     return keep_masked(weights.expand_as(log_ratio_BT), response_mask), metrics
 
 
-def _weight_metrics(
-    ratio: torch.Tensor, weights: torch.Tensor, counted: torch.Tensor, threshold: float
-) -> dict[str, float]:
+def _weight_metrics(ratio: torch.Tensor, weights: torch.Tensor, counted: torch.Tensor) -> dict[str, float]:
     mean_weight = masked_mean(weights.double(), counted)
     mean_square = masked_mean(weights.double() ** 2, counted)
     return {
         "rollout_is/mean": float(masked_mean(ratio.double(), counted)),
         "rollout_is/max": float(keep_masked(ratio, counted).max()),
-        "rollout_is/truncated": float(masked_mean((ratio > threshold).double(), counted)),
         "rollout_is/ess": float(mean_weight**2 / mean_square.clamp(min=1e-30)),
     }
 
@@ -87,11 +110,14 @@ def _weight_metrics(
 def mismatch_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """How far trainer and rollout disagree on the sampled tokens: KL(rollout against trainer) and the largest gap."""
+    """How far trainer and rollout disagree on the sampled tokens: KL(rollout against trainer), gap and perplexity."""
     log_ratio = keep_masked(old_log_prob - rollout_log_prob, response_mask).double()
     limited = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    length_B = response_mask.bool().sum(-1)
+    log_ppl_gap_B = -limited.sum(-1) / length_B.clamp(min=1)  # trainer less rollout
     return {
         "mismatch/kl": float(masked_mean(-log_ratio, response_mask)),
         "mismatch/k3_kl": float(masked_mean(torch.expm1(limited) - limited, response_mask)),
         "mismatch/logp_max": float(log_ratio.abs().max()) if log_ratio.numel() else 0.0,
+        "mismatch/ppl_ratio": float(masked_mean(log_ppl_gap_B, length_B > 0).exp()),
     }

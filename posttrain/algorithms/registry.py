@@ -21,8 +21,17 @@ from posttrain.algorithms.common import AlgorithmError, unknown_name
 class AdvantageEstimator(StrEnum):
     """The estimators that come with the package."""
 
-    GRPO = "grpo"
     GAE = "gae"
+    GRPO = "grpo"
+    GRPO_PASSK = "grpo_passk"
+    RLOO = "rloo"
+    REMAX = "remax"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    OPO = "opo"
+    GPG = "gpg"
+    GDPO = "gdpo"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
 
 
 class AdvantageFunction(Protocol):
@@ -32,6 +41,10 @@ class AdvantageFunction(Protocol):
     """Compares the responses of one prompt, so `rollout.n` must be above 1."""
     needs_critic: bool
     """Reads `values`, so a critic is trained."""
+    needs_greedy_baseline: bool
+    """Reads `reward_baselines`, so one greedy response per prompt is generated and scored."""
+    needs_sum_pi_squared: bool
+    """Reads `sum_pi_squared` and `old_log_probs`, so both are computed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -39,7 +52,7 @@ class AdvantageFunction(Protocol):
 class PolicyLossFunction(Protocol):
     """Gives (per-token losses, metrics)."""
 
-    prepare: Callable[[Any], dict[str, Any]] | None
+    prepare: Callable[..., dict[str, Any]] | None
     """Run once over the whole mini-batch of all ranks; what it gives is passed to the loss by name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -52,16 +65,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def register_adv_est(
-    name_or_enum: str | Enum, *, compares_group: bool = False, needs_critic: bool = False
+    name_or_enum: str | Enum,
+    *,
+    compares_group: bool = False,
+    needs_critic: bool = False,
+    needs_greedy_baseline: bool = False,
+    needs_sum_pi_squared: bool = False,
 ) -> Callable[[F], F]:
     """Decorator: makes a function selectable by `algorithm.adv_estimator=NAME`."""
     facts = {"compares_group": compares_group, "needs_critic": needs_critic}
+    facts |= {"needs_greedy_baseline": needs_greedy_baseline, "needs_sum_pi_squared": needs_sum_pi_squared}
     return _register(ADV_ESTIMATORS, "advantage estimator", name_or_enum, facts)
 
 
-def register_policy_loss(
-    name: str | Enum, *, prepare: Callable[[Any], dict[str, Any]] | None = None
-) -> Callable[[F], F]:
+def register_policy_loss(name: str | Enum, *, prepare: Callable[..., dict[str, Any]] | None = None) -> Callable[[F], F]:
     """Decorator: makes a function selectable by `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`."""
     return _register(POLICY_LOSSES, "policy loss", name, {"prepare": prepare})
 

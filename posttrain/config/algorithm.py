@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.config.base import Section
 
@@ -23,12 +24,29 @@ class KLControlConfig(Section):
 
 @dataclass
 class RolloutCorrectionConfig(Section):
-    """Importance weights for the gap between the policy that sampled and the policy that is trained."""
+    """Weights and rejection for the gap between the policy that sampled and the policy that is trained."""
 
     rollout_is: str | None = None
     """`token` or `sequence` importance weights on the policy loss; null switches them off."""
-    rollout_is_threshold: float = 2.0
-    """Importance weights above this value are truncated to it."""
+    rollout_is_threshold: Any = 2.0
+    """A number: weights above it are truncated to it. `low_high`, e.g. `0.5_5.0`: weights outside become 0 (IcePop)."""
+    rollout_rs: str | None = None
+    """Rejection rules, several with commas: `token_`, `seq_sum_`, `seq_mean_` or `seq_max_` before `k1`, `k2` or
+    `k3`; null rejects nothing."""
+    rollout_rs_threshold: Any = None
+    """Threshold of each rule, with commas: a number, for `k1` also `low_high`."""
+
+
+@dataclass
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: groups without signal are replaced by further prompts (DAPO)."""
+
+    enable: bool = False
+    """Generate until a batch of groups with signal is full; surplus groups serve the next step."""
+    metric: str = "score"
+    """What must differ within a group: `score`, `acc` (right or wrong), or a part that the reward gives."""
+    max_num_gen_batches: int = 10
+    """Most batches generated for one step (0: no limit); groups without signal then fill what is missing."""
 
 
 @dataclass
@@ -36,18 +54,23 @@ class AlgorithmConfig(Section):
     """Advantage estimator and KL in the reward. Example: `algorithm.adv_estimator=grpo`."""
 
     adv_estimator: str = "gae"
-    """Name of the advantage estimator: `grpo`, `gae`, or one registered by your own file."""
+    """Name of the advantage estimator (`posttrain explain` lists them), or one registered by your own file."""
     gamma: float = 1.0
-    """Discount per token in `gae`."""
+    """Discount per token in `gae` and `reinforce_plus_plus`."""
     lam: float = 1.0
     """Trade-off between bias and variance in `gae`."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards."""
+    gdpo_reward_keys: list[str] | None = None
+    """Parts of the reward that `gdpo` normalises one by one; null takes all that are numbers."""
+    gdpo_reward_weights: list[float] | None = None
+    """One weight per part in `gdpo`; null weighs all alike."""
     use_kl_in_reward: bool = False
     """Subtract a per-token KL penalty from the reward (PPO's way; GRPO puts KL into the loss)."""
     kl_penalty: str = "kl"
     """KL estimate used in the reward: `kl`, `abs`, `mse` or `low_var_kl`."""
     allow_both_kl: bool = False
     """Allow KL in the reward and in the loss at once; without it the pair is refused."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

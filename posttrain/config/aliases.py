@@ -16,6 +16,9 @@ MOVED_SECTIONS: dict[str, str] = {
     "rollout.": f"{_ROLLOUT}.",
     "ref.": "actor_rollout_ref.ref.",
     "model.": f"{_MODEL}.",
+    "reward_model.overlong_buffer.": "reward.overlong_buffer.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
+    "reward.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
 }
 """Prefix -> prefix; applied before the renames below."""
 
@@ -34,6 +37,8 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
     f"{_ACTOR}.max_grad_norm": f"{_ACTOR}.grad_clip",
     f"{_ACTOR}.policy_loss_fn": f"{_ACTOR}.policy_loss.loss_mode",
+    f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
+    f"{_ACTOR}.tau_neg": f"{_ACTOR}.policy_loss.tau_neg",
     f"{_ACTOR}.peft_config.lora_r": f"{_MODEL}.lora_rank",
     f"{_ACTOR}.peft_config.lora_rank": f"{_MODEL}.lora_rank",
     f"{_ACTOR}.peft_config.lora_alpha": f"{_MODEL}.lora_alpha",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from posttrain.config.choices import CHOICES, GROUP_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES
+from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
+from posttrain.config.checked import Checked, Finding, nearest_name
+from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import RANGES
 from posttrain.config.root import PPOConfig
@@ -16,24 +15,6 @@ from posttrain.config.schema import leaves, lookup
 
 _ACTOR = "actor_rollout_ref.actor"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
-
-
-@dataclass
-class Checked:
-    """A typed configuration under examination."""
-
-    config: PPOConfig
-    explicit: set[str]
-    """Canonical keys that the user set."""
-    where: Callable[[str], str]
-    """Key -> where it was set."""
-
-    def problem(self, what: str, do: str, *keys: str) -> Problem:
-        return Problem(what, ", and ".join(dict.fromkeys(self.where(key) for key in keys)), do, keys)
-
-
-Finding = Problem | str
-"""A problem, or a note."""
 
 
 def needs_reference(config: PPOConfig) -> bool:
@@ -57,16 +38,11 @@ def _choices(checked: Checked) -> Iterator[Finding]:
             yield checked.problem(f"`{key}={value}` cannot be used.", NOT_BUILT_VALUES[key, value], key)
         else:
             what = f"`{key}={value}` is not known; known: {', '.join(known)}."
-            yield checked.problem(what, _nearest(value, known), key)
+            yield checked.problem(what, nearest_name(value, known), key)
     for name in checked.config.trainer.logger:
         if name not in LOGGERS:
             what = f"The logger `{name}` is not known; known: {', '.join(LOGGERS)}."
-            yield checked.problem(what, _nearest(name, LOGGERS), "trainer.logger")
-
-
-def _nearest(value: Any, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
-    return f"did you mean `{close[0]}`?" if close else "choose one of them"
+            yield checked.problem(what, nearest_name(name, LOGGERS), "trainer.logger")
 
 
 def _ranges(checked: Checked) -> Iterator[Finding]:
@@ -95,46 +71,6 @@ def _batches(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, f"set {key} to at most {batch}", key, _BATCH)
 
 
-def _kl(checked: Checked) -> Iterator[Finding]:
-    algorithm, actor = checked.config.algorithm, checked.config.actor_rollout_ref.actor
-    if algorithm.use_kl_in_reward and actor.use_kl_loss and not algorithm.allow_both_kl:
-        what = "KL is in the reward (algorithm.use_kl_in_reward) and in the loss (use_kl_loss): it would count twice."
-        do = "switch one of them off, or set algorithm.allow_both_kl=True if it is meant"
-        yield checked.problem(what, do, "algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield "use_kl_loss=True with kl_loss_coef=0: no KL term is added; no reference model is loaded for the loss."
-    if algorithm.adv_estimator not in GROUP_ESTIMATORS:
-        return
-    name = algorithm.adv_estimator
-    if algorithm.use_kl_in_reward:
-        yield f"KL is in the reward under {name}; the usual place is the loss ({_ACTOR}.use_kl_loss=True)."
-    elif not actor.use_kl_loss:
-        yield f"This {name} run has no KL term and loads no reference model ({_ACTOR}.use_kl_loss=True adds one)."
-
-
-def _drgrpo(checked: Checked) -> Iterator[Finding]:
-    config = checked.config
-    actor = config.actor_rollout_ref.actor
-    parts = {
-        f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm": actor.loss_agg_mode == "seq-mean-token-sum-norm",
-        "algorithm.norm_adv_by_std_in_grpo=False": not config.algorithm.norm_adv_by_std_in_grpo,
-        f"{_ACTOR}.use_kl_loss=False": not actor.use_kl_loss,
-    }
-    missing = [key for key, there in parts.items() if not there]
-    started = actor.loss_agg_mode == "seq-mean-token-sum-norm" or not config.algorithm.norm_adv_by_std_in_grpo
-    if config.algorithm.adv_estimator in GROUP_ESTIMATORS and started and missing:
-        rest = " and ".join(missing)
-        yield f"This is a part of DrGRPO; the whole of it also has {rest} (`algorithm=drgrpo` sets all)."
-
-
-def _estimator(checked: Checked) -> Iterator[Finding]:
-    if checked.config.algorithm.adv_estimator == "gae" and "algorithm.adv_estimator" not in checked.explicit:
-        yield "The estimator was not set: the default gae builds a critic; for GRPO set algorithm.adv_estimator=grpo."
-    warmup, steps = checked.config.trainer.critic_warmup, checked.config.trainer.total_training_steps
-    if checked.config.algorithm.adv_estimator == "gae" and steps is not None and warmup >= steps > 0:
-        yield f"trainer.critic_warmup={warmup} covers all {steps} steps of the run: the actor never changes."
-
-
 def _data(checked: Checked) -> Iterator[Finding]:
     data = checked.config.data
     if data.val_files is None:
@@ -158,9 +94,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     _choices,
     _ranges,
     _batches,
-    _kl,
-    _drgrpo,
-    _estimator,
+    *ALGORITHM_CHECKS,
     _data,
     _resume,
 ]

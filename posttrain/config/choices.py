@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-ESTIMATORS = ("grpo", "gae")
-GROUP_ESTIMATORS = ("grpo",)
+GROUP_ESTIMATORS = (
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "gdpo",
+    "optimal_token_baseline",
+)
 """Estimators that compare the responses of one prompt: they need `rollout.n` above 1."""
 CRITIC_ESTIMATORS = ("gae",)
-POLICY_LOSSES = ("vanilla",)
+ESTIMATORS = (*GROUP_ESTIMATORS, *CRITIC_ESTIMATORS, "remax", "reinforce_plus_plus")
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "sapo",
+    "cispo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+)
+REJECTIONS = (
+    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""Rules of `algorithm.rollout_correction.rollout_rs`."""
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "sglang")
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from posttrain.config.choices import CRITIC_ESTIMATORS, ESTIMATORS
+from posttrain.config.choices import CRITIC_ESTIMATORS, ESTIMATORS, POLICY_LOSSES
 from posttrain.config.devices import runs_on_cpu
 from posttrain.config.root import PPOConfig
 
@@ -30,15 +30,54 @@ def _is_constant(config: PPOConfig) -> bool:
 
 
 EFFECTS: tuple[Effect, ...] = (
+    Effect(("critic.", "trainer.critic_warmup", "algorithm.lam"), _no_critic, "only the estimator gae has a critic"),
     Effect(
-        ("critic.", "trainer.critic_warmup", "algorithm.gamma", "algorithm.lam"),
-        _no_critic,
-        "only the estimator gae has a critic, a discount and lambda",
+        ("algorithm.gamma",),
+        lambda c: _no_critic(c) and c.algorithm.adv_estimator != "reinforce_plus_plus",
+        "only the estimators gae and reinforce_plus_plus discount",
     ),
     Effect(
         ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: c.algorithm.adv_estimator == "gae",
-        "only the estimator grpo compares a group",
+        lambda c: c.algorithm.adv_estimator in set(ESTIMATORS) - {"grpo", "grpo_passk", "gdpo"},
+        "only the estimators grpo, grpo_passk and gdpo divide by the deviation of a group",
+    ),
+    Effect(
+        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+        lambda c: c.algorithm.adv_estimator in set(ESTIMATORS) - {"gdpo"},
+        "only the estimator gdpo reads the parts of the reward",
+    ),
+    Effect(
+        ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+        lambda c: not c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups.enable is False",
+    ),
+    Effect(
+        ("reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor"),
+        lambda c: not c.reward.overlong_buffer.enable,
+        "reward.overlong_buffer.enable is False",
+    ),
+    Effect(
+        (f"{_ACTOR}.clip_ratio", f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high", f"{_ACTOR}.clip_ratio_c"),
+        lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode in ("sapo", "gpg", "kl_cov", "dro"),
+        "this policy loss clips nothing",
+    ),
+    Effect(
+        (f"{_ACTOR}.clip_ratio_c",),
+        lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode in ("gspo", "cispo", "clip_cov", "geo_mean"),
+        "this policy loss has no dual clip",
+    ),
+    *(
+        Effect(
+            tuple(f"{_ACTOR}.policy_loss.{name}" for name in names),
+            lambda c, loss=loss: c.actor_rollout_ref.actor.policy_loss.loss_mode in set(POLICY_LOSSES) - {loss},
+            f"{_ACTOR}.policy_loss.loss_mode is not {loss}",
+        )
+        for loss, names in {
+            "sapo": ("tau_pos", "tau_neg"),
+            "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+            "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+            "dro": ("dro_beta",),
+        }.items()
     ),
     Effect(
         (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
@@ -69,6 +108,11 @@ EFFECTS: tuple[Effect, ...] = (
         ("algorithm.rollout_correction.rollout_is_threshold",),
         lambda c: c.algorithm.rollout_correction.rollout_is is None,
         "algorithm.rollout_correction.rollout_is is null",
+    ),
+    Effect(
+        ("algorithm.rollout_correction.rollout_rs_threshold",),
+        lambda c: c.algorithm.rollout_correction.rollout_rs is None,
+        "algorithm.rollout_correction.rollout_rs is null",
     ),
     Effect(
         (f"{_ACTOR}.loss_scale_factor",),

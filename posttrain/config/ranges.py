@@ -49,6 +49,9 @@ _ACTOR: dict[str, Range] = {
     "clip_ratio_low": _POSITIVE,
     "clip_ratio_high": _POSITIVE,
     "clip_ratio_c": _above(1),
+    **{f"policy_loss.{name}": _POSITIVE for name in ("tau_pos", "tau_neg", "ppo_kl_coef", "dro_beta")},
+    **{f"policy_loss.{name}": _POSITIVE_SHARE for name in ("clip_cov_ratio", "kl_cov_ratio")},
+    **{f"policy_loss.{name}": _POSITIVE for name in ("clip_cov_lb", "clip_cov_ub")},
     "loss_scale_factor": _POSITIVE,
     "kl_loss_coef": _ZERO_OR_MORE,
     "entropy_coeff": _ZERO_OR_MORE,
@@ -75,7 +78,7 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "kl_ctrl.kl_coef": _ZERO_OR_MORE,
         "kl_ctrl.horizon": _ONE_OR_MORE,
         "kl_ctrl.target_kl": _POSITIVE,
-        "rollout_correction.rollout_is_threshold": _POSITIVE,
+        "filter_groups.max_num_gen_batches": _ZERO_OR_MORE,
     },
     "data": {
         "train_batch_size": _ONE_OR_MORE,
@@ -96,6 +99,8 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "sandbox.timeout_s": _POSITIVE,
         "sandbox.memory_mb": _at_least(16),
         **{f"sandbox.{name}": _ONE_OR_MORE for name in ("processes", "disk_mb", "output_kb")},
+        "overlong_buffer.len": _ONE_OR_MORE,
+        "overlong_buffer.penalty_factor": _POSITIVE,
     },
     "trainer": {
         "total_epochs": _ONE_OR_MORE,

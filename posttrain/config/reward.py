@@ -22,6 +22,18 @@ class CustomRewardConfig(Section):
 
 
 @dataclass
+class OverlongBufferConfig(Section):
+    """A penalty on training responses that come near the length limit (DAPO)."""
+
+    enable: bool = False
+    """Take the penalty from the score."""
+    len: int | None = None
+    """Tokens before the limit over which the penalty grows; null takes a fifth of `data.max_response_length`."""
+    penalty_factor: float = 1.0
+    """Penalty of a response at the limit."""
+
+
+@dataclass
 class RewardConfig(Section):
     """Limits on scoring, which runs in worker processes."""
 
@@ -34,3 +46,4 @@ class RewardConfig(Section):
     code_partial_credit: bool = False
     """Give a program the share of tests that it passes, instead of 1.0 for all of them and 0.0 otherwise."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

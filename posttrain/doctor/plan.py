@@ -25,6 +25,7 @@ from posttrain.models.loading import resolve_dtype
 from posttrain.models.value import ValueModel
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit
+from posttrain.rollout.native.engine import MANY
 from posttrain.rollout.native.pool import blocks_for, with_slack
 
 GIB = 2**30
@@ -227,11 +228,10 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     if device.kind == "cuda":  # without a compiled kernel a layer's keys and values are gathered for each step
         layers = counter(config, device, "actor", counting.layer_count)
         temporary += 2 * shape.wave * shape.longest * per_token // layers
-    return {
-        "rollout weights": actor.weights if shape.workers > 1 else 0,
-        "KV cache": cache,
-        "temporary tensors": temporary,
-    }
+    copies = actor.weights if shape.workers > 1 else 0
+    if device.kind == "cpu" and data.max_response_length >= MANY:
+        copies = counter(config, device, "actor", counting.packed_bytes)
+    return {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
 
 
 def _sampling(config: PPOConfig) -> Sampling:

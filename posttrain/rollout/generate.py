@@ -39,7 +39,7 @@ def generate(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Steps make no cycles, but so many objects that the collector would walk through the whole process again and again."""
+    """Steps make no cycles, but so many objects that the collector would walk through all of the process again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

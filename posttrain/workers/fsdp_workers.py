@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,14 @@ class ActorRolloutRefWorker:
 
     @register(Dispatch.SPLIT)
     def generate_sequences(self, prompts: DataProto, on_output: OnOutput | None = None) -> DataProto:
-        """One response per row, in order. `meta_info["validate"]` takes the validation's sampling settings."""
+        """One response per row, in order.
+
+        `meta_info["validate"]` takes the validation's sampling settings, `meta_info["greedy"]` the likeliest tokens.
+        """
         ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
         sampling = self.sampling(validate=bool(prompts.meta_info.get("validate")))
+        if prompts.meta_info.get("greedy"):
+            sampling = replace(sampling, greedy=True)
         seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
         with self.engine.on_device():
             self.rollout.wake()
@@ -92,6 +98,19 @@ class ActorRolloutRefWorker:
         return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
 
     compute_log_probs = compute_log_prob
+
+    @register(Dispatch.SPLIT)
+    def compute_sum_pi_squared(self, data: DataProto) -> DataProto:
+        """`sum_pi_squared`: the sum of the squared probabilities of all next tokens; `data` has `old_log_probs`.
+
+        At half the temperature every probability is squared and normalised anew, so the norm is what it was divided by:
+        log(sum p^2) = 2 log p - log p at half the temperature, at any token.
+        """
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        with self.engine.on_device():
+            sharper = self.engine.log_probs(data, temperature=temperature / 2)["log_probs"]
+            usual = self.engine.log_probs(data, temperature=temperature)["log_probs"]
+        return DataProto.from_dict(tensors={"sum_pi_squared": (2 * usual - sharper).exp()})
 
     @register(Dispatch.SPLIT)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -54,6 +54,9 @@ def test_diagnostics_equal_their_plain_formulas(ragged, level):
         "mismatch/kl": pytest.approx(-math.fsum(tokens) / len(tokens)),
         "mismatch/k3_kl": pytest.approx(math.fsum(math.exp(x) - x - 1 for x in tokens) / len(tokens)),
         "mismatch/logp_max": pytest.approx(max(map(abs, tokens))),
+        "mismatch/ppl_ratio": pytest.approx(
+            math.exp(-math.fsum(math.fsum(row) / len(row) for row in rows) / len(rows))
+        ),
     }
     assert 0 < metrics["rollout_is/truncated"] < 1
 
@@ -81,7 +84,7 @@ def test_S0_09_switching_them_on_changes_the_loss_of_an_off_policy_batch(ragged)
 def test_off_gives_no_weights_and_still_reports_the_mismatch(ragged):
     weights, metrics = compute_rollout_correction(ragged.old_log_prob, ragged.rollout_log_prob, ragged.mask)
     assert weights is None
-    assert set(metrics) == {"mismatch/kl", "mismatch/k3_kl", "mismatch/logp_max"}
+    assert set(metrics) == {"mismatch/kl", "mismatch/k3_kl", "mismatch/logp_max", "mismatch/ppl_ratio"}
 
 
 def test_equal_policies_have_weight_1_full_sample_size_and_no_mismatch(ragged):

@@ -97,8 +97,9 @@ def test_unknown_names_list_the_known_and_the_nearest(find, wrong, near):
 
 
 def test_estimators_declare_what_the_trainer_must_know():
-    assert registry.group_estimators() == ["grpo"]
+    assert {"grpo", "rloo"} <= set(registry.group_estimators())
     assert registry.critic_estimators() == ["gae"]
+    assert [name for name, f in registry.ADV_ESTIMATORS.items() if f.needs_greedy_baseline] == ["remax"]
     register_adv_est("plain_estimator")(lambda **kwargs: None)
     found = get_adv_estimator("plain_estimator")
     assert (found.compares_group, found.needs_critic) == (False, False)

@@ -12,7 +12,7 @@ from posttrain.config import ConfigError, load_config
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 TEN = {
-    "misspelt estimator": (["algorithm.adv_estimator=gropo"], ["known: grpo, gae", "did you mean `grpo`"]),
+    "misspelt estimator": (["algorithm.adv_estimator=gropo"], ["known: grpo, grpo_passk, rloo", "did you mean `grpo`"]),
     "misspelt key": ([f"{ROLLOUT}.temprature=1"], ["Unknown key", f"did you mean `{ROLLOUT}.temperature`"]),
     "wrong type": (["data.train_batch_size=many"], ["expected an integer, got 'many'", "command line"]),
     "wrong name": ([f"{ACTOR}.loss_agg_mode=mean"], ["is not known", "token-mean", "seq-mean-token-sum-norm"]),

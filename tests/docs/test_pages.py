@@ -100,3 +100,9 @@ def test_rooms_import_what_the_architecture_page_allows_and_nothing_else():
         may = {name for name, _ in table[:place]} | {"protocol"} if allowed == "all above" else set()
         may |= set(re.findall(r"`(\w+)`", allowed)) | {room, "errors", "cache"}
         assert imports_of(ROOT / "posttrain" / room) <= may, room
+
+
+def test_the_tables_of_the_algorithms_page_are_those_of_explain():
+    from posttrain.explain_docs import text
+
+    assert text() == PAGES["algorithms.md"]

@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from light_rewards import even_share as parity_reward
+
 import posttrain
 from posttrain.trainer.ppo.ray_trainer import RunResult
 
 TIMES = ("timing_", "perf/")
-
-
-def parity_reward(data_source, solution_str, ground_truth, extra_info=None):
-    """Has spread even for an untrained model: the share of characters with an even code."""
-    return sum(ord(char) % 2 == 0 for char in solution_str) / max(1, len(solution_str))
 
 
 def settings(model: Path, data: dict[str, Path], out: Path, **more: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from posttrain.algorithms.advantages.groups import masked_whiten
 from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
 from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
 
@@ -83,11 +84,3 @@ def _recursion(
         unclaimed_B = torch.where(written_B, torch.zeros_like(reward_B), reward_B)
         advantages_BT[:, t] = torch.where(written_B, next_advantage_B, advantages_BT[:, t])
     return advantages_BT
-
-
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The values under the mask with mean 0 and sample variance 1; 0 elsewhere, and for a single value."""
-    count = mask.bool().sum()
-    centred = keep_masked(values - keep_masked(values, mask).sum() / count.clamp(min=1), mask)
-    variance = (centred**2).sum() / (count - 1).clamp(min=1)
-    return centred * torch.rsqrt(variance + 1e-8)

@@ -29,10 +29,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
+from posttrain.algorithms.advantages.groups import (
+    EPSILON,
+    above_mean,
+    group_of_rows,
+    normalised,
+    on_every_token,
+    outcome_scores,
+)
+from posttrain.algorithms.common import setting
 from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
 
 
@@ -42,7 +49,7 @@ def compute_grpo_outcome_advantage(
     response_mask: torch.Tensor,
     index: Any = None,
     norm_adv_by_std_in_grpo: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: float = EPSILON,
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,51 +58,9 @@ def compute_grpo_outcome_advantage(
     `index` names the group of each row (the `uid` array). `norm_adv_by_std_in_grpo` is off if the argument or
     `config` says so.
     """
-    rewards_BT = token_level_rewards.detach()
-    group_B = _groups(index, rows=rewards_BT.shape[0])
+    group_B = group_of_rows(index, len(token_level_rewards), "grpo")
+    scores_B = outcome_scores(token_level_rewards)
     normalise = norm_adv_by_std_in_grpo and setting(config, "norm_adv_by_std_in_grpo", True)
-    scores_B = rewards_BT.sum(dim=-1).to("cpu", torch.float64).numpy()
-    advantages_B = torch.from_numpy(_relative_to_group(scores_B, group_B, epsilon if normalise else None))
-
-    dtype = rewards_BT.dtype if rewards_BT.is_floating_point() else torch.float32
-    advantages_B1 = advantages_B.to(rewards_BT.device, dtype).unsqueeze(-1)
-    advantages_BT = keep_masked(advantages_B1.expand(rewards_BT.shape), response_mask)
+    advantages_B = normalised(scores_B, group_B, epsilon) if normalise else above_mean(scores_B, group_B)
+    advantages_BT = on_every_token(advantages_B, token_level_rewards, response_mask)
     return advantages_BT, advantages_BT
-
-
-def _groups(index: Any, rows: int) -> np.ndarray:
-    """The number of each row's group."""
-    if index is None:
-        raise AlgorithmError("`grpo` compares the responses of one prompt and needs `index`, the `uid` of each row.")
-    if isinstance(index, torch.Tensor):
-        index = index.cpu().numpy()
-    names_B = np.asarray(index)
-    if names_B.shape != (rows,):
-        raise AlgorithmError(
-            f"`index` must name the group of each row: it has {names_B.size} entries (shape {names_B.shape}), "
-            f"but `token_level_rewards` has {rows} rows."
-        )
-    return np.unique(names_B, return_inverse=True)[1]
-
-
-def _relative_to_group(scores_B: np.ndarray, group_B: np.ndarray, epsilon: float | None) -> np.ndarray:
-    """Distance of each score from its group's mean, over the group's deviation + epsilon if that is given.
-
-    On the host, in float64 and in order of size, so that neither row order nor device changes a result. Scores are
-    first taken relative to the group's lowest: the rounded mean of equal numbers can differ from them (three times
-    0.1), and a division by their tiny deviation would turn that rounding into an advantage.
-    """
-    size_G = np.bincount(group_B)
-    lowest_G = np.full(len(size_G), np.inf)
-    np.minimum.at(lowest_G, group_B, scores_B)
-    above_B = scores_B - lowest_G[group_B]
-    order = np.lexsort((above_B, group_B))
-
-    def group_sum(values_B: np.ndarray) -> np.ndarray:
-        return np.bincount(group_B[order], weights=values_B[order], minlength=len(size_G))
-
-    distance_B = above_B - (group_sum(above_B) / np.maximum(size_G, 1))[group_B]
-    if epsilon is not None:
-        deviation_G = np.sqrt(group_sum(distance_B**2) / np.maximum(size_G - 1, 1))
-        distance_B = distance_B / (deviation_G + epsilon)[group_B]
-    return np.where(size_G[group_B] == 1, scores_B, distance_B)

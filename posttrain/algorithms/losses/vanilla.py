@@ -29,10 +29,8 @@ from typing import Any
 import torch
 
 from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
+from posttrain.algorithms.losses.shared import detached, ratio_range, safe_log_ratio, weighted
 from posttrain.algorithms.registry import register_policy_loss
-
-# exp(20) is about 5e8: beyond every useful ratio, and far from overflow in float32.
-MAX_LOG_RATIO = 20.0
 
 
 @register_policy_loss("vanilla")
@@ -50,7 +48,7 @@ def compute_policy_loss_vanilla(
     `rollout_is_weights` multiply the losses (see `rollout_correction`).
     """
     low, high, dual = clip_range(config)
-    log_ratio = keep_masked(log_prob - old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
     ratio = torch.exp(log_ratio)
     advantages = keep_masked(advantages, response_mask)
 
@@ -59,28 +57,22 @@ def compute_policy_loss_vanilla(
     pessimistic = torch.maximum(plain, clipped)
     bound = -advantages * dual
     negative = advantages < 0
-    losses = torch.where(negative, torch.minimum(pessimistic, bound), pessimistic)
-    if rollout_is_weights is not None:
-        losses = losses * keep_masked(rollout_is_weights, response_mask).detach()
+    losses = weighted(
+        torch.where(negative, torch.minimum(pessimistic, bound), pessimistic), rollout_is_weights, response_mask
+    )
 
     metrics = {
         "actor/ppo_kl": -log_ratio,
         "actor/pg_clipfrac": (clipped > plain).to(losses.dtype),
         "actor/pg_clipfrac_lower": (negative & (pessimistic > bound)).to(losses.dtype),
     }
-    return losses, {name: value.detach() for name, value in metrics.items()}
+    return losses, detached(metrics)
 
 
 def clip_range(config: Any) -> tuple[float, float, float]:
     """(low, high, dual) from the actor's settings."""
-    both = setting(config, "clip_ratio", 0.2)
-    low, high = setting(config, "clip_ratio_low", both), setting(config, "clip_ratio_high", both)
+    low, high = ratio_range(config)
     dual = setting(config, "clip_ratio_c", 3.0)
-    if not (0 <= low < 1 and high >= 0):
-        raise AlgorithmError(
-            f"The clip range is 1-{low} to 1+{high}. Set actor_rollout_ref.actor.clip_ratio, or clip_ratio_low (0 to "
-            "below 1) and clip_ratio_high (0 or more)."
-        )
     if dual <= 1:
         raise AlgorithmError(f"actor_rollout_ref.actor.clip_ratio_c is {dual}; it must be above 1 (customary: 3).")
     return low, high, dual

@@ -15,7 +15,13 @@ import numpy as np
 import torch
 
 from posttrain import algorithms
-from posttrain.algorithms import AdvantageEstimator, apply_kl_in_reward, get_adv_estimator, get_kl_controller
+from posttrain.algorithms import (
+    AdvantageEstimator,
+    apply_kl_in_reward,
+    correction_is_on,
+    get_adv_estimator,
+    get_kl_controller,
+)
 from posttrain.checkpoint.rng import restore_rng
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.config.root import PPOConfig
@@ -28,14 +34,17 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.sampling import row_seeds
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
+from posttrain.trainer.ppo.greedy import greedy_baselines
 from posttrain.trainer.ppo.recorder import Recorder
-from posttrain.trainer.ppo.reward import RewardManager, on_last_token
+from posttrain.trainer.ppo.reward import RewardManager, add_overlong_penalty, on_last_token
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
+ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
 
 
@@ -69,7 +78,9 @@ def compute_advantage(
 ) -> DataProto:
     """`data` with `advantages` and `returns`, from its `token_level_rewards`, `response_mask` and `uid`."""
     batch = data.batch
-    found = {name: batch[name] for name in ("values", "old_log_probs", "ref_log_prob") if name in batch}
+    found: dict[str, Any] = {name: batch[name] for name in ESTIMATOR_FIELDS if name in batch}
+    if "reward_parts" in data.non_tensor_batch:
+        found["reward_parts"] = data.non_tensor_batch["reward_parts"]
     advantages, returns = algorithms.compute_advantage(
         adv_estimator,
         token_level_rewards=batch["token_level_rewards"],
@@ -101,7 +112,8 @@ class RayPPOTrainer:
     ) -> None:
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
         self.train_dataset, self.reward_fn = train_dataset, reward_fn
-        estimator = get_adv_estimator(config.algorithm.adv_estimator)
+        self.estimator = estimator = get_adv_estimator(config.algorithm.adv_estimator)
+        self.group_filter = GroupFilter(config.algorithm.filter_groups)
         say(f"Using advantage estimator: {config.algorithm.adv_estimator}")
         actor = config.actor_rollout_ref.actor
         kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
@@ -173,15 +185,17 @@ class RayPPOTrainer:
     def _train_step(self) -> None:
         stage = self.recorder.stage
         step = self.step + 1
-        with stage("gen"):
-            batch = self._next_prompts(step)
-            batch = self._generate(batch)
-        with stage("reward"):
-            batch = self._score(batch)
+        batch, metrics = self._rollout(step)
         self._check_step_zero(batch)
+        if self.estimator.needs_greedy_baseline:
+            with stage("greedy"):
+                metrics |= greedy_baselines(self, batch)
         if self._needs_old_log_probs():
             with stage("old_log_prob"):
                 batch.union(self._old_log_probs(batch))
+        if self.estimator.needs_sum_pi_squared:
+            with stage("sum_pi_squared"):
+                batch.union(self.actor_rollout_wg.compute_sum_pi_squared(batch))
         if self.use_reference:
             with stage("ref"):
                 batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
@@ -189,7 +203,7 @@ class RayPPOTrainer:
             with stage("values"):
                 batch.union(self.critic_wg.compute_values(batch))
         with stage("adv"):
-            metrics = self._reward_kl(batch)
+            metrics |= self._reward_kl(batch)
             compute_advantage(batch, self.config.algorithm.adv_estimator, config=self.config.algorithm)
         metrics |= self._update(batch, step)
         with stage("sync"):
@@ -202,12 +216,28 @@ class RayPPOTrainer:
             self._save()
 
     # -- stages ---------------------------------------------------------------------------------------------------
-    def _next_prompts(self, step: int) -> DataProto:
-        """The step's prompts, each with its own uid."""
+    def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
+        """The step's responses with their scores; with dynamic sampling as many batches as fill one with signal."""
+        if not self.config.algorithm.filter_groups.enable:
+            return self._sample(step, 0), {}
+        batch, metrics = self.group_filter.fill(lambda draw: self._sample(step, draw), self.sizes.prompts)
+        batch.meta_info["step"] = step
+        return batch.set_decoder(self._decode), metrics
+
+    def _sample(self, step: int, draw: int) -> DataProto:
+        """The `draw`-th batch of a step: prompts -> responses -> scores."""
+        with self.recorder.stage("gen"):
+            batch = self._generate(self._next_prompts(step, draw))
+        with self.recorder.stage("reward"):
+            return self._score(batch)
+
+    def _next_prompts(self, step: int, draw: int = 0) -> DataProto:
+        """The next prompts, each with its own uid."""
         rows = self.sampler.next_batch()
         batch = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
-        batch.non_tensor_batch["uid"] = np.array([f"{step}-{row}" for row in range(len(rows))], dtype=object)
-        batch.meta_info["step"] = step
+        first = draw * len(rows)
+        batch.non_tensor_batch["uid"] = np.array([f"{step}-{first + row}" for row in range(len(rows))], dtype=object)
+        batch.meta_info |= {"step": step, "draw": draw}
         return batch
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
@@ -219,33 +249,53 @@ class RayPPOTrainer:
         n = self.config.actor_rollout_ref.rollout.n
         gen_batch = self._get_gen_batch(batch).repeat(repeat_times=n, interleave=True)
         batch = batch.repeat(repeat_times=n, interleave=True)
-        seeds = row_seeds(len(batch), self.config.trainer.seed, batch.meta_info["step"])
+        step, rows = batch.meta_info["step"], (batch.meta_info["draw"] + 1) * len(batch)
+        seeds = row_seeds(rows, self.config.trainer.seed, step)[-len(batch) :]
         gen_batch.non_tensor_batch["seed"] = np.array(seeds, dtype=object)
         self.reward_fn.begin(batch)
         output = self.actor_rollout_wg.generate_sequences(
             gen_batch, on_output=lambda row, done: self.reward_fn.feed(row, done.token_ids)
         )
         output.meta_info.clear()
-        decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
-        return batch.union(output).set_decoder(decode)  # `response` is there for whoever reads it
+        return batch.union(output).set_decoder(self._decode)  # `response` is there for whoever reads it
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
         batch.union(self.reward_fn.finish())
         scores = on_last_token(batch.non_tensor_batch["reward_score"], batch)
+        add_overlong_penalty(scores, batch, self.config.reward.overlong_buffer, self.config.data.max_response_length)
         batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
         return batch
 
     def _needs_old_log_probs(self) -> bool:
-        """One update per batch needs none: its old policy is the one being differentiated."""
-        source = self.config.actor_rollout_ref.actor.old_log_probs
-        return source != "auto" or self.sizes.updates_per_step > 1 or self.config.algorithm.use_kl_in_reward
+        """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""
+        algorithm = self.config.algorithm
+        return (
+            self.config.actor_rollout_ref.actor.old_log_probs != "auto"
+            or self.sizes.updates_per_step > 1
+            or algorithm.use_kl_in_reward
+            or algorithm.filter_groups.enable
+            or correction_is_on(algorithm.rollout_correction)
+            or self.estimator.needs_sum_pi_squared
+        )
 
     def _old_log_probs(self, batch: DataProto) -> DataProto:
         source = self.config.actor_rollout_ref.actor.old_log_probs
         if source == "rollout" or (source == "auto" and self.old_from_rollout):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
-        return self.actor_rollout_wg.compute_log_prob(batch)
+        computed = self.actor_rollout_wg.compute_log_prob(batch)
+        if source == "auto" and not correction_is_on(self.config.algorithm.rollout_correction):
+            older_B = ~torch.from_numpy(self._fresh(batch))  # sampled by earlier weights: those are their old policy
+            computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
+        return computed
+
+    def _fresh(self, batch: DataProto) -> np.ndarray:
+        """(B,) whether a response was sampled by the present weights."""
+        versions = batch.non_tensor_batch["policy_versions"]
+        return np.array([all(version == self.step for version, _ in spans) for spans in versions])
 
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
         """KL taken from the reward, if configured; the coefficient is the controller's."""
@@ -279,16 +329,17 @@ class RayPPOTrainer:
     # -- checks ---------------------------------------------------------------------------------------------------
     def _check_step_zero(self, batch: DataProto) -> None:
         """On the first batch of this process: whole groups, agreement with the rollout, the largest batch tried."""
-        if self.checked:
+        if self.checked or not self._fresh(batch).any():
             return
         self.checked = True
+        batch = batch[self._fresh(batch)]
         check_groups(batch, self.config.actor_rollout_ref.rollout.n)
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
         sentence, largest = compare_log_probs(batch, ours, tolerance(self.config, self.weights_dtype))
         say(sentence)
         if self.step == 0:
-            correction = self.config.algorithm.rollout_correction.rollout_is
-            self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and correction is None
+            corrected = correction_is_on(self.config.algorithm.rollout_correction)
+            self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
         lengths = largest_rows(self.config, self.sizes)
         if too_slow_to_try(lengths, self.parameters, self.device):
             say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
@@ -339,9 +390,12 @@ class RayPPOTrainer:
 
     def _save(self) -> Path:
         export_hf, last = self.config.trainer.export_hf, self.step >= self.sizes.total_steps
-        export = None
-        if export_hf == "all" or (export_hf == "last" and last):
-            export = lambda folder: self.actor_rollout_wg.export_hf(folder / "huggingface")  # noqa: E731
+
+        def extra(folder: Path) -> None:
+            self.group_filter.save(folder)
+            if export_hf == "all" or (export_hf == "last" and last):
+                self.actor_rollout_wg.export_hf(folder / "huggingface")
+
         tensors = {"actor": self.actor_rollout_wg.state()}
         if self.critic_wg:
             tensors["critic"] = self.critic_wg.state()
@@ -351,8 +405,9 @@ class RayPPOTrainer:
             "kl_controller": self.kl_controller.state_dict(),
             "old_from_rollout": self.old_from_rollout,
             "bad_steps": self.bad_steps,
+            "surplus": self.group_filter.surplus is not None,
         }
-        return self.recorder.save(self.step, tensors=tensors, state=state, export=export)
+        return self.recorder.save(self.step, tensors=tensors, state=state, export=extra)
 
     def _resume(self) -> None:
         """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory."""
@@ -373,6 +428,8 @@ class RayPPOTrainer:
         self.old_from_rollout = bool(state["old_from_rollout"])
         self.sampler.load_state_dict(state["sampler"])
         self.kl_controller.load_state_dict(state["kl_controller"])
+        if state.get("surplus"):
+            self.group_filter.load(path)
         restore_rng(checkpoints.load_rng(path))
         checkpoints.set_aside_after(self.step)
         self.actor_rollout_wg.sync_weights(self.step)

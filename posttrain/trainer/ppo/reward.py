@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.algorithms import overlong_penalty
+from posttrain.config.reward import OverlongBufferConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem, RewardResult
@@ -76,8 +78,22 @@ def _real_responses(data: DataProto) -> torch.Tensor:
 
 def on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
     """(B, R) token-level scores: each score on the last real token of its response."""
-    real_BR = _real_responses(data)
-    out = torch.zeros(real_BR.shape, dtype=torch.float32)
-    last_B = real_BR.long().cumsum(-1).argmax(-1)
-    out[torch.arange(len(data)), last_B] = torch.tensor([float(score) for score in scores], dtype=torch.float32)
+    out = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+    out[_last_token(data)] = torch.tensor([float(score) for score in scores], dtype=torch.float32)
     return out
+
+
+def _last_token(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row, place) of each response's last real token."""
+    return torch.arange(len(data)), _real_responses(data).long().cumsum(-1).argmax(-1)
+
+
+def add_overlong_penalty(scores_BR: torch.Tensor, data: DataProto, config: OverlongBufferConfig, limit: int) -> None:
+    """Takes the penalty of responses near the length limit from their scores; `overlong_reward` becomes a part."""
+    if not config.enable:
+        return
+    length_B = _real_responses(data).sum(-1)
+    penalty_B = overlong_penalty(length_B, limit, config.len or max(1, limit // 5), config.penalty_factor)
+    scores_BR[_last_token(data)] += penalty_B.to(scores_BR.dtype)
+    for part, penalty in zip(data.non_tensor_batch["reward_parts"], penalty_B.tolist(), strict=True):
+        part["overlong_reward"] = penalty

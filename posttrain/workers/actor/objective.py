@@ -16,13 +16,16 @@ from posttrain.algorithms import (
     aggregation_weights,
     call_policy_loss,
     compute_rollout_correction,
-    get_policy_loss,
+    correction_is_on,
     kl_penalty,
+    prepare_policy_loss,
     scalar_loss_note,
 )
 from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.protocol import DataProto
+
+PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row
 
 
 class ActorObjective:
@@ -30,21 +33,30 @@ class ActorObjective:
 
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig, loss_scale_factor: float) -> None:
         self.config, self.correction, self.loss_scale_factor = config, correction, loss_scale_factor
-        self.prepare_loss = get_policy_loss(config.policy_loss.loss_mode).prepare
         self.notes: list[str] = []
         self.prepared: dict[str, Any] = {}
         self.sums: dict[str, float] = {}
         self.maxima: dict[str, float] = {}
 
     def prepare(self, mini: DataProto) -> DataProto:
-        """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here."""
+        """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here.
+
+        What the loss's `prepare` gives per row goes with the rows into their micro-batches, the rest to all of them.
+        """
         mask_BR = mini.batch["response_mask"]
-        scale = self.loss_scale_factor
-        weights_BR = aggregation_weights(mask_BR, self.config.loss_agg_mode, loss_scale_factor=scale)
-        self.prepared = self.prepare_loss(mini) if self.prepare_loss else {}
         self.sums, self.maxima = {}, {}
-        means_BR = aggregation_weights(mask_BR, "token-mean")
-        return mini.union(DataProto.from_dict(tensors={"loss_weights": weights_BR, "mean_weights": means_BR}))
+        tensors = {
+            "loss_weights": aggregation_weights(
+                mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor
+            ),
+            "mean_weights": aggregation_weights(mask_BR, "token-mean"),
+            **self._importance(mini),
+        }
+        self.prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
+        for name, value in list(self.prepared.items()):
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
+                tensors[f"{PREPARED}{name}"] = self.prepared.pop(name)
+        return mini.union(DataProto.from_dict(tensors=tensors))
 
     def __call__(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch, log_prob = micro.batch, outputs["log_probs"]
@@ -58,8 +70,8 @@ class ActorObjective:
             advantages=batch["advantages"],
             response_mask=batch["response_mask"],
             config=self.config,
-            rollout_is_weights=self._importance(micro, old),
-            prepared=self.prepared,
+            rollout_is_weights=batch.get("rollout_is_weights"),
+            prepared=self.prepared | {k.removeprefix(PREPARED): v for k, v in batch.items() if k.startswith(PREPARED)},
         )
         if result.is_scalar and not self.notes:
             self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
@@ -85,15 +97,18 @@ class ActorObjective:
             return 0.0
         return -self.config.entropy_coeff * (weights * entropy).sum()
 
-    def _importance(self, micro: DataProto, old: torch.Tensor) -> torch.Tensor | None:
-        if self.correction.rollout_is is None or "rollout_log_probs" not in micro.batch:
-            return None
-        batch = micro.batch
+    def _importance(self, mini: DataProto) -> dict[str, torch.Tensor]:
+        """Weights for the gap to the rollout, if configured; its diagnostics are those of the whole mini-batch."""
+        batch = mini.batch
+        if not correction_is_on(self.correction) or not {"old_log_probs", "rollout_log_probs"} <= set(batch):
+            return {}
         weights, facts = compute_rollout_correction(
-            old, batch["rollout_log_probs"], batch["response_mask"], self.correction
+            batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"], self.correction
         )
-        self._measure(facts, batch["mean_weights"])
-        return weights
+        facts.pop("mismatch/logp_max")  # measured against the policy being trained, below
+        self.sums |= facts
+        assert weights is not None
+        return {"rollout_is_weights": weights}
 
     def _agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
         """How far the policy moved from the old one, and how well rollout and trainer agree."""
@@ -107,9 +122,7 @@ class ActorObjective:
     def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
         """Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them."""
         for name, value in metrics.items():
-            if name.endswith("/max"):
-                self._max(name, torch.as_tensor(value))
-            elif isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
+            if isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
                 self._add(name, float((mean_weights * value.detach()).sum()))
             else:
                 self._add(name, float(value) * float(mean_weights.sum()))

@@ -1,0 +1,57 @@
+"""GRPO for pass@k: only the best response of a group is rewarded, by how much it beats the second best.
+
+    A_best = (r_best - r_second) / (std(r) + epsilon)       all others: 0
+    without algorithm.norm_adv_by_std_in_grpo the division is left out
+
+The reward of a whole group is its best response, so only a response without which that best would be lower earns
+anything. Where two share the first place nobody does. A group of one keeps its reward.
+
+Source: Optimizing Language Models for Inference Time Objectives using Reinforcement Learning, arXiv 2503.19595.
+
+When to use: what counts is that one of k tries succeeds (code with tests, search with a checker), and plain `grpo`
+makes the responses too much alike.
+
+Settings: algorithm.adv_estimator=grpo_passk, actor_rollout_ref.rollout.n (the k), algorithm.norm_adv_by_std_in_grpo.
+
+Watch: val/.../pass@k, groups/all_wrong, actor/entropy (should stay higher than under `grpo`).
+
+Signs of failure: hardly any response with an advantage (prompts that are solved twice or never teach nothing): harder
+prompts, or a reward with more steps than right and wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.algorithms.advantages.groups import (
+    EPSILON,
+    group_deviation,
+    group_of_rows,
+    group_size,
+    on_every_token,
+    outcome_scores,
+)
+from posttrain.algorithms.common import setting
+from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+
+
+@register_adv_est(AdvantageEstimator.GRPO_PASSK, compares_group=True)
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, config: Any = None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, advantages), each (rows, response length), 0 outside the mask."""
+    group_B = group_of_rows(index, len(token_level_rewards), "grpo_passk")
+    scores_B = outcome_scores(token_level_rewards)
+    order = np.lexsort((scores_B, group_B))
+    best_G = np.cumsum(np.bincount(group_B)) - 1  # the last place of each group in `order`
+    lead_G = scores_B[order[best_G]] - scores_B[order[np.maximum(best_G - 1, 0)]]
+    advantages_B = np.zeros_like(scores_B)
+    advantages_B[order[best_G]] = lead_G
+    if setting(config, "norm_adv_by_std_in_grpo", True):
+        advantages_B /= group_deviation(scores_B, group_B) + EPSILON
+    advantages_B = np.where(group_size(group_B) == 1, scores_B, advantages_B)
+    advantages_BT = on_every_token(advantages_B, token_level_rewards, response_mask)
+    return advantages_BT, advantages_BT

@@ -1,0 +1,43 @@
+"""REINFORCE++: discounted reward-to-go of every token, normalised over the whole batch. No critic and no groups.
+
+    G_t = r_t + gamma * G_(t+1)
+    A_t = (G_t - mean(G)) / sqrt(variance(G) + 1e-8)      over all tokens of the batch; returns = G
+
+Tokens that the policy did not write are stepped over: they cost no discount, and a reward on them counts for the
+tokens before them.
+
+Source: REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization,
+arXiv 2501.03262.
+
+When to use: one response per prompt, many prompts per batch, and rewards that compare across prompts (a reward
+model). Where prompts differ much in difficulty, `reinforce_plus_plus_baseline` with several responses is steadier.
+
+Settings: algorithm=reinforce_pp sets algorithm.adv_estimator=reinforce_plus_plus and KL in the reward
+(algorithm.use_kl_in_reward), which is spread over the tokens; algorithm.gamma.
+
+Watch: reward_mean, critic/returns/mean, actor/reward_kl_penalty, actor/grad_norm.
+
+Signs of failure: a batch whose easy and hard prompts drown what a response did itself (take a larger batch, or the
+variant with a baseline).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.advantages.groups import masked_whiten, reward_to_go
+from posttrain.algorithms.common import setting
+from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any = None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns), each (rows, response length), 0 outside the mask."""
+    gamma = float(setting(config, "gamma", 1.0))
+    returns_BT = reward_to_go(token_level_rewards, response_mask, gamma)
+    dtype = token_level_rewards.dtype
+    return masked_whiten(returns_BT, response_mask).to(dtype), returns_BT.to(dtype)

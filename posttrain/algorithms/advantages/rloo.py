@@ -1,0 +1,49 @@
+"""RLOO (REINFORCE leave-one-out): each response is compared with the mean of the others to the same prompt.
+
+    A_i = r_i - mean(r_j for j != i) = n / (n - 1) * (r_i - mean(r))
+
+Leaving the response out of its own baseline keeps the gradient unbiased. There is no division by a deviation, so the
+size of the rewards counts. A group of one keeps its reward.
+
+Source: Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback, arXiv 2402.14740.
+
+When to use: instead of `grpo` where the weighting of prompts by difficulty is unwanted, or the rewards of a learned
+model should keep their scale; as a simpler PPO without a critic.
+
+Settings: algorithm=rloo sets algorithm.adv_estimator=rloo, actor_rollout_ref.rollout.n and KL in the reward
+(algorithm.use_kl_in_reward, algorithm.kl_ctrl.kl_coef), as the paper has it.
+
+Watch: reward_mean (rises), reward_std, actor/grad_norm, actor/reward_kl_penalty.
+
+Signs of failure: a gradient norm that follows the scale of the rewards (scale the reward, or take `grpo`);
+most groups without signal (see `groups/no_signal`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.algorithms.advantages.groups import (
+    above_mean,
+    group_of_rows,
+    group_size,
+    on_every_token,
+    outcome_scores,
+)
+from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+
+
+@register_adv_est(AdvantageEstimator.RLOO, compares_group=True)
+def compute_rloo_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, advantages), each (rows, response length), 0 outside the mask."""
+    group_B = group_of_rows(index, len(token_level_rewards), "rloo")
+    size_B = group_size(group_B)
+    factor_B = np.where(size_B == 1, 1.0, size_B / np.maximum(size_B - 1, 1))
+    advantages_B = factor_B * above_mean(outcome_scores(token_level_rewards), group_B)
+    advantages_BT = on_every_token(advantages_B, token_level_rewards, response_mask)
+    return advantages_BT, advantages_BT

@@ -1,0 +1,76 @@
+"""Clip-Cov: a few tokens that would cut the entropy most are left out of the update.
+
+    cov_t = (A_t - mean(A)) * (log_prob_t - mean(log_prob))       means over all tokens of the mini-batch
+    loss  = PPO's clipped loss; 0 on `clip_cov_ratio` of all tokens, drawn from those with lb < cov_t < ub
+
+The policy's entropy falls where likely tokens have high advantages: there cov is large. Taking a few of those tokens
+out keeps exploration alive. The covariance is measured once per mini-batch with the old policy's log-probs, over all
+its tokens, so that no split into micro-batches changes the choice.
+
+Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
+
+When to use: actor/entropy collapses early while the reward stops rising.
+
+Settings: actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov, actor_rollout_ref.actor.policy_loss.clip_cov_ratio,
+actor_rollout_ref.actor.policy_loss.clip_cov_lb, actor_rollout_ref.actor.policy_loss.clip_cov_ub,
+actor_rollout_ref.actor.clip_ratio.
+
+Watch: actor/entropy (falls more slowly), actor/cov_chosen (share of tokens left out), actor/pg_clipfrac.
+
+Signs of failure: entropy that rises without end (a smaller clip_cov_ratio); actor/cov_chosen at 0 (no token lies
+between the bounds: advantages are small, lower clip_cov_lb).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import keep_masked
+from posttrain.algorithms.losses.covariance import mask_of, token_covariance
+from posttrain.algorithms.losses.shared import detached, loss_setting, ratio_range, safe_log_ratio, weighted
+from posttrain.algorithms.registry import register_policy_loss
+
+
+def choose_tokens(mini_batch: Any, config: Any = None) -> dict[str, torch.Tensor]:
+    """`chosen`: 1 on the tokens of the mini-batch that are left out. The draw depends on the batch alone."""
+    share, low, high = (
+        loss_setting(config, name, default)
+        for name, default in (("clip_cov_ratio", 0.0002), ("clip_cov_lb", 1.0), ("clip_cov_ub", 5.0))
+    )
+    covariance, mask = token_covariance(mini_batch)
+    candidates = ((covariance > low) & (covariance < high) & mask).flatten().nonzero().squeeze(-1)
+    count = max(1, int(share * int(mask.sum())))
+    generator = torch.Generator().manual_seed(int(mini_batch.meta_info.get("step", 0)))
+    picked = candidates[torch.randperm(len(candidates), generator=generator)[:count].to(candidates.device)]
+    return {"chosen": mask_of(picked, mask)}
+
+
+@register_policy_loss("clip_cov", prepare=choose_tokens)
+def compute_policy_loss_clip_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    chosen: torch.Tensor | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask.
+
+    `chosen` (rows, response length) marks the tokens that `choose_tokens` picked in the whole mini-batch.
+    """
+    low, high = ratio_range(config)
+    log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
+    ratio = torch.exp(log_ratio)
+    advantages = keep_masked(advantages, response_mask)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    left_out = torch.zeros_like(ratio) if chosen is None else chosen.to(ratio.dtype)
+
+    losses = weighted(torch.maximum(plain, clipped) * (1 - left_out), rollout_is_weights, response_mask)
+    metrics = {"actor/ppo_kl": -log_ratio, "actor/cov_chosen": left_out}
+    metrics["actor/pg_clipfrac"] = (clipped > plain).to(losses.dtype)
+    return losses, detached(metrics)

@@ -1,0 +1,29 @@
+"""The covariance of advantage and log-prob at each token of a mini-batch, for `clip_cov` and `kl_cov`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import masked_mean
+
+
+@torch.no_grad()
+def token_covariance(mini_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """((advantage - mean) * (log-prob - mean) of each token (rows, length), the mask); means over the mini-batch.
+
+    The log-probs are the old policy's; with one update per batch, where none were computed, the rollout's.
+    """
+    batch = mini_batch.batch
+    mask = batch["response_mask"].bool()
+    name = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
+    centred = [value - masked_mean(value, mask) for value in (batch["advantages"].double(), batch[name].double())]
+    return centred[0] * centred[1], mask
+
+
+def mask_of(flat_places: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of `like`'s shape with 1 at these places of its flattened form."""
+    marks = torch.zeros(like.numel(), device=like.device)
+    marks[flat_places] = 1
+    return marks.view(like.shape)

@@ -1,0 +1,49 @@
+"""DRO (direct reward optimisation): plain policy gradient with a quadratic penalty on the log-ratio instead of a clip.
+
+    loss = -A * log_prob + beta / 2 * (log_prob - old_log_prob)^2
+
+The penalty is the same whether the token became likelier or not, its pull grows with the distance, and no token loses
+its gradient: at log-ratio A / beta both pulls are equal.
+
+Source: Offline Regularised Reinforcement Learning for Large Language Models Alignment, arXiv 2405.19107; used online in
+Kimi k1.5: Scaling Reinforcement Learning with LLMs, arXiv 2501.12599. The papers write it for whole responses; here it
+acts per token, as in common implementations.
+
+When to use: off-policy or offline responses, where ratios are far from 1 and a clip would drop most tokens.
+
+Settings: actor_rollout_ref.actor.policy_loss.loss_mode=dro, actor_rollout_ref.actor.policy_loss.dro_beta. The clip
+settings have no effect.
+
+Watch: actor/dro_penalty, actor/ppo_kl, reward_mean.
+
+Signs of failure: a penalty that outweighs the policy loss (lower dro_beta); actor/ppo_kl that keeps growing (raise it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import keep_masked
+from posttrain.algorithms.losses.shared import detached, loss_setting, safe_log_ratio, weighted
+from posttrain.algorithms.registry import register_policy_loss
+
+
+@register_policy_loss("dro")
+def compute_policy_loss_dro(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    beta = loss_setting(config, "dro_beta", 1.0)
+    log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
+    penalty = 0.5 * beta * log_ratio**2
+    losses = -keep_masked(advantages, response_mask) * keep_masked(log_prob, response_mask) + penalty
+    losses = weighted(losses, rollout_is_weights, response_mask)
+    return losses, detached({"actor/ppo_kl": -log_ratio, "actor/dro_penalty": penalty})

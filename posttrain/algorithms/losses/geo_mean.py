@@ -1,0 +1,54 @@
+"""GMPO (geometric mean): the ratios of a response's tokens are clipped one by one, then averaged geometrically.
+
+    d_t  = log_prob - old_log_prob, kept within -low ... high on the side where A pulls it outwards
+    loss = -A * exp(mean over the response's tokens of d_t)         A: the response's advantage
+
+GRPO's mean of ratios follows outliers; the geometric mean hardly does, so a wider clip is bearable. Every token carries
+the loss of its whole response; the mean over tokens and responses is then the paper's mean over responses.
+
+Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
+
+When to use: several updates per batch with ratios that scatter (mixtures of experts, long responses).
+
+Settings: actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean, actor_rollout_ref.actor.clip_ratio_low and
+actor_rollout_ref.actor.clip_ratio_high (in log-ratio; the paper takes 0.4 each),
+actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean.
+
+Watch: actor/pg_clipfrac, actor/ppo_kl, actor/entropy.
+
+Signs of failure: advantages that differ within a response (`gae`, `remax` with KL in the reward) are averaged over
+it: take a loss per token instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import keep_masked
+from posttrain.algorithms.losses.shared import clip_sides, detached, row_mean, safe_log_ratio, weighted
+from posttrain.algorithms.registry import register_policy_loss
+
+
+@register_policy_loss("geo_mean")
+def compute_policy_loss_geo_mean(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    low, high = clip_sides(config)
+    log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
+    advantage_B1 = row_mean(advantages, response_mask)
+    clipped = log_ratio.clamp(-low, high)
+    kept = torch.where(advantage_B1 > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+    row_loss_B1 = -advantage_B1 * torch.exp(row_mean(kept, response_mask))
+
+    losses = weighted(keep_masked(row_loss_B1.expand_as(log_ratio), response_mask), rollout_is_weights, response_mask)
+    bounded = keep_masked((kept != log_ratio).to(losses.dtype), response_mask)
+    return losses, detached({"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": bounded})

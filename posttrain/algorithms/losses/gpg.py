@@ -1,0 +1,44 @@
+"""GPG: the plain policy gradient, without ratio and without clip.
+
+    loss = -A * log_prob
+
+Right only for responses that the present policy sampled: nothing holds it near the policy that did.
+
+Source: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
+
+When to use: one update per batch, with the estimator of the same name; the simplest loss to compare others with.
+
+Settings: actor_rollout_ref.actor.policy_loss.loss_mode=gpg, algorithm.adv_estimator=gpg, and
+actor_rollout_ref.actor.ppo_mini_batch_size equal to data.train_batch_size with
+actor_rollout_ref.actor.ppo_epochs=1. The clip settings have no effect.
+
+Watch: actor/ppo_kl (0: one update per batch), actor/grad_norm, reward_mean.
+
+Signs of failure: actor/ppo_kl away from 0: several updates are made on one batch; take `vanilla` or `cispo`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import keep_masked
+from posttrain.algorithms.losses.shared import detached, safe_log_ratio, weighted
+from posttrain.algorithms.registry import register_policy_loss
+
+
+@register_policy_loss("gpg")
+def compute_policy_loss_gpg(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    losses = -keep_masked(advantages, response_mask) * keep_masked(log_prob, response_mask)
+    losses = weighted(losses, rollout_is_weights, response_mask)
+    return losses, detached({"actor/ppo_kl": -safe_log_ratio(log_prob, old_log_prob, response_mask)})

@@ -1,0 +1,58 @@
+"""GSPO: one ratio per response, the geometric mean of its tokens' ratios; clipping acts on whole responses.
+
+    s    = exp(mean over the response's tokens of (log_prob - old_log_prob))
+    loss = max(-A * s, -A * clip(s, 1 - low, 1 + high))       on every token of the response
+
+A reward is given to a whole response, so the ratio that corrects for it is one of whole responses; ratios of single
+tokens are noisy, and in mixtures of experts jump when the routing changes. The gradient of a token is that of
+s = (value of s) * p_t / (value of p_t), the paper's GSPO-token, which equals GSPO's where all tokens of a response
+share one advantage.
+
+Source: Group Sequence Policy Optimization, arXiv 2507.18071.
+
+When to use: mixtures of experts, long responses, several updates per batch.
+
+Settings: algorithm=gspo sets actor_rollout_ref.actor.policy_loss.loss_mode=gspo, the estimator `grpo`,
+actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean and the paper's narrow clip
+(actor_rollout_ref.actor.clip_ratio_low=0.0003, actor_rollout_ref.actor.clip_ratio_high=0.0004): means of ratios stay
+much nearer to 1 than ratios of tokens.
+
+Watch: actor/pg_clipfrac (share of tokens in clipped responses; 0.1 to 0.2 is usual, far more than under `vanilla`),
+actor/ppo_kl, reward_mean.
+
+Signs of failure: hardly anything is clipped and the policy drifts (a clip range made for tokens, such as 0.2, was
+left); nearly everything is clipped (too many updates per batch).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import keep_masked
+from posttrain.algorithms.losses.shared import detached, ratio_range, row_mean, safe_log_ratio, weighted
+from posttrain.algorithms.registry import register_policy_loss
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    low, high = ratio_range(config)
+    log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
+    advantages = keep_masked(advantages, response_mask)
+    own = keep_masked(log_prob - log_prob.detach(), response_mask)  # 0 with the gradient of log_prob
+    ratio = torch.exp(row_mean(log_ratio, response_mask).detach() + own)
+
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = weighted(torch.maximum(plain, clipped), rollout_is_weights, response_mask)
+    return losses, detached({"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": (clipped > plain).to(losses.dtype)})

@@ -1,0 +1,65 @@
+"""KL-Cov: the tokens that would cut the entropy most are held near the old policy by a KL penalty.
+
+    cov_t = (A_t - mean(A)) * (log_prob_t - mean(log_prob))       means over all tokens of the mini-batch
+    loss  = -A * ratio, and + ppo_kl_coef * |log_prob - old_log_prob| on the share `kl_cov_ratio` of tokens whose cov
+            is largest
+
+As `clip_cov`, but those tokens are slowed down instead of left out, and nothing is clipped. The covariance is measured
+once per mini-batch with the old policy's log-probs, over all its tokens, so that no split changes the choice.
+
+Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
+
+When to use: as `clip_cov`; steadier for larger models. With one update per batch the ratio is 1 and the penalty has no
+gradient: it needs several updates per batch.
+
+Settings: actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov, actor_rollout_ref.actor.policy_loss.kl_cov_ratio,
+actor_rollout_ref.actor.policy_loss.ppo_kl_coef. The clip settings have no effect.
+
+Watch: actor/entropy, actor/cov_chosen (share of tokens held back), actor/cov_kl (their mean distance), actor/ppo_kl.
+
+Signs of failure: actor/ppo_kl that grows from update to update (nothing is clipped): lower the learning rate or
+ppo_epochs, or raise kl_cov_ratio.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import keep_masked
+from posttrain.algorithms.losses.covariance import mask_of, token_covariance
+from posttrain.algorithms.losses.shared import detached, loss_setting, safe_log_ratio, weighted
+from posttrain.algorithms.registry import register_policy_loss
+
+
+def choose_tokens(mini_batch: Any, config: Any = None) -> dict[str, torch.Tensor]:
+    """`chosen`: 1 on the tokens of the mini-batch with the largest covariance."""
+    share = loss_setting(config, "kl_cov_ratio", 0.0002)
+    covariance, mask = token_covariance(mini_batch)
+    count = min(max(1, int(share * int(mask.sum()))), int(mask.sum()))
+    ranked = covariance.masked_fill(~mask, -torch.inf).flatten()
+    return {"chosen": mask_of(torch.topk(ranked, count).indices, mask)}
+
+
+@register_policy_loss("kl_cov", prepare=choose_tokens)
+def compute_policy_loss_kl_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    chosen: torch.Tensor | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask.
+
+    `chosen` (rows, response length) marks the tokens that `choose_tokens` picked in the whole mini-batch.
+    """
+    log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
+    held = torch.zeros_like(log_ratio) if chosen is None else chosen.to(log_ratio.dtype)
+    distance = held * log_ratio.abs()
+    losses = -keep_masked(advantages, response_mask) * torch.exp(log_ratio)
+    losses = weighted(losses + loss_setting(config, "ppo_kl_coef", 1.0) * distance, rollout_is_weights, response_mask)
+    return losses, detached({"actor/ppo_kl": -log_ratio, "actor/cov_chosen": held, "actor/cov_kl": distance})

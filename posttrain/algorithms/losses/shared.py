@@ -1,0 +1,67 @@
+"""What the policy losses share: a safe log-ratio, the clip range, importance weights, a row's mean.
+
+Shapes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
+
+# exp(20) is about 5e8: beyond every useful ratio, and far from overflow in float32.
+MAX_LOG_RATIO = 20.0
+
+
+def safe_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """log_prob - old_log_prob within +-20 (beyond it there is no gradient), 0 outside the mask."""
+    return keep_masked(log_prob - old_log_prob, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def weighted(losses: torch.Tensor, rollout_is_weights: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+    """Losses times importance weights, which carry no gradient (see `rollout_correction`)."""
+    if rollout_is_weights is None:
+        return losses
+    return losses * keep_masked(rollout_is_weights, mask).detach()
+
+
+def row_mean(values_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, 1) the mean over each row's own tokens; it depends on no other row, so no packing changes it."""
+    return keep_masked(values_BT, mask).sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
+
+
+def clip_sides(config: Any) -> tuple[float, float]:
+    """(low, high): `clip_ratio_low` and `clip_ratio_high`, each `clip_ratio` where it is not set."""
+    both = setting(config, "clip_ratio", 0.2)
+    low, high = setting(config, "clip_ratio_low", both), setting(config, "clip_ratio_high", both)
+    if low < 0 or high < 0:
+        raise AlgorithmError(
+            f"The clip range is {low} below and {high} above: actor_rollout_ref.actor.clip_ratio, clip_ratio_low and "
+            "clip_ratio_high must not be negative."
+        )
+    return low, high
+
+
+def ratio_range(config: Any) -> tuple[float, float]:
+    """(low, high) of a clip of the ratio to 1 - low ... 1 + high."""
+    low, high = clip_sides(config)
+    if low >= 1:
+        raise AlgorithmError(
+            f"The clip range is 1-{low} to 1+{high}. Set actor_rollout_ref.actor.clip_ratio, or clip_ratio_low (0 to "
+            "below 1) and clip_ratio_high (0 or more)."
+        )
+    return low, high
+
+
+def loss_setting(config: Any, name: str, default: float) -> float:
+    """A number of the section `actor_rollout_ref.actor.policy_loss`, which must be above 0."""
+    value = float(setting(setting(config, "policy_loss", None), name, default))
+    if not value > 0:
+        raise AlgorithmError(f"actor_rollout_ref.actor.policy_loss.{name} is {value:g}; it must be above 0.")
+    return value
+
+
+def detached(metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in metrics.items()}

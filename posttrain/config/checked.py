@@ -1,0 +1,35 @@
+"""What the checks of meaning work on and give: a typed configuration, problems and notes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.problem import Problem
+from posttrain.config.root import PPOConfig
+
+
+@dataclass
+class Checked:
+    """A typed configuration under examination."""
+
+    config: PPOConfig
+    explicit: set[str]
+    """Canonical keys that the user set."""
+    where: Callable[[str], str]
+    """Key -> where it was set."""
+
+    def problem(self, what: str, do: str, *keys: str) -> Problem:
+        return Problem(what, ", and ".join(dict.fromkeys(self.where(key) for key in keys)), do, keys)
+
+
+Finding = Problem | str
+"""A problem, or a note."""
+
+
+def nearest_name(value: Any, known: tuple[str, ...]) -> str:
+    """Advice for a name that is not known."""
+    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+    return f"did you mean `{close[0]}`?" if close else "choose one of them"

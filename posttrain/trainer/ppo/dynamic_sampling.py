@@ -1,0 +1,112 @@
+"""Dynamic sampling: prompts are drawn and answered until a batch of groups whose responses differ is full.
+
+A group whose rewards are all equal has advantages of 0 and teaches nothing. What is generated beyond the batch is kept
+for the next step (and saved with the checkpoint), so that no signal is thrown away.
+
+Source: DAPO, arXiv 2503.14476.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.config.algorithm import FilterGroupsConfig
+from posttrain.errors import UserError
+from posttrain.protocol import DataProto
+from posttrain.tracking.fields import groups_of
+from posttrain.tracking.metrics import right_answers
+
+FOLDER = "surplus"
+
+
+class FilterError(UserError):
+    """The groups cannot be filtered by the metric that was named."""
+
+
+class GroupFilter:
+    """Fills batches with groups that have a signal; `surplus` waits for the next step."""
+
+    def __init__(self, config: FilterGroupsConfig) -> None:
+        self.config = config
+        self.surplus: DataProto | None = None
+
+    def fill(self, sample: Callable[[int], DataProto], prompts: int) -> tuple[DataProto, dict[str, float]]:
+        """(a batch of `prompts` groups, metrics). `sample(k)` gives the step's k-th batch, scored, whole groups."""
+        kept = [] if self.surplus is None else [self.surplus]
+        spare: list[DataProto] = []
+        made = seen = good = 0
+        limit = self.config.max_num_gen_batches
+        while _groups(kept) < prompts and (limit == 0 or made < limit):
+            batch = sample(made)
+            made += 1
+            with_signal, without = self._divide(batch)
+            seen, good = seen + len(with_signal) + len(without), good + len(with_signal)
+            kept += _rows(batch, with_signal)
+            spare += _rows(batch, without)
+        missing = max(0, prompts - _groups(kept))
+        if missing:  # the batch keeps its size: these have no gradient, as they would have without the filter
+            kept += [_take(DataProto.concat(spare), 0, missing)]
+        pool = DataProto.concat(kept)
+        metrics = {
+            "filter_groups/gen_batches": float(made),
+            "filter_groups/kept": good / seen if seen else 1.0,
+            "filter_groups/missing": float(missing),
+            "filter_groups/surplus": float(_groups([pool]) - prompts),
+        }
+        self.surplus = _take(pool, prompts, None) if _groups([pool]) > prompts else None
+        return _take(pool, 0, prompts), metrics
+
+    def _divide(self, batch: DataProto) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows of the groups with and without signal."""
+        values_B = self._values(batch)
+        groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
+        with_signal = [rows for rows in groups if np.ptp(values_B[rows]) > 0]
+        return with_signal, [rows for rows in groups if np.ptp(values_B[rows]) == 0]
+
+    def _values(self, batch: DataProto) -> np.ndarray:
+        metric, fields = self.config.metric, batch.non_tensor_batch
+        if metric in ("score", "seq_reward", "seq_final_reward"):
+            return batch.batch["token_level_scores"].double().sum(-1).numpy()
+        if metric == "acc":
+            return right_answers(fields["reward_score"].astype(float), list(fields["reward_parts"])).astype(float)
+        values = [part.get(metric) for part in fields["reward_parts"]]
+        if not any(isinstance(value, int | float) for value in values):
+            names = sorted({name for part in fields["reward_parts"] for name in part})
+            raise FilterError(
+                f"algorithm.filter_groups.metric={metric}: the reward gives no number of that name "
+                f"(its parts: {', '.join(names) or 'none'}). Take score, acc, or one of them."
+            )
+        return np.array([float(value or 0.0) for value in values])
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    def save(self, folder: Path) -> None:
+        """Write the surplus into a checkpoint's folder."""
+        if self.surplus is not None:
+            self.surplus.save_to_disk(folder / FOLDER)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote into a checkpoint that was verified."""
+        self.surplus = DataProto.load_from_disk(folder / FOLDER)
+
+
+def _rows(batch: DataProto, groups: list[list[int]]) -> list[DataProto]:
+    """The rows of these groups as one part, without what belongs to the step they were sampled in."""
+    rows = [row for group in groups for row in group]
+    if not rows:
+        return []
+    part = batch[rows]
+    part.meta_info = {}
+    return [part]
+
+
+def _groups(parts: list[DataProto]) -> int:
+    return sum(len(groups_of(part.non_tensor_batch["uid"])) for part in parts)
+
+
+def _take(data: DataProto, start: int, end: int | None) -> DataProto:
+    """The groups from `start` to `end`, in order."""
+    groups = [list(rows) for rows in groups_of(data.non_tensor_batch["uid"])][start:end]
+    return data[[row for rows in groups for row in rows]]

@@ -1,0 +1,100 @@
+"""Settings of the algorithms: presets with their source, spellings of other systems, what is refused, what is idle."""
+
+import pytest
+
+from posttrain.config import load_config
+from posttrain.config.presets import PRESETS
+from posttrain.config.problem import ConfigError
+from posttrain.config.schema import leaves, lookup
+from posttrain.config.show import show
+
+ALGORITHMS = [name.split("/")[1] for name in PRESETS if name.startswith("algorithm/")]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_preset_shows_its_values_and_where_they_come_from(name):
+    resolved = load_config([f"algorithm={name}"])
+    text = show(resolved)
+    for key, value in PRESETS[f"algorithm/{name}"][1].items():
+        assert lookup(resolved.config, key) == value
+        assert any(line.startswith(f"{key}: ") and line.endswith(f"# preset {name}") for line in text.splitlines()), key
+
+
+def test_a_preset_gives_way_to_the_command_line():
+    assert load_config(["algorithm=dapo", "actor_rollout_ref.rollout.n=4"]).config.actor_rollout_ref.rollout.n == 4
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "reward_model.overlong_buffer",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    ],
+)
+def test_other_spellings_of_the_overlong_buffer_are_read(prefix):
+    config = load_config([f"+{prefix}.enable=True", f"+{prefix}.len=2", f"+{prefix}.penalty_factor=0.5"]).config
+    buffer = config.reward.overlong_buffer
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 2, 0.5)
+
+
+def test_thresholds_are_numbers_or_ranges():
+    key = "algorithm.rollout_correction"
+    config = load_config([f"{key}.rollout_is=token", f"{key}.rollout_is_threshold=0.5_5.0"]).config
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
+    config = load_config([f"{key}.rollout_is=token", f"{key}.rollout_is_threshold=3"]).config
+    assert float(config.algorithm.rollout_correction.rollout_is_threshold) == 3.0
+
+
+WRONG = {
+    "rule": (["algorithm.rollout_correction.rollout_rs=seq_k3"], ["`seq_k3` is not known", "seq_mean_k3"]),
+    "no threshold": (["algorithm.rollout_correction.rollout_rs=seq_mean_k3"], ["one threshold per name"]),
+    "no range": (
+        ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0"],
+        ["is not a threshold"],
+    ),
+    "buffer": (
+        ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=90", "data.max_response_length=80"],
+        ["overlong_buffer.len=90", "at most 80"],
+    ),
+    "filter of single responses": (
+        ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=True"],
+        ["one response per prompt"],
+    ),
+    "gdpo with KL in the reward": (
+        ["algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=True"],
+        ["would be lost"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_refused(name):
+    args, parts = WRONG[name]
+    with pytest.raises(ConfigError) as caught:
+        load_config(args)
+    assert all(part in str(caught.value) for part in parts)
+
+
+IDLE = {
+    "actor_rollout_ref.actor.policy_loss.dro_beta=2": "loss_mode is not dro",
+    "algorithm.filter_groups.metric=acc": "algorithm.filter_groups.enable is False",
+    "reward.overlong_buffer.len=5": "reward.overlong_buffer.enable is False",
+    "algorithm.gdpo_reward_keys=[a]": "only the estimator gdpo",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.1": "rollout_rs is null",
+}
+
+
+@pytest.mark.parametrize("setting", IDLE)
+def test_settings_without_effect_are_named(setting):
+    notes = " ".join(load_config(["algorithm=grpo", setting]).notes)
+    assert setting.split("=")[0] in notes and IDLE[setting] in notes
+
+
+def test_a_loss_averaged_otherwise_than_its_paper_says_so():
+    notes = " ".join(load_config(["algorithm=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]).notes)
+    assert "seq-mean-token-mean" in notes
+
+
+def test_there_are_fewer_than_200_settings():
+    assert len(leaves()) < 200

@@ -1,0 +1,129 @@
+"""Every estimator, every policy loss and every preset trains a tiny model: finite numbers, weights that moved."""
+
+import math
+from itertools import zip_longest
+
+import pytest
+import torch
+from light_rewards import even_share, in_parts
+from runs import metrics_of, run, settings
+
+import posttrain
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+ACTOR = "actor_rollout_ref__actor__"
+# Every estimator with some loss and every loss with some estimator, five steps of two updates each.
+PAIRS = list(zip_longest(ESTIMATORS, POLICY_LOSSES, fillvalue="vanilla"))
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The trainer of a run, with its weights as they were before the first step."""
+    caught = {}
+    plain = RayPPOTrainer.init_workers
+
+    def init_workers(self):
+        plain(self)
+        caught["trainer"] = self
+        caught["before"] = [w.detach().clone() for w in self.actor_rollout_wg.worker.engine.module.parameters()]
+
+    monkeypatch.setattr(RayPPOTrainer, "init_workers", init_workers)
+    return caught
+
+
+@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
+def test_S0_45_every_estimator_and_every_loss_runs_five_steps(tiny_model, sums, tmp_path, seen, estimator, loss):
+    more = {
+        "algorithm__adv_estimator": estimator,
+        f"{ACTOR}policy_loss__loss_mode": loss,
+        f"{ACTOR}ppo_mini_batch_size": 2,
+        "trainer__total_training_steps": 5,
+        "trainer__save_freq": -1,
+        "tracking__samples_freq": 0,
+    }
+    result = run(tiny_model, sums, tmp_path, reward=in_parts, **more)
+    lines = metrics_of(result.path)
+    assert result.status == "finished" and result.steps == len(lines) == 5
+    assert all(math.isfinite(v) for line in lines for v in line.values() if isinstance(v, int | float))
+    assert all(line["actor/optimizer_steps"] == 2 and line["actor/bad_steps"] == 0 for line in lines)
+    assert (seen["trainer"].critic_wg is not None) == (estimator == "gae")
+    assert all(("remax/baseline_mean" in line) == (estimator == "remax") for line in lines)
+    after = seen["trainer"].actor_rollout_wg.worker.engine.module.parameters()
+    assert any(not torch.equal(a, b) for a, b in zip(after, seen["before"], strict=True))
+
+
+PRESETS = {
+    "dapo": {"algorithm__filter_groups__metric": "score", "actor_rollout_ref__rollout__n": 4},
+    "rloo": {},
+    "remax": {},
+    "reinforce_pp": {},
+    "gspo": {},
+    "cispo": {},
+    "ppo": {},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_S1_53_S2_12_every_preset_runs(tiny_model, sums, tmp_path, name):
+    given = settings(tiny_model, sums, tmp_path, **PRESETS[name])
+    for key in ("algorithm.adv_estimator", *(["actor_rollout_ref.rollout.n"] if name != "dapo" else [])):
+        del given[key]
+    result = posttrain.train({"algorithm": name, **given}, reward=even_share)
+    lines = metrics_of(result.path)
+    assert result.status == "finished" and len(lines) == 2
+    expected = {
+        "dapo": ("filter_groups/gen_batches", "reward/overlong_reward/mean"),
+        "remax": ("remax/baseline_mean", "actor/reward_kl_penalty"),
+        "ppo": ("critic/vf_loss", "actor/reward_kl_penalty"),
+        "rloo": ("actor/reward_kl_penalty",),
+    }
+    assert all(metric in line for line in lines for metric in expected.get(name, ()))
+
+
+def test_S2_47_drgrpo_by_its_three_settings_equals_the_preset(tiny_model, sums, tmp_path):
+    three = {
+        "algorithm__norm_adv_by_std_in_grpo": False,
+        f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
+        f"{ACTOR}use_kl_loss": False,
+    }
+    by_hand = run(tiny_model, sums, tmp_path / "a", reward=even_share, **three)
+    by_preset = posttrain.train(
+        {"algorithm": "drgrpo", **settings(tiny_model, sums, tmp_path / "b")}, reward=even_share
+    )
+    assert metrics_of(by_hand.path) == metrics_of(by_preset.path)
+
+
+def test_the_rollout_correction_runs_and_reports(tiny_model, sums, tmp_path):
+    more = {
+        "algorithm__rollout_correction__rollout_is": "token",
+        "algorithm__rollout_correction__rollout_is_threshold": "0.5_5.0",
+        "algorithm__rollout_correction__rollout_rs": "token_k1,seq_mean_k3",
+        "algorithm__rollout_correction__rollout_rs_threshold": "0.5_2.0,0.01",
+    }
+    line = metrics_of(run(tiny_model, sums, tmp_path, reward=even_share, **more).path)[-1]
+    assert line["rollout_is/ess"] == pytest.approx(1, abs=1e-5) and line["mismatch/ppl_ratio"] == pytest.approx(
+        1, abs=1e-5
+    )
+    assert line["rollout_is/masked"] == line["rollout_rs/rejected"] == 0.0
+    assert "timing_s/old_log_prob" in metrics_of(tmp_path / "test" / "run", times=True)[-1]
+
+
+def test_sum_pi_squared_is_that_of_the_full_distribution(tiny_model, sums, tmp_path, seen, monkeypatch):
+    batches = []
+    plain = RayPPOTrainer._update
+    monkeypatch.setattr(
+        RayPPOTrainer, "_update", lambda self, batch, step: batches.append(batch) or plain(self, batch, step)
+    )
+    more = {"trainer__total_training_steps": 1, "actor_rollout_ref__rollout__temperature": 0.8}
+    run(tiny_model, sums, tmp_path, reward=even_share, **more)
+    worker, batch = seen["trainer"].actor_rollout_wg.worker, batches[0]
+    ours = worker.compute_sum_pi_squared(batch).batch["sum_pi_squared"]
+    for row in range(len(batch)):
+        mask = batch.batch["attention_mask"][row].bool()
+        ids = batch.batch["input_ids"][row][mask]
+        length = int(batch.batch["attention_mask"][row, -ours.shape[1] :].sum())
+        with torch.no_grad():
+            probs = (worker.engine.module(ids[None]).logits[0].double() / 0.8).softmax(-1)
+        expected = (probs**2).sum(-1)[:-1][-length:]
+        torch.testing.assert_close(ours[row, :length].double(), expected, rtol=1e-4, atol=1e-7)
