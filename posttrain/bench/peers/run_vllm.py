@@ -1,7 +1,7 @@
 """vLLM on CPU, in this process: every row is a request with its own length.
 
 Engine and worker share the process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) and Intel's OpenMP is preloaded; the bench sets
-both. Prompts that occur more than once share their prefill by prefix caching, which is emptied before each batch, as new
+both. Prompts that occur more than once share their prefill by prefix caching, emptied before each batch as new
 weights would do.
 """
 
