@@ -96,8 +96,8 @@ def _write(folder: Path, shape: dict[str, Any], dtype: str) -> None:
         **shape,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,  # pyright: ignore
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

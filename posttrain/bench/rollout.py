@@ -93,7 +93,7 @@ def note(entry: Entry) -> str:
 def _head(model: Model, work: Workload, options: argparse.Namespace, record: dict[str, Any]) -> str:
     lengths = f"{options.tokens} tokens each" if options.lengths == "fixed" else f"1 to {options.tokens} tokens"
     return (
-        f"\n{model.name} in {model.dtype}: {options.prompts} prompts of {options.prompt_tokens} tokens x n={options.n}, "
-        f"{options.lengths}, {lengths}, {work.tokens:,} in all; temperature 1\n"
+        f"\n{model.name} in {model.dtype}: {options.prompts} prompts of {options.prompt_tokens} tokens "
+        f"x n={options.n}, {options.lengths}, {lengths}, {work.tokens:,} in all; temperature 1\n"
         f"{record['cpu']}; {options.threads} threads; load before {record['load_before'][0]}\n"
     )

@@ -16,7 +16,7 @@ _THREADING = ("OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "PYTHONPATH")
 
 @dataclass(frozen=True)
 class System:
-    """One row of a table. Systems of ours name an `engine`, peers a `script`; `installs` is a peer's own environment."""
+    """One row of a table. Ours name an `engine`, peers a `script`; `installs` is a peer's own environment."""
 
     name: str
     what: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def start(job: dict[str, Any]):
     def run(request: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="posttrain-bench-step-") as folder:
             result = posttrain.train(settings_of(job, folder, request["seed"] + 1), data=rows)
-        wall = [end - before for before, end in zip(ends, ends[1:], strict=False)]
+        wall = [end - before for before, end in pairwise(ends)]
         kept = result.metrics[: job["steps"]]
         return {
             "wall": wall[: job["steps"]],

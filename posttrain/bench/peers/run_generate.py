@@ -15,7 +15,8 @@ def start(job: dict[str, Any]):
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(job["threads"])
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=job["dtype"], attn_implementation="sdpa").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=job["dtype"], attn_implementation="sdpa")
+    model = model.eval()
     model.generation_config = GenerationConfig()
     longest = max(job["lengths"])
     settings = {"attn_implementation": "sdpa", "cache_implementation": "dynamic", "compile": False}

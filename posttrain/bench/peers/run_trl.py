@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 from reward import share_of_letters  # pyright: ignore
@@ -84,7 +85,7 @@ def start(job: dict[str, Any]):
             clock.ends = [time.perf_counter()]
             trainer.train()
         inside = [end - begin for begin, end in zip(clock.begins, clock.ends[1:], strict=True)]
-        wall = [end - before for before, end in zip(clock.ends, clock.ends[1:], strict=False)]
+        wall = [end - before for before, end in pairwise(clock.ends)]
         return {"wall": wall, "inside": inside, "lengths": clock.lengths, "dtype": str(model.dtype)}
 
     return settings, run
