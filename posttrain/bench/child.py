@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +66,7 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """Let it end by itself, or end it."""
+        """Let it end by itself, or end it; processes that it left behind are in its group, and end with it."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.close()
@@ -71,4 +74,6 @@ class Child:
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.stdout.close()

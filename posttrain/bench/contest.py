@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.child import Child, ChildFailed
+from posttrain.bench.others import Others
 from posttrain.bench.places import bench_folder
 from posttrain.bench.progress import Line
 from posttrain.bench.systems import System
@@ -43,6 +44,14 @@ class Entry:
             **self.facts,
             "runs": self.answers,
         }
+
+
+def disturbance(entries: Sequence[Entry]) -> str:
+    """How much others used the cores while something was measured, as words."""
+    shares = [answer["others"] for entry in entries for answer in entry.answers if answer.get("others") is not None]
+    if not shares:
+        return "what others used meanwhile is not known"
+    return f"others used {sum(shares) / len(shares):.0%} of the cores meanwhile, {max(shares):.0%} at most"
 
 
 def install_missing(systems: Sequence[System], line: Line) -> None:
@@ -100,7 +109,9 @@ def _ask(entry: Entry, child: Child, request: dict[str, Any], words: str, line: 
     if entry.problem is not None:
         return
     line.show(words)
+    others = Others(child.process.pid)
     try:
-        entry.answers.append(child.ask(request, lambda s: line.waiting(words, s), RUN_S))
+        answer = child.ask(request, lambda s: line.waiting(words, s), RUN_S)
+        entry.answers.append({**answer, "others": others.share()})
     except ChildFailed as failed:
         entry.problem = str(failed)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.bench.contest import Entry, install_missing, measure
+from posttrain.bench.contest import Entry, disturbance, install_missing, measure
 from posttrain.bench.presets import Model, find_model
 from posttrain.bench.progress import Line
 from posttrain.bench.record import circumstances, writable, write_json
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
         warm_ups=WARM_UPS,
         line=line,
     )
-    print(_head(model, work, options, record))
+    print(_head(model, work, options, record, entries))
     print(table(entries))
     if path is not None:
         facts = {"name": model.name, "dtype": model.dtype, "config": model.config}
@@ -90,10 +90,12 @@ def note(entry: Entry) -> str:
     return text if extra < 1.005 else f"{text}; computed {extra:.1f} tokens for each one used"
 
 
-def _head(model: Model, work: Workload, options: argparse.Namespace, record: dict[str, Any]) -> str:
+def _head(
+    model: Model, work: Workload, options: argparse.Namespace, record: dict[str, Any], entries: Sequence[Entry]
+) -> str:
     lengths = f"{options.tokens} tokens each" if options.lengths == "fixed" else f"1 to {options.tokens} tokens"
     return (
         f"\n{model.name} in {model.dtype}: {options.prompts} prompts of {options.prompt_tokens} tokens "
         f"x n={options.n}, {options.lengths}, {lengths}, {work.tokens:,} in all; temperature 1\n"
-        f"{record['cpu']}; {options.threads} threads; load before {record['load_before'][0]}\n"
+        f"{record['cpu']}; {options.threads} threads; {disturbance(entries)}\n"
     )

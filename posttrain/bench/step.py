@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.contest import Entry, install_missing, measure
+from posttrain.bench.contest import Entry, disturbance, install_missing, measure
 from posttrain.bench.presets import PRESETS, Model, find_model
 from posttrain.bench.progress import Line
 from posttrain.bench.record import circumstances, writable, write_json
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
             warm_ups=0,
             line=line,
         )
-    print(_head(model, options, record))
+    print(_head(model, options, record, entries))
     print(table(entries))
     if path is not None:
         keys = ("prompts", "n", "prompt_tokens", "tokens", "lengths", "steps", "repeat")
@@ -152,9 +152,9 @@ def table(entries: Sequence[Entry]) -> str:
     return render(["system", "best s", "median s", "inside s", versus, "length", "note"], rows, left=(0, 6))
 
 
-def _head(model: Model, options: argparse.Namespace, record: dict[str, Any]) -> str:
+def _head(model: Model, options: argparse.Namespace, record: dict[str, Any], entries: Sequence[Entry]) -> str:
     return (
         f"\n{model.name} in {model.dtype}: GRPO steps of {options.prompts} prompts x n={options.n}, "
         f"{options.lengths} lengths up to {options.tokens} tokens, steps {FIRST_COUNTED} to {options.steps}\n"
-        f"{record['cpu']}; {options.threads} threads; load before {record['load_before'][0]}\n"
+        f"{record['cpu']}; {options.threads} threads; {disturbance(entries)}\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_scripts_of_peers_import_nothing_of_posttrain():
 
 def test_a_process_that_dies_or_hangs_gives_one_line(tmp_path: Path):
     dead = Child([sys.executable, "-c", "import sys; sys.exit(3)"], {}, tmp_path / "log")
-    with pytest.raises(ChildFailed, match="ended with status 3; see .*log"):
+    with pytest.raises(ChildFailed, match=r"ended with status 3; see .*log"):
         dead.ready(lambda s: None, 60)
     dead.close()
     stuck = Child([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "log")
@@ -110,3 +111,17 @@ def test_a_process_that_dies_or_hangs_gives_one_line(tmp_path: Path):
         stuck.ready(lambda s: None, 0.1)
     stuck.process.kill()
     stuck.close()
+
+
+def test_nothing_that_a_process_started_outlives_it(tmp_path: Path):
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    parent = Child([sys.executable, "-c", code], {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
+    assert parent.process.stdout is not None
+    grandchild = int(parent.process.stdout.readline())
+    parent.close()
+    state = Path(f"/proc/{grandchild}/stat")
+    for _ in range(200):  # a signal takes a moment
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail(f"process {grandchild} is still there")

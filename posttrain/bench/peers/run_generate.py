@@ -19,7 +19,9 @@ def start(job: dict[str, Any]):
     model = model.eval()
     model.generation_config = GenerationConfig()
     longest = max(job["lengths"])
-    settings = {"attn_implementation": "sdpa", "cache_implementation": "dynamic", "compile": False}
+    settings = {"attn_implementation": "sdpa", "cache_implementation": None, "compile": False, **job["settings"]}
+    if settings["compile"]:
+        model.forward = torch.compile(model.forward, dynamic=None)
     sampling = GenerationConfig(
         do_sample=True,
         temperature=job["temperature"],
@@ -30,6 +32,7 @@ def start(job: dict[str, Any]):
         pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,
+        cache_implementation=settings["cache_implementation"],
     )
     width = max(map(len, job["prompts"]))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in job["prompts"]])
