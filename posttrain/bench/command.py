@@ -57,6 +57,10 @@ def _sizes(job: argparse.ArgumentParser, *, prompts: int, n: int, tokens: int, p
 
 def _peers(job: argparse.ArgumentParser) -> None:
     job.add_argument("--only", metavar="A,B", help="measure these systems only")
+    text = "another setting of a system, e.g. vllm:enforce_eager=true; may be repeated"
+    job.add_argument("--set", action="append", default=[], metavar="SYSTEM:KEY=VALUE", help=text)
+    text = "another environment variable of a system, e.g. trl:GOMP_SPINCOUNT=0; may be repeated"
+    job.add_argument("--env", action="append", default=[], metavar="SYSTEM:NAME=VALUE", help=text)
     job.add_argument("--install", action="store_true", help="first make the environments of peers that have none")
     _common(job)
 

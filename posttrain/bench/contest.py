@@ -37,6 +37,7 @@ class Entry:
         return {
             "what": self.system.what,
             "problem": self.problem,
+            "given_settings": self.system.settings,
             "variables": {
                 **self.system.variables,
                 **({"LD_PRELOAD": self.system.preload} if self.system.preload else {}),

@@ -11,7 +11,7 @@ class Others:
 
     def __init__(self, session: int) -> None:
         self.session = session
-        self.busy, self.total, self.mine = _machine() + (_session(session),)
+        self.busy, self.total, self.mine = (*_machine(), _session(session))
 
     def share(self) -> float | None:
         """None where the system does not tell (no /proc)."""

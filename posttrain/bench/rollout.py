@@ -13,6 +13,7 @@ from posttrain.bench.progress import Line
 from posttrain.bench.record import circumstances, writable, write_json
 from posttrain.bench.systems import ROLLOUT, System, choose
 from posttrain.bench.table import factor, render
+from posttrain.bench.tuning import tuned
 from posttrain.bench.workload import Workload, as_job, make_workload
 
 WARM_UPS = 2  # the second shows what the first had to compile or allocate
@@ -21,7 +22,7 @@ WARM_UPS = 2  # the second shows what the first had to compile or allocate
 def main(options: argparse.Namespace) -> int:
     """Measure, print the table, write the file; the status is 1 if nothing could be measured."""
     path = writable(options.json)
-    systems = choose(ROLLOUT, options.only)
+    systems = tuned(choose(ROLLOUT, options.only), options.env, options.set)
     model, line = find_model(options.model), Line()
     work = make_workload(
         prompts=options.prompts,
@@ -36,7 +37,8 @@ def main(options: argparse.Namespace) -> int:
         install_missing(systems, line)
 
     def job(system: System) -> dict[str, Any]:
-        return as_job(work, model=str(model.folder), dtype=model.dtype, threads=options.threads, engine=system.engine)
+        common = as_job(work, model=str(model.folder), dtype=model.dtype, threads=options.threads)
+        return {**common, "engine": system.engine, "settings": system.settings}
 
     entries = measure(
         systems,

@@ -18,6 +18,7 @@ from posttrain.bench.progress import Line
 from posttrain.bench.record import circumstances, writable, write_json
 from posttrain.bench.systems import STEP, System, choose
 from posttrain.bench.table import factor, render
+from posttrain.bench.tuning import tuned
 from posttrain.errors import UserError
 
 FIRST_COUNTED = 5
@@ -29,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
     """Measure, print the table, write the file; the status is 1 if nothing could be measured."""
     path = writable(options.json)
     _check(options)
-    systems = choose(STEP, options.only)
+    systems = tuned(choose(STEP, options.only), options.env, options.set)
     model, line = find_model(options.model), Line()
     record = circumstances(options.threads)
     if options.install:
@@ -87,7 +88,7 @@ def make_job(system: System, model: Model, folder: str, options: argparse.Namesp
         "lr": LR,
         "weight_decay": WEIGHT_DECAY,
         "texts": ["".join(draw.choices(string.ascii_lowercase, k=size)) for _ in range(rows)],
-        "settings": {},
+        "settings": system.settings,
     }
 
 

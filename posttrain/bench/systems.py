@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from posttrain.bench.environments import Environment, environment
 from posttrain.errors import UserError
@@ -25,6 +26,7 @@ class System:
     installs: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     preload: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def environment(self) -> Environment | None:

@@ -12,6 +12,7 @@ from posttrain.bench.presets import PRESETS, find_model
 from posttrain.bench.rollout import WARM_UPS
 from posttrain.bench.step import ending_model, make_job
 from posttrain.bench.systems import ROLLOUT, STEP, choose
+from posttrain.bench.tuning import tuned
 from posttrain.bench.workload import as_job, make_workload, response_lengths
 from posttrain.errors import UserError
 
@@ -74,6 +75,17 @@ def test_long_tails_of_steps_come_from_end_tokens_that_both_trainers_read(tiny: 
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert len(ends) == round(model.vocab_size * 4 / 64)
     assert (folder / "model.safetensors").resolve() == (model.folder / "model.safetensors").resolve()
+
+
+def test_settings_and_variables_of_one_system_can_be_changed():
+    systems = choose(ROLLOUT, "generate,vllm")
+    changed = tuned(systems, ["vllm:LD_PRELOAD=", "vllm:A=b"], ["vllm:enforce_eager=true", "vllm:block_size=64"])
+    assert changed[0] == systems[0]
+    assert changed[1].settings == {"enforce_eager": True, "block_size": 64}
+    assert changed[1].preload is None and changed[1].variables == {**systems[1].variables, "A": "b"}
+    for wrong in ("hf:A=b", "A=b", "vllm:A", "vllm:=b"):
+        with pytest.raises(UserError, match="give SYSTEM:KEY=VALUE, SYSTEM being generate, vllm"):
+            tuned(systems, [wrong], [])
 
 
 def test_only_names_known_systems():

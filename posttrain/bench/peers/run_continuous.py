@@ -23,6 +23,7 @@ def start(job: dict[str, Any]):
         "max_batch_tokens": max(1024, rows),
         "max_requests_per_batch": rows,
         "allow_block_sharing": len({tuple(prompt) for prompt in job["prompts"]}) < rows,
+        **job["settings"],
     }
     sampling = GenerationConfig(
         do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0, max_new_tokens=max(job["lengths"])
