@@ -110,6 +110,12 @@ def _gsm8k(options: argparse.Namespace) -> dict[Path, int]:
     return prepare(options.source, options.out)
 
 
+def bench(args: Arguments) -> int:
+    from posttrain.bench import command
+
+    return command.main(args)
+
+
 def version(args: Arguments) -> int:
     from posttrain import __version__
 
@@ -126,6 +132,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data arithmetic OUT`, `data gsm8k`: prepare a data set"),
+    "bench": (bench, "`bench rollout`, `bench step`, `bench sweep`: the same work here and in peer systems"),
     "version": (version, "print the version"),
 }
 

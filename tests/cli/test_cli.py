@@ -22,7 +22,15 @@ def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "args",
-    [["--help"], ["version"], ["train", "--help"], ["config", "--help"], ["export", "--help"], ["data", "--help"]],
+    [
+        ["--help"],
+        ["version"],
+        ["train", "--help"],
+        ["config", "--help"],
+        ["export", "--help"],
+        ["data", "--help"],
+        ["bench", "--help"],
+    ],
     ids=" ".join,
 )
 def test_help_imports_nothing_heavy(args: list[str]):

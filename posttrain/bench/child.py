@@ -1,0 +1,79 @@
+"""A system in its own process: started with a job, then asked one thing at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class ChildFailed(Exception):
+    """The process could not do it; the text is one line for the table."""
+
+
+class Child:
+    """Talks to one runner (`peers/wire.py`); `show(seconds)` is called every second while it works."""
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        with log.open("w") as words:
+            self.process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=words,
+                env=dict(variables),
+                text=True,
+                start_new_session=True,  # Ctrl-C is ours to handle: children are closed in order
+            )
+
+    def ready(self, show: Callable[[float], None], deadline: float) -> dict[str, Any]:
+        """Wait until the system is loaded; gives its settings and the packages it runs on."""
+        return self._answer(show, deadline)["ready"]
+
+    def ask(self, request: Mapping[str, Any], show: Callable[[float], None], deadline: float) -> dict[str, Any]:
+        """One request, one answer."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ChildFailed(f"ended before it was asked; see {self.log}") from None
+        return self._answer(show, deadline)
+
+    def _answer(self, show: Callable[[float], None], deadline: float) -> dict[str, Any]:
+        out, started = self.process.stdout, time.monotonic()
+        assert out is not None
+        while not select.select([out], [], [], 1.0)[0]:
+            waited = time.monotonic() - started
+            if waited > deadline:
+                raise ChildFailed(f"no answer within {deadline:.0f} s; see {self.log}")
+            show(waited)
+        line = out.readline()
+        if not line:
+            status = self.process.wait()
+            raise ChildFailed(f"ended with status {status}; see {self.log}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ChildFailed(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """Let it end by itself, or end it; processes that it left behind are in its group, and end with it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(timeout=10)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.stdout.close()

@@ -1,0 +1,83 @@
+"""The arguments of `posttrain bench`; nothing heavy is imported before they are known to be right."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain.bench.record import default_threads
+from posttrain.bench.workload import LENGTHS
+
+
+def main(args: Sequence[str]) -> int:
+    """`posttrain bench rollout|step|sweep ...`."""
+    options = parser().parse_args(args)
+    if options.job == "rollout":
+        from posttrain.bench import rollout as job
+    elif options.job == "step":
+        from posttrain.bench import step as job
+    else:
+        from posttrain.bench import sweep as job
+    return job.main(options)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="posttrain bench", description="The same work here and in peer systems.")
+    jobs = top.add_subparsers(dest="job", required=True, metavar="JOB")
+    rollout = jobs.add_parser("rollout", help="tokens per second of several engines on the same rows")
+    _sizes(rollout, prompts=64, n=1, tokens=128, prompt_tokens=32)
+    rollout.add_argument("--repeat", type=positive, default=3, help="timed runs of each system, in alternation (3)")
+    _peers(rollout)
+    step = jobs.add_parser("step", help="seconds of a whole GRPO step, here and in TRL")
+    _sizes(step, prompts=4, n=8, tokens=16, prompt_tokens=32)
+    step.add_argument("--steps", type=positive, default=30, help="steps of a run; those from the fifth on count (30)")
+    step.add_argument("--repeat", type=positive, default=1, help="runs of each system, in alternation (1)")
+    _peers(step)
+    sweep = jobs.add_parser("sweep", help="time per token against rows and length, beside the machine's floor")
+    sweep.add_argument("--engine", default="native", help="rollout engine by name (native)")
+    sweep.add_argument("--rows", type=numbers, help="rows decoded side by side (1,2,4,...,512)")
+    sweep.add_argument("--lengths", type=numbers, help="response lengths (16,32,...,4096)")
+    sweep.add_argument("--row-tokens", type=positive, default=64, help="response length while rows vary (64)")
+    sweep.add_argument("--length-rows", type=positive, default=8, help="rows while the length varies (8)")
+    sweep.add_argument("--prompt-tokens", type=positive, default=16, help="tokens of each prompt (16)")
+    sweep.add_argument("--repeat", type=positive, default=2, help="timed runs of each point; the best counts (2)")
+    sweep.add_argument("--svg", type=Path, metavar="FILE", help="write the picture here")
+    _common(sweep)
+    return top
+
+
+def _sizes(job: argparse.ArgumentParser, *, prompts: int, n: int, tokens: int, prompt_tokens: int) -> None:
+    job.add_argument("--prompts", type=positive, default=prompts, help=f"distinct prompts ({prompts})")
+    job.add_argument("--n", type=positive, default=n, help=f"responses per prompt ({n})")
+    job.add_argument("--tokens", type=positive, default=tokens, help=f"tokens per response, at most ({tokens})")
+    job.add_argument("--prompt-tokens", type=positive, default=prompt_tokens, help=f"per prompt ({prompt_tokens})")
+    job.add_argument("--lengths", choices=LENGTHS, default="fixed", help="all equal, or drawn with a long tail")
+
+
+def _peers(job: argparse.ArgumentParser) -> None:
+    job.add_argument("--only", metavar="A,B", help="measure these systems only")
+    text = "another setting of a system, e.g. vllm:enforce_eager=true; may be repeated"
+    job.add_argument("--set", action="append", default=[], metavar="SYSTEM:KEY=VALUE", help=text)
+    text = "another environment variable of a system, e.g. trl:GOMP_SPINCOUNT=0; may be repeated"
+    job.add_argument("--env", action="append", default=[], metavar="SYSTEM:NAME=VALUE", help=text)
+    job.add_argument("--install", action="store_true", help="first make the environments of peers that have none")
+    _common(job)
+
+
+def _common(job: argparse.ArgumentParser) -> None:
+    job.add_argument("--model", default="1m", help="1m, 27m, or the folder of a model (1m)")
+    job.add_argument("--threads", type=positive, default=default_threads(), help="CPU threads (all cores)")
+    job.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured here")
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number above 0")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    """`1,2,4`: whole numbers above 0."""
+    return [positive(part.strip()) for part in text.split(",")]

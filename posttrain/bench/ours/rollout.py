@@ -1,0 +1,50 @@
+"""Our rollout engines, as a training run builds them: `python -m posttrain.bench.ours.rollout JOB`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.bench.peers.wire import rollout_answer, serve, timed
+from posttrain.trainer.constants_ppo import apply_environment
+
+
+def load(job: dict[str, Any]) -> tuple[Any, str]:
+    """(the engine `job["engine"]` over the job's model, its name and version)."""
+    import torch
+
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.rollout import RolloutConfig
+    from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer
+    from posttrain.rollout.engines import build_engine
+
+    torch.set_num_threads(job["threads"])
+    model = ModelConfig(path=job["model"])
+    module = load_causal_lm(model, dtype=DTYPES[job["dtype"]], device=torch.device("cpu"))
+    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["settings"].get("max_num_seqs", 1024))
+    return build_engine(settings, module, load_tokenizer(model))
+
+
+def start(job: dict[str, Any]):
+    from posttrain.rollout.base import Sampling
+    from posttrain.rollout.generate import generate
+
+    engine, name = load(job)
+    samplings = [Sampling(max_tokens=n, temperature=job["temperature"]) for n in job["lengths"]]
+
+    def batch(seed: int) -> list[Any]:
+        engine.wake()
+        outputs = generate(engine, job["prompts"], samplings, [seed * 1_000_003 + row for row in range(len(samplings))])
+        engine.sleep()
+        return outputs
+
+    def run(request: dict[str, Any]) -> dict[str, Any]:
+        seconds, outputs = timed(lambda: batch(request["seed"]))
+        made = [len(output.token_ids) for output in outputs]
+        return rollout_answer(seconds, job["lengths"], made, [len(output.log_probs) for output in outputs])
+
+    return {"engine": name}, run
+
+
+if __name__ == "__main__":
+    apply_environment()
+    serve(start)

@@ -1,0 +1,95 @@
+"""TRL's GRPOTrainer: one training per request, timed at the end of every step.
+
+No KL, no reference, one optimizer step per batch, the original GRPO loss, float32 or bfloat16 weights as the job says,
+and what only costs time switched off: gradient checkpointing, saving, reporting, progress bars.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any
+
+from reward import share_of_letters  # pyright: ignore
+from wire import serve  # pyright: ignore
+
+
+def start(job: dict[str, Any]):
+    import torch
+    from datasets import Dataset  # pyright: ignore
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
+
+    torch.set_num_threads(job["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in job["texts"]])
+    batch = job["prompts"] * job["n"]
+    settings = {
+        "per_device_train_batch_size": batch,
+        "generation_batch_size": batch,
+        "num_generations": job["n"],
+        "num_iterations": 1,
+        "max_completion_length": job["tokens"],
+        "max_steps": job["steps"],
+        "learning_rate": job["lr"],
+        "lr_scheduler_type": "constant",
+        "weight_decay": job["weight_decay"],
+        "max_grad_norm": 1.0,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "shuffle_dataset": False,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": True,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **job["settings"],
+    }
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.begins: list[float] = []
+            self.ends: list[float] = [time.perf_counter()]
+            self.lengths: list[float] = []
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.begins.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+        def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            if "completions/mean_length" in logs:
+                self.lengths.append(float(logs["completions/mean_length"]))
+
+    def run(request: dict[str, Any]) -> dict[str, Any]:
+        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=job["dtype"])
+        with tempfile.TemporaryDirectory(prefix="posttrain-bench-trl-") as folder:
+            trainer = GRPOTrainer(
+                model=model,
+                reward_funcs=share_of_letters,
+                args=GRPOConfig(output_dir=folder, seed=request["seed"] + 1, **settings),
+                train_dataset=rows,
+                processing_class=tokenizer,
+            )
+            clock = Clock()
+            trainer.add_callback(clock)
+            clock.ends = [time.perf_counter()]
+            trainer.train()
+        inside = [end - begin for begin, end in zip(clock.begins, clock.ends[1:], strict=True)]
+        wall = [end - before for before, end in pairwise(clock.ends)]
+        return {"wall": wall, "inside": inside, "lengths": clock.lengths, "dtype": str(model.dtype)}
+
+    return settings, run
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,65 @@
+"""vLLM on CPU, in this process: every row is a request with its own length.
+
+Engine and worker share the process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) and Intel's OpenMP is preloaded; the bench sets
+both. Prompts that occur more than once share their prefill by prefix caching, emptied before each batch as new
+weights would do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wire import rollout_answer, serve, timed  # pyright: ignore
+
+
+def start(job: dict[str, Any]):
+    from vllm import LLM, SamplingParams  # pyright: ignore
+
+    rows = len(job["prompts"])
+    shared = len({tuple(prompt) for prompt in job["prompts"]}) < rows
+    longest = max(len(prompt) + n for prompt, n in zip(job["prompts"], job["lengths"], strict=True))
+    settings = {
+        "dtype": job["dtype"],
+        "max_num_seqs": rows,
+        "max_model_len": longest + 1,
+        "max_num_batched_tokens": max(4096, longest + 1),
+        "enable_prefix_caching": shared,
+        "enforce_eager": False,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": True,
+        **job["settings"],
+    }
+    llm = LLM(model=job["model"], seed=0, **settings)
+    prompts: Any = [{"prompt_token_ids": list(prompt)} for prompt in job["prompts"]]
+    sampling = [
+        SamplingParams(
+            temperature=job["temperature"],
+            top_p=1.0,
+            top_k=0,
+            max_tokens=n,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+        )
+        for n in job["lengths"]
+    ]
+
+    def batch():
+        outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
+        log_probs = [
+            [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
+            for output in outputs
+        ]
+        return [list(output.token_ids) for output in outputs], log_probs
+
+    def run(request: dict[str, Any]) -> dict[str, Any]:
+        if shared:
+            llm.reset_prefix_cache()
+        seconds, (tokens, log_probs) = timed(batch)
+        return rollout_answer(seconds, job["lengths"], [*map(len, tokens)], [*map(len, log_probs)])
+
+    return settings, run
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,74 @@
+"""How a runner and the bench speak: a JSON job in a file, then one JSON line out for each JSON line in.
+
+The first line out is `{"ready": facts}`. What libraries print goes to stderr, which the bench keeps as a log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+Job = dict[str, Any]
+Run = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
+    """`start(job)` loads the system and gives (its settings, what one request runs); serves until stdin closes."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    try:
+        settings, run = start(job)
+        say({"ready": {"settings": settings, "python": platform.python_version(), "packages": packages()}})
+        for line in sys.stdin:
+            say(run(json.loads(line)))
+    except BaseException as error:
+        traceback.print_exc()
+        say({"error": error_words(error)})
+    answers.close()
+    sys.stderr.flush()
+    os._exit(0)  # engines leave threads and processes behind that would keep this one alive
+
+
+def error_words(error: BaseException) -> str:
+    """One line: the first of the message, with the kind of error where that tells something."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    for_users = any(kind.__name__ == "UserError" for kind in type(error).__mro__)
+    return first if for_users else f"{type(error).__name__}: {first}"
+
+
+def packages() -> dict[str, str]:
+    """Name and version of everything installed in this environment."""
+    return {d.metadata["Name"]: d.version for d in sorted(distributions(), key=lambda d: d.metadata["Name"].lower())}
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """(seconds, result)."""
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
+
+
+def rollout_answer(
+    seconds: float, wanted: Sequence[int], made: Sequence[int], log_probs: Sequence[int]
+) -> dict[str, Any]:
+    """The answer to one timed batch: every row must have its tokens; `log_probs` counts those that came with them."""
+    short = [(row, got, need) for row, (got, need) in enumerate(zip(made, wanted, strict=True)) if got < need]
+    if short:
+        row, got, need = short[0]
+        raise RuntimeError(f"{len(short)} rows are too short; row {row} has {got} of {need} tokens")
+    complete = len(log_probs) == len(wanted) and all(g >= n for g, n in zip(log_probs, wanted, strict=True))
+    return {"seconds": seconds, "tokens": sum(wanted), "computed": sum(made), "log_probs": complete}

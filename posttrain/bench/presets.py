@@ -1,0 +1,105 @@
+"""Models to measure with: two decoders with random weights, made here, or a folder that you name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A Qwen2 decoder with tied embeddings, written in `dtype`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    dtype: str
+    max_position_embeddings: int = 8192
+
+    @property
+    def parameters(self) -> int:
+        hidden, kv = self.hidden_size, self.hidden_size // self.num_attention_heads * self.num_key_value_heads
+        attention = 2 * hidden * hidden + 2 * hidden * kv + hidden + 2 * kv
+        layer = attention + 3 * hidden * self.intermediate_size + 2 * hidden
+        return self.vocab_size * hidden + self.num_hidden_layers * layer + hidden
+
+
+PRESETS = {
+    "1m": Preset(272, 128, 544, 4, 4, 2, "float32"),
+    "27m": Preset(4096, 512, 1600, 8, 8, 2, "bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A folder in Hugging Face form, and what has to be known of it without loading it."""
+
+    name: str
+    folder: Path
+    dtype: str
+    vocab_size: int
+    config: dict[str, Any]
+
+
+def find_model(name: str) -> Model:
+    """The preset or folder called `name`; a preset is written to the cache the first time."""
+    if name in PRESETS:
+        return _describe(name, _ensure(name, PRESETS[name]))
+    folder = Path(os.path.expanduser(name))
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--model {name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json")
+    return _describe(folder.name, folder.resolve())
+
+
+def _describe(name: str, folder: Path) -> Model:
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return Model(name, folder, dtype, int(text["vocab_size"]), config)
+
+
+def _ensure(name: str, preset: Preset) -> Path:
+    from posttrain.bench.places import bench_folder
+
+    folder = bench_folder() / "models" / name
+    shape = {key: value for key, value in asdict(preset).items() if key != "dtype"}
+    if (folder / "config.json").is_file():
+        found = json.loads((folder / "config.json").read_text())
+        if all(found.get(key) == value for key, value in shape.items()):
+            return folder
+    partial = folder.with_name(f".{name}.{os.getpid()}")
+    _write(partial, shape, preset.dtype)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return folder
+
+
+def _write(folder: Path, shape: dict[str, Any], dtype: str) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from posttrain.models.embedded import byte_tokenizer
+    from posttrain.models.loading import DTYPES, silence_progress_bars
+
+    silence_progress_bars()
+    tokenizer = byte_tokenizer()
+    config = Qwen2Config(
+        **shape,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,  # pyright: ignore
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).to(DTYPES[dtype]).save_pretrained(folder)  # pyright: ignore
+    tokenizer.save_pretrained(folder)

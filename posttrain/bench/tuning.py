@@ -1,0 +1,38 @@
+"""`--set SYSTEM:KEY=VALUE`, `--env SYSTEM:NAME=VALUE`: try other settings of a system than those it has here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from posttrain.bench.systems import System
+from posttrain.errors import UserError
+
+
+def tuned(systems: Sequence[System], variables: Sequence[str], settings: Sequence[str]) -> list[System]:
+    """The systems with these on top of their own; an empty value takes a variable away."""
+    wanted = {system.name: system for system in systems}
+    for option, texts in (("--env", variables), ("--set", settings)):
+        for text in texts:
+            name, colon, rest = text.partition(":")
+            key, equals, value = rest.partition("=")
+            if not colon or not equals or not key or name not in wanted:
+                raise UserError(f"{option} {text}: give SYSTEM:KEY=VALUE, SYSTEM being {', '.join(wanted)}")
+            system = wanted[name]
+            if option == "--env" and key == "LD_PRELOAD" and not value:
+                wanted[name] = replace(system, preload=None)
+            elif option == "--env":
+                wanted[name] = replace(system, variables={**system.variables, key: value})
+            else:
+                wanted[name] = replace(system, settings={**system.settings, key: _read(value)})
+    return list(wanted.values())
+
+
+def _read(value: str) -> Any:
+    """A number, true, false, null or a JSON object; anything else is text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,110 @@
+"""The commands at their smallest, for real: each engine in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain import cli
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    status = cli.main(["bench", *args])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsys):
+    file = tmp_path / "rollout.json"
+    sizes = ("--prompts", "2", "--n", "2", "--tokens", "4", "--prompt-tokens", "3", "--repeat", "1", "--threads", "1")
+    status, out, err = run(capsys, "rollout", "--only", "hf,vllm", "--model", str(tiny), *sizes, "--json", str(file))
+    assert status == 0 and "hf: run 1 of 1" in err
+    assert re.search(r"^hf +[\d,]+ +[\d,]+ +1\.00x +yes +posttrain", out, re.M)
+    assert re.search(r"^vllm +- .*not installed \(--install\)", out, re.M)
+    found = json.loads(file.read_text())
+    assert found["cpu"] and found["threads"] == 1 and found["date"] and found["command"]
+    assert found["workload"]["rows"] == 4 and found["workload"]["total_tokens"] == 16
+    ours = found["systems"]["hf"]
+    assert ours["packages"]["torch"] and ours["python"] and ours["settings"]["engine"].startswith("hf")
+    assert [run["tokens"] for run in ours["runs"]] == [16] and ours["runs"][0]["log_probs"]
+    assert ours["best"] == ours["median"] == pytest.approx(16 / ours["runs"][0]["seconds"])
+
+
+def test_generate_computes_to_the_longest_row_and_only_useful_tokens_count(tiny: Path, tmp_path: Path, capsys):
+    file = tmp_path / "rollout.json"
+    sizes = ("--prompts", "4", "--tokens", "12", "--prompt-tokens", "3", "--repeat", "1", "--lengths", "long-tail")
+    command = ("rollout", "--only", "generate", "--model", str(tiny), *sizes, "--json", str(file))
+    status, out, _ = run(capsys, *command)
+    assert status == 0 and "tokens for each one used" in out
+    found = json.loads(file.read_text())
+    (answer,) = found["systems"]["generate"]["runs"]
+    lengths = found["workload"]["row_lengths"]
+    assert answer["tokens"] == sum(lengths) and answer["computed"] == 4 * max(lengths) and answer["log_probs"]
+
+
+def test_an_engine_that_does_not_exist_is_a_row_with_its_reason(tiny: Path, monkeypatch, capsys):
+    from posttrain.bench import rollout
+    from posttrain.bench.systems import System
+
+    monkeypatch.setattr(rollout, "ROLLOUT", (System("warp", "", engine="warp"),))
+    status, out, _ = run(capsys, "rollout", "--model", str(tiny), "--prompts", "1", "--tokens", "1")
+    assert status == 1 and re.search(r"^warp +- .*rollout.name=warp", out, re.M)
+
+
+def test_step_times_whole_steps_of_ours(tmp_path: Path, capsys):
+    file = tmp_path / "step.json"
+    sizes = ("--prompts", "1", "--n", "2", "--tokens", "2", "--prompt-tokens", "6", "--steps", "6")
+    status, out, _ = run(capsys, "step", "--only", "hf,trl", *sizes, "--json", str(file))
+    assert status == 0 and re.search(r"^hf +0\.\d+ +0\.\d+ +0\.\d+ +1\.00x +2\.0", out, re.M)
+    assert re.search(r"^trl +- .*not installed", out, re.M)
+    (answer,) = json.loads(file.read_text())["systems"]["hf"]["runs"]
+    assert len(answer["wall"]) == len(answer["inside"]) == 6
+    assert all(wall > inside for wall, inside in zip(answer["wall"], answer["inside"], strict=True))
+
+
+def test_step_with_a_long_tail_ends_responses_early(tmp_path: Path, capsys):
+    file = tmp_path / "step.json"
+    sizes = ("--prompts", "2", "--n", "8", "--tokens", "16", "--prompt-tokens", "6", "--steps", "2")
+    assert run(capsys, "step", "--only", "hf", "--lengths", "long-tail", *sizes, "--json", str(file))[0] == 0
+    assert 2 < json.loads(file.read_text())["systems"]["hf"]["mean_length"] < 7
+
+
+def test_sweep_writes_points_and_a_picture(tiny: Path, tmp_path: Path, capsys):
+    file, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
+    sizes = ("--rows", "1,2", "--lengths", "2,4", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
+    files = ("--json", str(file), "--svg", str(picture))
+    status, out, _ = run(capsys, "sweep", "--engine", "hf", "--model", str(tiny), *sizes, *files)
+    assert status == 0 and "GFLOP/s" in out and "by length of the response" in out
+    found = json.loads(file.read_text())
+    assert [point["rows"] for point in found["by_rows"]] == [1, 2]
+    assert [point["tokens"] for point in found["by_length"]] == [2, 4]
+    assert all(0 < point["floor_us"] < point["us_per_token"] for point in found["by_rows"] + found["by_length"])
+    assert picture.read_text().startswith("<svg") and "floor of this machine" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("rollout", "--model", "nowhere"), "--model nowhere: neither a preset (1m, 27m) nor a folder"),
+        (("rollout", "--only", "sglang"), "--only names sglang; known: native, hf"),
+        (("rollout", "--json", "/no/such/folder/x.json"), "its folder must exist"),
+        (("step", "--n", "1"), "--n 1: GRPO compares the responses of a group"),
+        (("step", "--prompt-tokens", "3"), "the chat template alone takes 3"),
+        (("step", "--model", "x", "--lengths", "long-tail"), "needs random weights, --model 1m or 27m"),
+        (("sweep", "--engine", "warp", "--rows", "1"), "--engine warp: actor_rollout_ref.rollout.name=warp"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_options_are_answered(args, words, capsys):
+    status, _, err = run(capsys, *args)
+    assert status == 2 and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("args", [("rollout", "--prompts", "0"), ("rollout", "--lengths", "short"), ("race",), ()])
+def test_options_that_cannot_be_read_end_with_2(args, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *args])
+    assert ended.value.code == 2 and "usage: posttrain bench" in capsys.readouterr().err

