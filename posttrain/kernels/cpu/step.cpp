@@ -214,11 +214,12 @@ template <typename T> void pack(const T *weight, T *to, int64_t outer, int64_t i
   int64_t tiles = (outer + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t tile = 0; tile < tiles; tile++)
-    for (int c = 0; c < COLUMNS; c++) {
-      int64_t row = source_row(tile, c, outer, gated);
-      for (int64_t k = 0; k < inner; k++)
-        to[tile * COLUMNS * inner + place_of(T{}, k, c)] = row < 0 ? T{} : weight[row * inner + k];
-    }
+    for (int64_t start = 0; start < inner; start += 32) // what is written stays near while rows are read in turn
+      for (int c = 0; c < COLUMNS; c++) {
+        int64_t row = source_row(tile, c, outer, gated), end = std::min<int64_t>(inner, start + 32);
+        for (int64_t k = start; k < end; k++)
+          to[tile * COLUMNS * inner + place_of(T{}, k, c)] = row < 0 ? T{} : weight[row * inner + k];
+      }
 }
 
 } // namespace
