@@ -72,5 +72,5 @@ fail_install() {
 use_checkout() {
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
   export PYTHONUNBUFFERED=1
-  export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-0}" # waiting OpenMP threads sleep instead of taking the cores of other processes
+  export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}" # OpenMP threads wait a moment for work, then sleep and leave the cores to others
 }

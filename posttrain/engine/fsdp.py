@@ -43,6 +43,7 @@ class FSDPEngine(TrainEngine):
     def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
         self.module, self.settings = module, settings
         self.packed = settings.pack and can_pack(module)
+        self.width = module.config.get_text_config().hidden_size  # pyright: ignore
         trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
         if self.optimizer is None:
@@ -74,7 +75,8 @@ class FSDPEngine(TrainEngine):
     def _plan(self, data: DataProto) -> list[list[Unit]]:
         """The units of rows of each forward pass."""
         settings = self.settings
-        units, tokens = plan_units(data, share=self.packed and settings.share_prompts, max_rows=settings.max_rows)
+        share = self.packed and settings.share_prompts
+        units, tokens = plan_units(data, share=share, width=self.width, max_rows=settings.max_rows)
         return plan_micro_batches(units, tokens, token_budget=settings.token_budget, max_rows=settings.max_rows)
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:

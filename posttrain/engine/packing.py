@@ -16,8 +16,11 @@ Unit = list[int]
 """Rows that are computed together: responses to one prompt that share it, or a single row."""
 
 
-def plan_units(data: DataProto, *, share: bool, max_rows: int | None = None) -> tuple[list[Unit], list[int]]:
-    """(units, tokens of each). Prompts are shared where attention does not become dearer by it."""
+def plan_units(
+    data: DataProto, *, share: bool, width: int = 0, max_rows: int | None = None
+) -> tuple[list[Unit], list[int]]:
+    """(units, tokens of each). Prompts are shared where a pass over a model of that width becomes cheaper by it: the
+    responses of a unit are then one sequence, whose matrix products take fewer tokens and whose attention takes more."""
     response_width = data.batch["responses"].shape[1]
     mask = data.batch["attention_mask"]
     total = mask.sum(-1).tolist()
@@ -28,10 +31,15 @@ def plan_units(data: DataProto, *, share: bool, max_rows: int | None = None) -> 
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             together = prompt[part[0]] + sum(total[row] - prompt[row] for row in part)
-            cheaper = together**2 <= sum(total[row] ** 2 for row in part)
+            cheaper = _cost(together, width) <= sum(_cost(total[row], width) for row in part)
             units += [part] if cheaper else [[row] for row in part]
     tokens = [prompt[unit[0]] + sum(total[row] - prompt[row] for row in unit) for unit in units]
     return units, tokens
+
+
+def _cost(tokens: int, width: int) -> int:
+    """Arithmetic of one layer over a sequence, in units of 4 x width: 24 x width^2 per token, 4 x width per pair."""
+    return tokens * (6 * width + tokens)
 
 
 def _equal_prompts(data: DataProto) -> list[Unit]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 PPO_ENVIRONMENT = {
-    # Spinning OpenMP threads steal the cores that reward workers and generation share.
-    "GOMP_SPINCOUNT": "0",
+    # OpenMP threads wait a moment for more work, then sleep: those that spin on steal the cores of reward workers.
+    "GOMP_SPINCOUNT": "20000",
     "TOKENIZERS_PARALLELISM": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }

@@ -77,7 +77,7 @@ def test_nothing_is_installed_where_every_requirement_is_met(tmp_path: Path):
     ran = checkout.train("--lr", "5e-7", "a.b=c d")
     assert ran.returncode == 0, ran.stderr
     assert f"RAN ['train', '--train-sh={checkout.root}', '--lr', '5e-7', 'a.b=c d']" in ran.stdout
-    assert "ENV 0 1" in ran.stdout
+    assert "ENV 20000 1" in ran.stdout
     assert f"CWD {checkout.elsewhere}" in ran.stdout  # the user's paths stay relative to where the user is
     assert checkout.calls() == []
     assert not (checkout.root / ".venv").exists()

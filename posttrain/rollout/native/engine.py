@@ -22,7 +22,7 @@ from posttrain.rollout.native.prompts import Piece, Prompt, Queue
 from posttrain.rollout.native.slots import Slots
 from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, uniforms
 
-MANY = 32  # steps for which it pays to lay weights out anew
+MANY = 16  # steps for which it pays to lay weights out anew
 
 
 class Decoder(Protocol):
