@@ -19,8 +19,10 @@ Unit = list[int]
 def plan_units(
     data: DataProto, *, share: bool, width: int = 0, max_rows: int | None = None
 ) -> tuple[list[Unit], list[int]]:
-    """(units, tokens of each). Prompts are shared where a pass over a model of that width becomes cheaper by it: the
-    responses of a unit are then one sequence, whose matrix products take fewer tokens and whose attention takes more."""
+    """(units, tokens of each). Prompts are shared where a pass over a model of that width becomes cheaper by it.
+
+    The responses of a unit are one sequence: its matrix products take fewer tokens, its attention takes more pairs.
+    """
     response_width = data.batch["responses"].shape[1]
     mask = data.batch["attention_mask"]
     total = mask.sum(-1).tolist()
