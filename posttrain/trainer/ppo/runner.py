@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from posttrain.checkpoint.errors import disk_words
 from posttrain.config.resolved import Resolved
 from posttrain.config.root import PPOConfig
 from posttrain.data.dataset import PromptDataset
@@ -57,6 +58,12 @@ def run_training(
             raise UserError(_memory_words(config, error)) from error
         except UserError:
             raise  # its text says it all
+        except OSError as error:
+            words = disk_words(error, run.path)
+            if words is None:
+                _write_crash(run)
+                raise
+            raise UserError(words) from error
         except Exception:
             _write_crash(run)
             raise
@@ -161,4 +168,4 @@ def _write_crash(run: RunDirectory) -> None:
         path.write_text(traceback.format_exc())
     except OSError:
         return  # the original error matters more than its copy
-    say(f"The run failed; the traceback is in {Path(path)}.")
+    say(f"The run failed; the traceback is in {Path(path)}. The same command continues from the newest checkpoint.")
