@@ -27,7 +27,7 @@ from pathlib import Path
 
 MOMENTS = ["writing", "step", "writing", "step", "start", "writing", "step", "resume"]
 """What the kills aim at, in turn."""
-GIVE_UP_S = 120.0
+GIVE_UP_S = 600.0
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Has spread even for an untrained model: the share of characters with an even code."""

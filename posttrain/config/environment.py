@@ -65,15 +65,19 @@ def _model_folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
             if not (path / wanted).is_file():
                 what = f"`{key}`: the folder {name} holds no {wanted}."
                 yield Problem(what, where, "give a folder in Hugging Face format")
-            elif key == f"{_MODEL}.path" and resolved.value(f"{_MODEL}.tokenizer_path") is None:
-                # transformers would make an empty tokenizer of the model's kind, and say nothing
-                if not any((path / file).is_file() for file in _TOKENIZER_FILES):
-                    what = f"`{key}`: the folder {name} holds no tokenizer."
-                    do = f"copy tokenizer.json and tokenizer_config.json into it, or set {_MODEL}.tokenizer_path"
-                    yield Problem(what, where, do)
+            elif key == f"{_MODEL}.path" and _lacks_tokenizer(resolved, path):
+                what = f"`{key}`: the folder {name} holds no tokenizer."
+                do = f"copy tokenizer.json and tokenizer_config.json into it, or set {_MODEL}.tokenizer_path"
+                yield Problem(what, where, do)
         elif name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
             do = "give a folder that exists, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
             yield Problem(f"`{key}`: the folder {name} does not exist.", where, do)
+
+
+def _lacks_tokenizer(resolved: Resolved, folder: Path) -> bool:
+    """transformers would make an empty tokenizer of the model's kind, and say nothing."""
+    elsewhere = resolved.value(f"{_MODEL}.tokenizer_path") is not None
+    return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
 def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:

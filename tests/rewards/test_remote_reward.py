@@ -1,5 +1,6 @@
 """Rewards behind a URL: batches out, scores back, what passes is tried again, what remains is recorded."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -34,9 +35,10 @@ class Scores(BaseHTTPRequestHandler):
             body = "<html>"
         if "slow" in said:
             time.sleep(1.0)
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body.encode())
+        with contextlib.suppress(BrokenPipeError):  # whoever asked has given up
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
 
     def log_message(self, *args):
         pass
