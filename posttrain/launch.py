@@ -198,7 +198,8 @@ def defaults(taken: Mapping[str, str], train_sh: Path | None) -> Labelled:
         if "algorithm.use_kl_in_reward" in taken:
             del rows[USE_KL]  # the user has settled where KL goes
         chosen += [(f"{key}={value}", DEFAULT) for key, value in rows.items() if key not in taken]
-    if train_sh is not None and REWARD not in taken and (train_sh / "reward_func.py").is_file():
+    own_reward = REWARD in taken or any(key.startswith("reward.functions") for key in taken)
+    if train_sh is not None and not own_reward and (train_sh / "reward_func.py").is_file():
         chosen.append((f"{REWARD}={train_sh / 'reward_func.py'}", DEFAULT))
     return chosen
 

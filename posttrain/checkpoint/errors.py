@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -33,8 +34,24 @@ def write_failure(target: Path, error: BaseException, needed_bytes: int) -> Chec
         advice = "Check that the folder and its disk are in order, or set trainer.default_local_dir"
     reason = system.strerror or str(system)
     return CheckpointError(
-        f"Writing the checkpoint {target} failed: {reason}. {advice}. Earlier checkpoints are untouched."
+        f"Writing the checkpoint {target} failed: {reason}. {advice}. Earlier checkpoints are untouched; "
+        "the same command continues from the newest."
     )
+
+
+def disk_words(error: OSError, folder: Path) -> str | None:
+    """What to tell about a full or closed disk under a run's `folder`, with the way back; None for other errors."""
+    if error.errno not in _FULL | _CLOSED:
+        return None
+    named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    if named is not None and folder not in named.parents and named != folder:
+        return None  # a file that is not the run's
+    what = f"Writing {named or f'into {folder}'} failed: {error.strerror}."
+    if error.errno in _FULL:
+        advice = f"{_free(folder / 'x')} are free. Make room (tracking.samples_max_gb, trainer.max_ckpt_to_keep)"
+    else:
+        advice = "Change the folder's permissions"
+    return f"{what} {advice}, then the same command continues from the newest checkpoint."
 
 
 def find_os_error(error: BaseException) -> OSError | None:

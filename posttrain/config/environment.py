@@ -13,6 +13,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _THREE_FORMS = (
@@ -64,9 +65,19 @@ def _model_folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
             if not (path / wanted).is_file():
                 what = f"`{key}`: the folder {name} holds no {wanted}."
                 yield Problem(what, where, "give a folder in Hugging Face format")
+            elif key == f"{_MODEL}.path" and _lacks_tokenizer(resolved, path):
+                what = f"`{key}`: the folder {name} holds no tokenizer."
+                do = f"copy tokenizer.json and tokenizer_config.json into it, or set {_MODEL}.tokenizer_path"
+                yield Problem(what, where, do)
         elif name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
             do = "give a folder that exists, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
             yield Problem(f"`{key}`: the folder {name} does not exist.", where, do)
+
+
+def _lacks_tokenizer(resolved: Resolved, folder: Path) -> bool:
+    """transformers would make an empty tokenizer of the model's kind, and say nothing."""
+    elsewhere = resolved.value(f"{_MODEL}.tokenizer_path") is not None
+    return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
 def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -74,6 +85,8 @@ def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         name = resolved.value(key)
         if name is None:
             continue
+        if name.startswith(("http://", "https://")):
+            continue  # a reward server; it is asked when the reward is loaded
         if name.endswith(".py") and not (cwd / name).is_file():
             what = f"`{key}`: the file {name} does not exist."
             yield Problem(what, resolved.where(key), "give a Python file that exists")

@@ -14,7 +14,7 @@ class CustomRewardConfig(Section):
     """Your own reward. Example: `custom_reward_function.path=my_reward.py`."""
 
     path: str | None = None
-    """A Python file, or a dotted path to a module or function; null scores by `data_source`."""
+    """A Python file, a dotted path to a module or function, or a URL; null scores by `data_source`."""
     name: str | None = None
     """Function in that file; null takes `compute_score`, or the only public function."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -34,9 +34,43 @@ class OverlongBufferConfig(Section):
 
 
 @dataclass
-class RewardConfig(Section):
-    """Limits on scoring, which runs in worker processes."""
+class RewardPartConfig(Section):
+    """One of several rewards. Example: `+reward.functions.form.tags=[think,answer] +reward.functions.form.weight=0.2`.
 
+    It has at most one of path, data_source, tags, pattern and the lengths; with none of them rows are scored by
+    their `data_source`.
+    """
+
+    weight: float = 1.0
+    """What the score is multiplied by; below 0 it is a penalty."""
+    needs: str | None = None
+    """Another function: this one counts only where that one found the response right."""
+    path: str | None = None
+    """As in `custom_reward_function`: a file, a dotted path or a URL."""
+    name: str | None = None
+    """Function in that file."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function."""
+    data_source: str | None = None
+    """A built-in scorer for all rows, whatever their own source."""
+    tags: list[str] | None = None
+    """1 if the response consists of these tags, in their order."""
+    pattern: str | None = None
+    """1 if this regular expression is found in the response."""
+    min_tokens: int | None = None
+    """Responses shorter than this score less than 1."""
+    free_tokens: int | None = None
+    """Responses longer than this score less than 1."""
+    max_tokens: int | None = None
+    """Responses of this length or longer score 0."""
+
+
+@dataclass
+class RewardConfig(Section):
+    """Several rewards, and limits on scoring, which runs in worker processes."""
+
+    functions: dict[str, Any] = field(default_factory=dict)
+    """Several rewards by name, summed with their weights; empty takes `custom_reward_function`, or the data source."""
     num_workers: int | None = None
     """Worker processes; null takes one per core, at most 8."""
     timeout_s: float = 10.0

@@ -227,7 +227,10 @@ def packed_bytes(model: Any) -> int:
         return 0
     layers: Any = decoder_of(model).layers
     linear = (part for part in layers.modules() if isinstance(part, torch.nn.Linear))
-    return sum(part.weight.numel() * part.weight.itemsize for part in linear)
+    widths = [part.weight.shape for part in linear]
+    itemsize = next(model.parameters()).itemsize
+    rows = sum(shape[0] for shape in widths[:7])  # a tile of rows between the products of a layer
+    return (sum(shape.numel() for shape in widths) + 64 * rows) * itemsize
 
 
 def layer_count(model: Any) -> int:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import re
 
-from posttrain.rewards.numbers import Number, find_numbers, last_number, parse_number
+from posttrain.rewards.numbers import Number, find_numbers, is_unfinished, last_number, parse_number
 
 _HASHES = re.compile(r"####[ \t]*([^\s#][^\n]*)")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _SAYS = re.compile(
-    r"(?P<direct>\banswer\**\s*(?:is|are|:|：|=)|答案\**\s*(?:应该|应)?(?:是|为|：|:|等于)|结果\s*(?:是|为))|(?P<sentence>答\s*[：:])",
+    r"(?P<direct>\banswer\**\s*(?:is|are|:|：|=)|答案\**\s*(?:应该|应)?(?:是|为|选|：|:|等于)|结果\s*(?:是|为))|(?P<sentence>答\s*[：:])",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\n|。|！|(?<!\\)[.!](?=\s|$)")
 _LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
 _LATEX_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
 _MATH = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+REMARK = re.compile(r"(?<=[\w%])\s+[(（].*", re.DOTALL)
+_CLAUSE = re.compile(r"\b(?:because|since|which|where)\b|因为|[,，;；](?=\s)")
 _BOXES_READ = 20  # from the end; a response of nothing but unclosed boxes must not cost quadratic time
 
 
@@ -65,16 +67,23 @@ def final_number(text: str) -> Number | None:
     """The number that a text ends up with, or None."""
     explicit = explicit_answer(text)
     if explicit is not None:
-        return parse_number(explicit) or last_number(explicit.rpartition("=")[2])
+        return parse_number(explicit) or last_number(result_of(explicit))
     whole = parse_number(text) if len(text) < 100 else None
     if whole is not None:
         return whole
     said = said_answer(text)
     if said is not None:
-        numbers = find_numbers(said[0].rpartition("=")[2])
-        if numbers:
-            return numbers[-1] if said[1] else numbers[0]
+        clause = said[0] if said[1] else _CLAUSE.split(said[0], maxsplit=1)[0]
+        numbers = find_numbers(result_of(clause))
+        if numbers or find_numbers(clause):  # what is said and left open (`5 or 6`) is no answer
+            return None if not numbers else numbers[-1] if said[1] else numbers[0]
     return last_number(text)
+
+
+def result_of(answer: str) -> str:
+    """Where an answer's number stands: `18` of `9 * 2 = 18` and of `18 (9 * 2)`; nothing in `9 * 2` or `5 or 6`."""
+    result = REMARK.sub("", answer).rpartition("=")[2]
+    return "" if is_unfinished(result) else result
 
 
 def final_expression(text: str) -> str | None:
@@ -85,7 +94,10 @@ def final_expression(text: str) -> str | None:
     said = said_answer(text)
     if said is not None:
         math = list(_MATH.finditer(said[0]))
-        return next(group for group in math[-1].groups() if group) if math else said[0]
+        if math:
+            return next(group for group in math[-1].groups() if group)
+        number = last_number(said[0]) if said[1] else None
+        return said[0] if number is None else str(number)
     text = text.strip()
     if text and len(text) <= 200 and not is_prose(text):
         return text

@@ -16,13 +16,15 @@ import pickle
 import sys
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.rewards.failures import explain_import_failure
-from posttrain.rewards.signatures import FORMS, check_call, form_of
-from posttrain.rewards.types import RewardError, RewardSpec
+from posttrain.rewards.outcomes import ScoreItems, outcomes_of
+from posttrain.rewards.signatures import FORMS, caller, check_call, form_of
+from posttrain.rewards.types import RewardError, RewardPart, RewardSpec
 
 if TYPE_CHECKING:
     from posttrain.config.reward import CustomRewardConfig
@@ -32,23 +34,80 @@ IMPORT_S = 120.0
 
 
 def resolve_reward(
-    config: CustomRewardConfig, *, function: Callable[..., Any] | None = None, where: str = "custom_reward_function"
+    config: CustomRewardConfig,
+    *,
+    functions: Mapping[str, Any] | None = None,
+    function: Callable[..., Any] | None = None,
+    where: str = "custom_reward_function",
 ) -> RewardSpec:
-    """The reward that the settings (or a function object) name, checked without calling it; RewardError if unusable."""
+    """The reward that the settings (or a function object) name, checked without calling it; RewardError if unusable.
+
+    `functions` are those of the setting `reward.functions`: then the reward is their weighted sum.
+    """
     try:
-        spec = _describe(config, function)
+        spec = _combine(config, function, functions) if functions else _describe(config, function)
         return spec if spec.kind == "builtin" else _checked(spec)
     except RewardError as error:
         error.where = error.where or (where if function is None else "the `reward` argument")
         raise
 
 
+def load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
+    """In a worker: what scores a response or a group, and the spec with what was found out filled in."""
+    if spec.kind == "combined":
+        return _load_combined(spec)
+    if spec.kind == "shape":
+        from posttrain.rewards.shaping import shaping
+
+        return shaping(spec.kwargs), spec
+    if spec.kind == "url":
+        return _load_remote(spec)
+    function, spec = load_function(spec)
+    call = caller(function, spec.form, spec.kwargs)
+    return lambda items: outcomes_of(call, items, spec.form), spec
+
+
+def _load_combined(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
+    from posttrain.rewards.combined import Combined
+
+    loaded: list[tuple[RewardPart, ScoreItems]] = []
+    for part in spec.parts:
+        try:
+            score, found = load_scores(replace(part.spec, timeout_s=spec.timeout_s))
+        except RewardError as error:
+            raise RewardError(f"reward.functions.{part.name}: {error.what}", error.where, error.todo) from error
+        loaded.append((replace(part, spec=found), score))
+    forms = {part.spec.form for part, _ in loaded}
+    parts = [part for part, _ in loaded]
+    label = " + ".join(f"{part.weight:g} x {part.name} ({part.spec.label})" for part in parts)
+    return Combined(loaded), replace(spec, parts=parts, form="list" if "list" in forms else "source", label=label)
+
+
+def _load_remote(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
+    from posttrain.rewards.remote import Remote
+
+    try:
+        remote = Remote(spec.path, total_s=spec.timeout_s, **spec.kwargs)
+    except TypeError:
+        raise RewardError(
+            f"custom_reward_function.reward_kwargs of a URL are attempts, attempt_s, pause_s and token_env, not "
+            f"{', '.join(spec.kwargs)}",
+            todo="remove the others",
+        ) from None
+    if spec.name is None:  # only once, before the run: workers that are started later find out by scoring
+        remote.check()
+    return remote, replace(spec, name="url", form="list", label=spec.path)
+
+
 def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
     """In a worker: the function of a spec, and the spec with its name, form and label filled in."""
     if spec.kind == "builtin":
-        from posttrain.rewards.scorers import score_by_source
+        from posttrain.rewards.scorers import find_scorer, score_by_source
 
-        return score_by_source, spec
+        if not spec.path:
+            return score_by_source, spec
+        scorer = find_scorer(spec.path)
+        return lambda solution_str, ground_truth, extra_info: scorer(solution_str, ground_truth, extra_info), spec
     if spec.kind == "pickled":
         sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
         function, place = pickle.loads(spec.pickled), "given as an object"
@@ -62,6 +121,24 @@ def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
     name = getattr(function, "__name__", type(function).__name__)
     found = RewardSpec(**{**vars(spec), "name": name, "form": form, "label": f"{name} {place}"})
     return function, found
+
+
+def _combine(
+    config: CustomRewardConfig, function: Callable[..., Any] | None, functions: Mapping[str, Any]
+) -> RewardSpec:
+    from posttrain.rewards.functions import read_parts
+
+    if config.path or function is not None:
+        named = f"custom_reward_function.path={config.path}" if config.path else "a function object"
+        raise RewardError(
+            f"two rewards are named: {named} and reward.functions ({', '.join(functions)})",
+            "reward.functions",
+            "give your function a name in reward.functions and a path there, or leave reward.functions out",
+        )
+    parts = []
+    for part, own in read_parts(dict(functions)):
+        parts.append(replace(part, spec=_describe(own, None)) if own is not None else part)
+    return RewardSpec(kind="combined", parts=parts)
 
 
 def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -> RewardSpec:
@@ -82,10 +159,19 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
                     todo="set custom_reward_function.path to the file that holds it",
                 )
         return RewardSpec()
+    if is_url(config.path):
+        if config.name:
+            raise RewardError("custom_reward_function.name is set, but a URL has no functions", todo="leave it out")
+        return RewardSpec(kind="url", path=config.path, kwargs=kwargs)
     path = os.path.expanduser(config.path)
     if path.endswith(".py") or os.sep in path or os.path.isfile(path):
         return RewardSpec(kind="file", path=os.path.abspath(path), name=config.name, kwargs=kwargs)
     return RewardSpec(kind="dotted", path=path, name=config.name, kwargs=kwargs)
+
+
+def is_url(path: str) -> bool:
+    """Whether a reward's path is a server's address."""
+    return path.startswith(("http://", "https://"))
 
 
 def _pickle(function: Callable[..., Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Numbers as people and models write them: signs, separators (1,234), decimals, fractions, percent, LaTeX."""
+"""Numbers as people and models write them: signs, separators (1,234), decimals, fractions, percent, LaTeX, 1.2万."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-_WIDE = str.maketrans("０１２３４５６７８９．％－＋−–＄⁄", "0123456789.%-+--$/")
+_WIDE = str.maketrans("０１２３４５６７８９．％－＋−–＄⁄／＝", "0123456789.%-+--$//=")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|(?<!\d)\.\d+"
 _FRAC = r"\\[dtc]?frac\s*(?:\{\s*(?P<num>-?[\d.,]+)\s*\}|(?P<num1>\d))\s*(?:\{\s*(?P<den>-?[\d.,]+)\s*\}|(?P<den1>\d))"
 # A sign counts only when it touches the number and nothing that could be its left operand: `10-4` ends in 4, not in -4.
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)\]}}])[-+])?(?:\\?\$)?(?P<sign2>(?<=\$)[-+])?(?<![A-Za-z_])"
     rf"(?:(?P<whole>\d+)?\s*{_FRAC}|(?P<mixed>\d+)\s+(?P<mnum>\d+)/(?P<mden>\d+)"
-    rf"|(?P<plain>{_DIGITS})(?:\s*/\s*(?P<over>\d[\d,]*(?:\.\d+)?))?)\s*(?P<percent>\\?%)?"
+    rf"|(?P<plain>{_DIGITS})(?:(?P<myriad>[万亿])|\s*/\s*(?P<over>\d[\d,]*(?:\.\d+)?))?)\s*(?P<percent>\\?%)?"
+)
+_MYRIADS = {"万": 10_000, "亿": 100_000_000}
+_UNFINISHED = re.compile(
+    r"[\d)}]\s*(?:(?:\\times|\\cdot|\\div|[-+*×÷·]|\bor\b|或者?)\s*[-+]?[\\$\d(]|\^(?!\s*\{?\s*\\circ))|\\sqrt"
 )
 _WORDS_IN_LATEX = re.compile(r"\\(?:text|mathrm|textbf|mbox|operatorname)\s*\{[^{}]*\}")
 _DECORATION = re.compile(
@@ -76,6 +80,11 @@ def last_number(text: str) -> Number | None:
     return None
 
 
+def is_unfinished(text: str) -> bool:
+    """Whether a text is a calculation or a choice that is left open (`3 \\times 18`, `5 or 6`): it gives no number."""
+    return _UNFINISHED.search(_WORDS_IN_LATEX.sub("", text.translate(_WIDE))) is not None
+
+
 def same_number(left: Number, right: Number) -> bool:
     """Whether two numbers are the same answer: equal (non-integers within 1e-6), and 50% equals both 50 and 0.5."""
     if _close(left.value, right.value):
@@ -99,6 +108,7 @@ def _value(match: re.Match[str]) -> Number | None:
     try:
         if part["plain"] is not None:
             value = _exact(part["plain"]) / (_exact(part["over"]) if part["over"] else 1)
+            value *= _MYRIADS.get(part["myriad"] or "", 1)
         elif part["mixed"] is not None:
             value = int(part["mixed"]) + Fraction(int(part["mnum"]), int(part["mden"]))
         else:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -66,7 +66,8 @@ class RewardPool:
             raise RewardError(
                 f"reward.timeout_s is {timeout_s}", "reward.timeout_s", "set it to a number of seconds above 0"
             )
-        self.spec, self._timeout, self._failure_score, self._on_print = spec, timeout_s, failure_score, on_print
+        self.spec = replace(spec, timeout_s=timeout_s)
+        self._timeout, self._failure_score, self._on_print = timeout_s, failure_score, on_print
         self._size = num_workers or min(
             8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
@@ -89,7 +90,8 @@ class RewardPool:
 
     def submit(self, key: Hashable, item: RewardItem) -> None:
         """Take an item to be scored; a list-form function is called when the last item of its group has come."""
-        payload = pickle.dumps((item.data_source, item.solution_str, item.ground_truth, item.extra_info), protocol=5)
+        fields = (item.data_source, item.solution_str, item.ground_truth, item.extra_info, item.tokens)
+        payload = pickle.dumps(fields, protocol=5)
         with self._changed:
             self._check_usable()
             if key in self._open or key in self._done:
@@ -228,7 +230,8 @@ class RewardPool:
                 elif kind == "ready":
                     worker.ready = True
                 elif kind == "failed":
-                    worker.complaint = RewardError(rest[0], "custom_reward_function", rest[1])
+                    where = "reward.functions" if self.spec.kind == "combined" else "custom_reward_function"
+                    worker.complaint = RewardError(rest[0], where, rest[1])
                     return False
         except (EOFError, OSError):
             return False

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.rewards import guardian
 from posttrain.rewards.types import RewardError, RewardSpec
 
 _ROOT = str(Path(posttrain.__file__).resolve().parents[1])
@@ -36,6 +37,7 @@ class WorkerProcess:
             env=_environment(),
             start_new_session=True,
         )
+        guardian.watch(self.process.pid)
         theirs.close()
         self.conn: Connection[Any, Any] = Connection(ours.detach())
         with contextlib.suppress(OSError):  # a worker that died already is noticed where it is read
@@ -70,7 +72,8 @@ class WorkerProcess:
             return "it closed its connection"
         if code >= 0:
             return f"exit code {code}"
-        return f"killed by {signal.Signals(-code).name}"
+        hint = ", perhaps because the machine ran out of memory" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
 
     def kill(self) -> None:
         """End the process and whatever it started, and wait for it."""
@@ -79,6 +82,7 @@ class WorkerProcess:
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        guardian.forget(self.process.pid)
         self.conn.close()
 
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.errors import UserError
 from posttrain.rewards.answers import extract_final_answer
 from posttrain.rewards.files import read_rows
 from posttrain.rewards.findings import Findings, report
+from posttrain.rewards.functions import asks_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import code_settings, is_code
@@ -95,29 +96,49 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--responses", help="file with `response` columns, e.g. samples/step_10.parquet of a run")
     parser.add_argument("--data_source", help="data source of rows that name none")
     parser.add_argument("--limit", type=int, default=1000, help="rows to read (default 1000)")
-    parser.add_argument("--timeout_s", type=float, default=10.0, help="seconds for one score (default 10)")
-    parser.add_argument("--sandbox_mode", choices=("kernel", "unsafe"), default="kernel", help="for rows of code")
+    parser.add_argument("--timeout_s", type=float, help="seconds for one score (default 10)")
+    parser.add_argument("--sandbox_mode", choices=("kernel", "unsafe"), help="for rows of code (default kernel)")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="reward.* and custom_reward_function.*")
     options = parser.parse_args(list(args) if args is not None else None)
     try:
-        config = CustomRewardConfig(path=options.reward_func, name=options.name)
-        spec = resolve_reward(config, where=f"--reward_func {options.reward_func}")
-        sandbox = SandboxConfig(mode=options.sandbox_mode)
-        spec.code = code_settings(RewardConfig(timeout_s=options.timeout_s, sandbox=sandbox))
+        config, limits = _settings(options)
+        where = f"--reward_func {options.reward_func}" if options.reward_func else "custom_reward_function"
+        spec = resolve_reward(config, functions=limits.functions, where=where)
+        spec.code = code_settings(limits)
         rows = read_rows(options.data, options.limit)
         responses = _with_truths(read_rows(options.responses, options.limit), rows) if options.responses else None
         found = examine(
-            rows, spec, responses=responses, default_source=options.data_source, timeout_s=options.timeout_s
+            rows,
+            spec,
+            responses=responses,
+            default_source=options.data_source,
+            num_workers=limits.num_workers,
+            timeout_s=limits.timeout_s,
         )
-    except RewardError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(report(found, spec))
     return 0 if found.ok else 1
 
 
+def _settings(options: argparse.Namespace) -> tuple[CustomRewardConfig, RewardConfig]:
+    """The sections of a run's settings that decide about rewards; flags win over them."""
+    config, limits = CustomRewardConfig(), RewardConfig()
+    if options.settings:
+        from posttrain.config import load_config
+
+        run = load_config(options.settings).config
+        config, limits = run.custom_reward_function, run.reward
+    config.path, config.name = options.reward_func or config.path, options.name or config.name
+    limits.timeout_s = options.timeout_s or limits.timeout_s
+    limits.sandbox.mode = options.sandbox_mode or limits.sandbox.mode
+    return config, limits
+
+
 def _matched(row: dict[str, Any], spec: RewardSpec, default_source: str | None, found: Findings | None) -> bool:
     """Whether the reward can score the row's source; a user's own function is taken to know all its sources."""
-    if spec.kind != "builtin":
+    if not asks_sources(spec):
         return True
     source = _source(row, default_source)
     try:
@@ -182,9 +203,11 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any,
             found.by_form[form].append(result.score)
             if result.error:
                 found.errors[_failure(row, result.error)] += 1
-    best = max(results[i, f"truth, {name}"].score for name in SPELLINGS)
+    tried = [results[i, f"truth, {name}"] for name in SPELLINGS]
+    best = max(result.score for result in tried)
     found.best.append(best)
-    if best < 1.0:
+    # Where a reward says what is right, its score may be anything: weights, bonuses.
+    if max(float(result.parts.get("acc", result.score)) for result in tried) < 1.0:
         found.unscored.append((i, _one(truth_of(row)), best))
 
 

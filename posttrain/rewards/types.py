@@ -36,6 +36,8 @@ class RewardItem:
     extra_info: Any = None
     group: Hashable = None
     group_size: int = 1
+    tokens: int | None = None
+    """Tokens of the response, where they are known."""
 
 
 @dataclass
@@ -52,9 +54,9 @@ class RewardSpec:
     """Where a reward function comes from and how it is called: plain data that travels to the workers."""
 
     kind: str = "builtin"
-    """`builtin` (by data source), `file`, `dotted` or `pickled`."""
+    """`builtin` (by data source), `file`, `dotted`, `pickled`, `url`, `shape` (its form) or `combined`."""
     path: str = ""
-    """The file or dotted path, as it was given."""
+    """The file, dotted path or URL, as it was given; of a built-in scorer its name, or nothing for the row's own."""
     name: str | None = None
     """The function's name; filled in when the reward is resolved."""
     form: str = "source"
@@ -69,5 +71,20 @@ class RewardSpec:
     """The function itself, when an object was given instead of a path."""
     code: dict[str, Any] = field(default_factory=dict)
     """Arguments of `scorers.code.configure`; empty leaves the defaults."""
+    timeout_s: float = 10.0
+    """Seconds that a score may take: what waits for others stops before that."""
+    parts: list[RewardPart] = field(default_factory=list)
+    """The functions of a combined reward."""
     label: str = "built-in scorers, by data_source"
     """How the run names it to its user."""
+
+
+@dataclass
+class RewardPart:
+    """One function of a combined reward."""
+
+    name: str
+    weight: float
+    needs: str | None
+    """Counts only where the part of this name found the response right."""
+    spec: RewardSpec

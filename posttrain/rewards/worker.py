@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import math
 import os
 import pickle
 import random
@@ -19,20 +18,17 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from posttrain.rewards.failures import describe_exception
-from posttrain.rewards.loading import load_function
-from posttrain.rewards.signatures import Fields, caller
+from posttrain.rewards.loading import load_scores
+from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
 from posttrain.rewards.types import RewardError
-
-Outcome = tuple[float, dict[str, "float | str"], "str | None"]
 
 PRINT_LINES, PRINT_CHARS = 20, 2000
 """How much one sample may print before the rest is cut."""
-_PART_CHARS = 200
 _SLOW_IMPORT_S = 60.0
 
 
@@ -48,7 +44,7 @@ def main() -> None:
 
         code.configure(**spec.code)
     try:
-        function, spec = load_function(spec)
+        score, spec = load_scores(spec)
     except RewardError as error:
         channel.send(("failed", error.what, error.todo))
         return
@@ -56,72 +52,24 @@ def main() -> None:
         channel.send(("failed", f"the reward could not be loaded: {describe_exception(error)}", ""))
         return
     _announce_slow_imports(channel)
-    call = caller(function, spec.form, spec.kwargs)
     channel.send(("ready", spec))
     while True:
         for task, payloads in channel.conn.recv():
             out.new_sample()
             start = time.perf_counter()
-            outcomes = score_task(call, payloads, spec.form)
+            outcomes = score_task(score, payloads)
             out.flush_line()
             channel.send(("done", task, outcomes, time.perf_counter() - start))
 
 
-def score_task(call: Callable[[Sequence[Fields]], Any], payloads: Sequence[bytes], form: str) -> list[Outcome]:
-    """One outcome per payload; whatever the user's function does is turned into an outcome."""
-    count = len(payloads)
+def score_task(score: ScoreItems, payloads: Sequence[bytes]) -> list[Outcome]:
+    """One outcome per payload; whatever happens is turned into an outcome."""
     try:
         items = [pickle.loads(payload) for payload in payloads]
         _seed("\n".join(str(item[1]) for item in items))
-        result = call(items)
-        if form != "list":
-            return [read_result(result)]
-        results = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(results, list | tuple):
-            return [_failure(f"returned {_kind(results)}, not a list of {count} scores")] * count
-        if len(results) != count:
-            return [_failure(f"returned {len(results)} scores for {count} responses")] * count
-        return [read_result(one) for one in results]
+        return score(items)
     except BaseException as error:
-        return [_failure(describe_exception(error))] * count
-
-
-def read_result(result: Any) -> Outcome:
-    """The outcome of what a function returned: a finite number, or a dict with `score` and named parts."""
-    parts: dict[str, float | str] = {}
-    if isinstance(result, dict):
-        if "score" not in result:
-            return _failure(f"returned a dict without 'score' (keys: {', '.join(map(str, result)) or 'none'})")
-        parts = {str(name): _part(value) for name, value in result.items() if name != "score"}
-        result = result["score"]
-    if result is None or isinstance(result, str | bytes):
-        return _failure(f"returned {_kind(result)} instead of a number")
-    try:
-        score = float(result)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return _failure(f"returned {_kind(result)} instead of a number")
-    return (score, parts, None) if math.isfinite(score) else _failure(f"returned {score}")
-
-
-def _part(value: Any) -> float | str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        try:
-            number = float(value)
-            if math.isfinite(number):
-                return number
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            pass
-    return str(value)[:_PART_CHARS]
-
-
-def _failure(error: str) -> Outcome:
-    return (0.0, {}, error)
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]!r})"
+        return [failure(describe_exception(error))] * len(payloads)
 
 
 def _seed(text: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,13 +34,22 @@ class Tee:
 
     def __init__(self, stream: TextIO, log: TextIO, lock: threading.RLock) -> None:
         self.stream, self._log, self._lock = stream, log, lock
-        self._pending = ""
+        self._pending, self._log_failed = "", False
 
     def write(self, text: str) -> int:
         with self._lock:
-            self._log.write(text)
+            self._to_log(lambda: self._log.write(text))
             self._show(text)
         return len(text)
+
+    def _to_log(self, action: Callable[[], object]) -> None:
+        # A log on a full disk must not end the run; what is printed is still shown.
+        try:
+            action()
+        except OSError as error:
+            if not self._log_failed:
+                self._log_failed = True
+                self.stream.write(f"The log file could not be written: {error}.\n")
 
     def _show(self, text: str) -> None:
         bar = _active
@@ -56,7 +65,7 @@ class Tee:
 
     def flush(self) -> None:
         with self._lock:
-            self._log.flush()
+            self._to_log(self._log.flush)
             self.stream.flush()
 
     def finish(self) -> None:
@@ -73,20 +82,22 @@ def tee_output(path: Path) -> Iterator[None]:
     """Everything printed in this process, also by user code, goes to the console and is added to the file `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.RLock()
-    with path.open("a", encoding="utf-8", buffering=1) as log:
-        before = sys.stdout, sys.stderr
-        tees = Tee(before[0], log, lock), Tee(before[1], log, lock)
-        sys.stdout, sys.stderr = tees
-        try:
-            yield
-        finally:
-            # Only what is still ours is put back: someone else may have replaced the streams meanwhile.
-            if sys.stdout is tees[0]:
-                sys.stdout = before[0]
-            if sys.stderr is tees[1]:
-                sys.stderr = before[1]
-            for tee in tees:
-                tee.finish()
+    log = path.open("a", encoding="utf-8", buffering=1)
+    before = sys.stdout, sys.stderr
+    tees = Tee(before[0], log, lock), Tee(before[1], log, lock)
+    sys.stdout, sys.stderr = tees
+    try:
+        yield
+    finally:
+        # Only what is still ours is put back: someone else may have replaced the streams meanwhile.
+        if sys.stdout is tees[0]:
+            sys.stdout = before[0]
+        if sys.stderr is tees[1]:
+            sys.stderr = before[1]
+        for tee in tees:
+            tee.finish()
+        with suppress(OSError):  # what a full disk did not take was said when it was written
+            log.close()
 
 
 class Progress:

@@ -143,7 +143,7 @@ def test_native_generation_takes_the_planned_cache_and_temporary_tensors(tiny_mo
     }
     parts = plan_memory(load_config(planned_run).config, Device("cpu", 16 * GIB, "the CPU")).stages["generate"]
     assert size(tensor for cache in engine.pool.layers.values() for tensor in cache) == parts["KV cache"]
-    planned = sum(parts.values())
+    planned = sum(parts[part] for part in ("KV cache", "temporary tensors", "rollout weights"))
     assert 0.8 * planned < live.peak < 1.02 * planned
 
 

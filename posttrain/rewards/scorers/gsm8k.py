@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from posttrain.rewards.answers import result_of
 from posttrain.rewards.numbers import find_numbers
 from posttrain.rewards.scorers import math_reasoning
 
@@ -18,5 +19,5 @@ _MARKED = re.compile(r"####\s*(?:(?:the\s+)?answer\s*(?:is|:)?\s*)?([-+−$\d.][
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
     """1.0 or 0.0 and the number that was read as `pred` (empty when there was none)."""
     marked = _MARKED.findall(solution_str)
-    numbers = find_numbers(marked[-1]) if marked else []
+    numbers = find_numbers(result_of(marked[-1])) if marked else []
     return math_reasoning.score(f"#### {numbers[0]}" if numbers else solution_str, ground_truth, extra_info)

@@ -14,10 +14,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.rewards.answers import final_expression
+from posttrain.rewards.answers import REMARK, final_expression
 from posttrain.rewards.numbers import parse_number, same_number, tidy
 
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|textit|mbox)\s*\{([^{}]*)\}")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASED = re.compile(rf"([0-9A-F]+)_\{{?\(?(\d{{1,2}}|{'|'.join(_BASES)})\)?\}}?")
+_UNIT = re.compile(
+    r"(?P<number>.*\d\s*\)?)\s*(?P<words>[A-Za-z]{2,}\.?(?:\s+[A-Za-z]{2,}\.?){0,3}|(?![万亿])[\u4e00-\u9fff]{1,4})"
+)
+_NOT_UNITS = {"pi", "sin", "cos", "tan", "log", "ln", "or", "and", "to", "mod"}
+_MEMBER = re.compile(r"^\s*[a-zA-Z]\s*\\in\s*")
 _SHORT_FRAC = re.compile(r"\\frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))")
 _LONGEST = 300  # sympy's time grows fast with the length; no answer of the data set is longer
 _SECONDS = 4
@@ -33,6 +40,9 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
         return {"score": 0.0, "pred": ""}
     if "=" in answer and "=" not in truth:
         answer = answer.rpartition("=")[2].strip()
+    answer, truth = _MEMBER.sub("", answer), _MEMBER.sub("", truth)
+    if parse_number(truth) is not None:
+        answer = _without_unit(REMARK.sub("", answer))
     same = plainly_same(answer, truth)
     if same is None:
         same = _verified(answer, truth)
@@ -44,6 +54,9 @@ def plainly_same(left: str, right: str) -> bool | None:
     """Whether two answers are the same; None when only algebra can tell."""
     if normal_form(left) == normal_form(right):
         return True
+    based = _BASED.fullmatch(normal_form(left)), _BASED.fullmatch(normal_form(right))
+    if any(based):
+        return _same_based(left, right, *based)
     numbers = parse_number(left), parse_number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return same_number(numbers[0], numbers[1])
@@ -64,6 +77,20 @@ def plainly_same(left: str, right: str) -> bool | None:
     return False if all(settled) else None
 
 
+def _same_based(left: str, right: str, answer: re.Match[str] | None, truth: re.Match[str] | None) -> bool:
+    """`52_8` against `52_8` or `52`: the base may be left out where the truth has one, and must not be another."""
+    bases = [int(_BASES.get(side[2], side[2])) for side in (answer, truth) if side]
+    if truth and answer:
+        return truth[1] == answer[1] and bases[0] == bases[1]
+    if truth:
+        return truth[1].casefold() == normal_form(left).casefold()
+    number = parse_number(right)
+    try:
+        return number is not None and answer is not None and int(answer[1], bases[0]) == number.value
+    except ValueError:  # a digit that the base does not have
+        return False
+
+
 def normal_form(answer: str) -> str:
     """One spelling for answers that differ in LaTeX habits only: spaces, `\\left`, `\\dfrac`, `\\text{}`, stops."""
     text = _TEXT.sub(r"\1", tidy(answer)).replace("\\%", "%").replace("\\$", "").replace("$", "")
@@ -72,6 +99,14 @@ def normal_form(answer: str) -> str:
     text = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", text)
     text = re.sub(r"\s+", "", text).rstrip(".。,")
     return text.casefold() if _is_word(text) else text
+
+
+def _without_unit(answer: str) -> str:
+    """`5 dollars` and 5元 are 5; `2 pi` and `3 or 4` stay what they are."""
+    match = _UNIT.fullmatch(answer.strip()) if len(answer) <= 100 else None
+    if match is None or _NOT_UNITS & set(match["words"].casefold().split()):
+        return answer
+    return match["number"]
 
 
 def _is_word(answer: str) -> bool:

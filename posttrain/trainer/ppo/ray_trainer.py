@@ -176,6 +176,9 @@ class RayPPOTrainer:
                     self._train_step()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._leave(stop)
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
         finally:
             self.recorder.close(status)
         self.recorder.farewell()

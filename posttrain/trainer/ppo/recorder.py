@@ -71,8 +71,12 @@ class Recorder:
         write_status(self.run, "running", step, self.total_steps)
 
     def close(self, status: str) -> None:
-        write_status(self.run, status, self.step, self.total_steps)
-        self._stack.close()
+        try:
+            write_status(self.run, status, self.step, self.total_steps)
+        except OSError as error:  # a full disk: what ended the run matters more
+            say(f"{self.run.path / 'status.json'} could not be written: {error}.")
+        finally:
+            self._stack.close()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -43,6 +43,7 @@ class RewardManager:
             extra_info=fields["extra_info"][row],
             group=uid,
             group_size=self.group_size[uid],
+            tokens=len(token_ids),
         )
         self.pool.submit(row, item)
 

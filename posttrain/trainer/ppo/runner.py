@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from posttrain.checkpoint.errors import disk_words
 from posttrain.config.resolved import Resolved
 from posttrain.config.root import PPOConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
+from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import check_programs, code_settings
@@ -56,6 +58,12 @@ def run_training(
             raise UserError(_memory_words(config, error)) from error
         except UserError:
             raise  # its text says it all
+        except OSError as error:
+            words = disk_words(error, run.path)
+            if words is None:
+                _write_crash(run)
+                raise
+            raise UserError(words) from error
         except Exception:
             _write_crash(run)
             raise
@@ -66,7 +74,7 @@ def _build(
 ) -> RayPPOTrainer:
     stored = copy.deepcopy(config)
     _load_external(config)
-    spec = resolve_reward(config.custom_reward_function, function=reward)
+    spec = resolve_reward(config.custom_reward_function, functions=config.reward.functions, function=reward)
     device = pick_device(config.trainer.device)
     _prepare_torch(config, device)
     _fill_embedded(config, data)
@@ -78,11 +86,15 @@ def _build(
         say(f"note: {note}")
     limits = config.reward
     sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
-    if spec.kind == "builtin":
+    by_source = asks_sources(spec)
+    if by_source:
         check_sources(sources)
     spec.code = code_settings(limits)
-    for note in check_programs(sources, limits.sandbox, must_run=spec.kind == "builtin"):
+    named = named_sources(spec)
+    for note in check_programs(sources | named, limits.sandbox, must_run=by_source or bool(named)):
         say(f"note: {note}")
+    if spec.kind == "combined":
+        say(f"Reward: {spec.label}")
     workers = limits.num_workers or max(1, min(8, os.cpu_count() or 1))
     pool = RewardPool(
         spec, num_workers=workers, timeout_s=limits.timeout_s, failure_score=limits.failure_score, on_print=say
@@ -156,4 +168,4 @@ def _write_crash(run: RunDirectory) -> None:
         path.write_text(traceback.format_exc())
     except OSError:
         return  # the original error matters more than its copy
-    say(f"The run failed; the traceback is in {Path(path)}.")
+    say(f"The run failed; the traceback is in {Path(path)}. The same command continues from the newest checkpoint.")

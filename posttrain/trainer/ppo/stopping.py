@@ -28,6 +28,7 @@ class GracefulStop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:
+            self.say("Leaving at once. The same command continues from the newest checkpoint.")
             raise KeyboardInterrupt
         self.requested = signal.Signals(number)
         self.say(f"{self.requested.name}: finishing this step, then saving. Press Ctrl-C again to leave at once.")

@@ -1,0 +1,76 @@
+"""What a reward function returned, read as scores: a finite number, or a dict with `score` and named parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from posttrain.rewards.failures import describe_exception
+from posttrain.rewards.signatures import Fields
+
+Outcome = tuple[float, dict[str, "float | str"], "str | None"]
+"""Score, named parts, and the error because of which the score does not count."""
+ScoreItems = Callable[[Sequence[Fields]], list[Outcome]]
+"""One outcome per response; the responses are one, or those of a group."""
+
+_PART_CHARS = 200
+
+
+def outcomes_of(call: Callable[[Sequence[Fields]], Any], items: Sequence[Fields], form: str) -> list[Outcome]:
+    """One outcome per item; whatever the user's function does is turned into an outcome."""
+    try:
+        if form != "list":
+            return [read_result(call([item])) for item in items]
+        return read_results(call(items), len(items))
+    except BaseException as error:
+        return [failure(describe_exception(error))] * len(items)
+
+
+def read_results(results: Any, count: int) -> list[Outcome]:
+    """The outcomes of a list of results for `count` responses."""
+    results = results.tolist() if hasattr(results, "tolist") else results
+    if not isinstance(results, list | tuple):
+        return [failure(f"returned {_kind(results)}, not a list of {count} scores")] * count
+    if len(results) != count:
+        return [failure(f"returned {len(results)} scores for {count} responses")] * count
+    return [read_result(one) for one in results]
+
+
+def read_result(result: Any) -> Outcome:
+    """The outcome of one result."""
+    parts: dict[str, float | str] = {}
+    if isinstance(result, dict):
+        if "score" not in result:
+            return failure(f"returned a dict without 'score' (keys: {', '.join(map(str, result)) or 'none'})")
+        parts = {str(name): _part(value) for name, value in result.items() if name != "score"}
+        result = result["score"]
+    if result is None or isinstance(result, str | bytes):
+        return failure(f"returned {_kind(result)} instead of a number")
+    try:
+        score = float(result)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return failure(f"returned {_kind(result)} instead of a number")
+    return (score, parts, None) if math.isfinite(score) else failure(f"returned {score}")
+
+
+def failure(error: str) -> Outcome:
+    """The outcome of a response that could not be scored."""
+    return (0.0, {}, error)
+
+
+def _part(value: Any) -> float | str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        try:
+            number = float(value)
+            if math.isfinite(number):
+                return number
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+    return str(value)[:_PART_CHARS]
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]!r})"

@@ -1,0 +1,109 @@
+"""Rewards behind a URL: batches out, scores back, what passes is tried again, what remains is recorded."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from posttrain.config.reward import CustomRewardConfig
+from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
+
+
+class Scores(BaseHTTPRequestHandler):
+    seen: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["rows"]
+        said = [row["solution_str"] for row in rows]
+        type(self).seen.append({"rows": rows, "token": self.headers.get("Authorization")})
+        tries = sum(said == [row["solution_str"] for row in call["rows"]] for call in self.seen)
+        status, body = 200, json.dumps({"scores": [{"score": len(text), "acc": 1} for text in said]})
+        if "busy once" in said and tries == 1:
+            status = 503
+        if "refused" in said:
+            status, body = 400, "no such task"
+        if "too few" in said:
+            body = "[]"
+        if "nan" in said:
+            body = '{"scores": [NaN]}'
+        if "words" in said:
+            body = "<html>"
+        if "slow" in said:
+            time.sleep(1.0)
+        with contextlib.suppress(BrokenPipeError):  # whoever asked has given up
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scores) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/score"
+        server.shutdown()
+        thread.join()
+
+
+def scored(url, texts, *, group=None, timeout_s=5.0, **kwargs):
+    spec = resolve_reward(CustomRewardConfig(path=url, reward_kwargs=kwargs))
+    with RewardPool(spec, num_workers=1, failure_score=-1.0, timeout_s=timeout_s) as pool:
+        for key, text in enumerate(texts):
+            pool.submit(key, RewardItem("mine", text, ["a", 1], {"n": key}, group=group, group_size=len(texts)))
+        results = pool.wait_all()
+    return [results[key] for key in range(len(texts))]
+
+
+def test_a_group_goes_out_in_one_request_and_comes_back_with_parts(server, monkeypatch):
+    monkeypatch.setenv("SCORES_KEY", "abc")
+    results = scored(server, ["a", "bb", "ccc"], group="g", token_env="SCORES_KEY")
+    assert [(result.score, result.parts) for result in results] == [(n, {"acc": 1.0}) for n in (1.0, 2.0, 3.0)]
+    call = Scores.seen[-1]
+    assert call["token"] == "Bearer abc" and len(call["rows"]) == 3
+    row = {"data_source": "mine", "solution_str": "bb", "ground_truth": ["a", 1], "extra_info": {"n": 1}}
+    assert call["rows"][1] == row
+
+
+def test_what_passes_is_tried_again_and_the_rest_is_recorded(server):
+    texts = ["busy once", "refused", "too few", "nan", "words", "fine"]
+    results = scored(server, texts)
+    errors = [result.error for result in results]
+    assert errors[0] is None and errors[5] is None and results[5].score == 4.0
+    for error, part in zip(
+        errors[1:5], ["status 400 Bad Request: no such task", "0 scores for 1", "nan", "no JSON"], strict=True
+    ):
+        assert error is not None and part in error and server in error
+    assert [result.score for result in results[1:5]] == [-1.0] * 4
+
+
+def test_a_slow_server_is_given_up_before_the_deadline_of_the_score(server):
+    started = time.monotonic()
+    (result,) = scored(server, ["slow"], timeout_s=3.0, attempt_s=0.2, attempts=2)
+    assert result.score == -1.0 and "no answer within 0.2 s (tried 2 times)" in result.error
+    assert time.monotonic() - started < 3.0
+
+
+def test_a_server_that_goes_away_is_a_recorded_failure_and_one_that_never_was_stops_the_run():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/score"
+    with pytest.raises(RewardError, match=r"does not answer: no connection(.|\n)*set in: custom(.|\n)*start it"):
+        resolve_reward(CustomRewardConfig(path=url, reward_kwargs={"attempts": 1}))
+    from posttrain.rewards.remote import Remote
+
+    ((score, _, error),) = Remote(url, attempts=2, pause_s=0.01)([("", "x", "", None, 1)])
+    assert score == 0.0 and "no connection" in error and "tried 2 times" in error
+
+
+def test_unknown_settings_of_a_url_are_refused(server):
+    with pytest.raises(RewardError, match="attempts, attempt_s"):
+        resolve_reward(CustomRewardConfig(path=server, reward_kwargs={"retry": 1}))

@@ -1,0 +1,92 @@
+"""`kill -9` of the trainer ends its reward workers, what they have started, and the sandbox with its programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from posttrain.sandbox import Sandbox, SandboxError
+
+OWN = """
+    def reward(response, ground_truth):
+        import subprocess
+        subprocess.Popen(["sleep", "60"]).wait()
+    spec = resolve_reward(CustomRewardConfig(), function=reward)
+    item = RewardItem("", "", "")
+"""
+PROGRAM = """
+    spec = RewardSpec()
+    item = RewardItem("code", "```python\\nimport os, time\\nos.fork()\\ntime.sleep(60)\\n```", ["assert True"])
+"""
+VICTIM = """
+    import time
+    from posttrain.config.reward import CustomRewardConfig
+    from posttrain.rewards import RewardItem, RewardPool, RewardSpec, resolve_reward
+    {work}
+    pool = RewardPool(spec, num_workers=1, timeout_s=60)
+    pool.submit(0, item)
+    time.sleep(60)
+"""
+
+
+def below(pid: int) -> set[int]:
+    """All processes that a process started, and those that these started."""
+    found: set[int] = set()
+    pending = [pid]
+    while pending:
+        for children in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
+            try:
+                new = set(map(int, children.read_text().split())) - found
+            except OSError:
+                continue
+            found |= new
+            pending += new
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def until(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+# worker + guardian + sleep; worker + guardian + launcher + template + job's first process + program and its child
+@pytest.mark.parametrize(("work", "processes"), [(OWN, 3), (PROGRAM, 7)], ids=["own program", "sandbox"])
+def test_kill_9_of_the_trainer_leaves_no_process(tmp_path, work, processes):
+    try:
+        with Sandbox() as sandbox:
+            sandbox.start()
+    except SandboxError as error:
+        pytest.skip(f"no namespaces here: {error}")
+    script = tmp_path / "victim.py"
+    script.write_text(dedent(VICTIM).format(work=dedent(work)))
+    victim = subprocess.Popen([sys.executable, str(script)])
+    try:
+        assert until(lambda: len(below(victim.pid)) >= processes, 60), [command(pid) for pid in below(victim.pid)]
+        started = below(victim.pid)
+    finally:
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait()
+    assert until(lambda: not any(map(alive, started)), 10), [command(pid) for pid in started if alive(pid)]
