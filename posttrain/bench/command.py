@@ -61,6 +61,8 @@ def _peers(job: argparse.ArgumentParser) -> None:
     job.add_argument("--set", action="append", default=[], metavar="SYSTEM:KEY=VALUE", help=text)
     text = "another environment variable of a system, e.g. trl:GOMP_SPINCOUNT=0; may be repeated"
     job.add_argument("--env", action="append", default=[], metavar="SYSTEM:NAME=VALUE", help=text)
+    text = "a second row of a system, to be changed by the two above, e.g. spawned=vllm; may be repeated"
+    job.add_argument("--also", action="append", default=[], metavar="NEWNAME=SYSTEM", help=text)
     job.add_argument("--install", action="store_true", help="first make the environments of peers that have none")
     _common(job)
 

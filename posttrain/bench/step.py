@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
     """Measure, print the table, write the file; the status is 1 if nothing could be measured."""
     path = writable(options.json)
     _check(options)
-    systems = tuned(choose(STEP, options.only), options.env, options.set)
+    systems = tuned(choose(STEP, options.only), options.env, options.set, options.also)
     model, line = find_model(options.model), Line()
     record = circumstances(options.threads)
     if options.install:
@@ -139,7 +139,7 @@ def table(entries: Sequence[Entry]) -> str:
             continue
         shown = [f"{found[key]:.4f}" for key in ("best", "median", "inside")]
         packages = entry.facts.get("packages", {})
-        name = "posttrain" if entry.system.ours else entry.system.name
+        name = entry.system.installs or "posttrain"
         rows.append(
             [
                 entry.system.name,

@@ -1,4 +1,7 @@
-"""`--set SYSTEM:KEY=VALUE`, `--env SYSTEM:NAME=VALUE`: try other settings of a system than those it has here."""
+"""`--set SYSTEM:KEY=VALUE`, `--env SYSTEM:NAME=VALUE`: other settings of a system than those it has here.
+
+`--also NEW=SYSTEM` adds a second row of a system, so that two sets of settings are measured in the same alternation.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,16 @@ from posttrain.bench.systems import System
 from posttrain.errors import UserError
 
 
-def tuned(systems: Sequence[System], variables: Sequence[str], settings: Sequence[str]) -> list[System]:
-    """The systems with these on top of their own; an empty value takes a variable away."""
+def tuned(
+    systems: Sequence[System], variables: Sequence[str], settings: Sequence[str], also: Sequence[str] = ()
+) -> list[System]:
+    """The systems with these on top of their own; `also` adds a second row of one, under another name."""
     wanted = {system.name: system for system in systems}
+    for text in also:
+        new, _, name = text.partition("=")
+        if name not in wanted or new in wanted or not new.replace("-", "").replace("_", "").isalnum():
+            raise UserError(f"--also {text}: give NEWNAME=SYSTEM, SYSTEM being {', '.join(wanted)}")
+        wanted[new] = replace(wanted[name], name=new)
     for option, texts in (("--env", variables), ("--set", settings)):
         for text in texts:
             name, colon, rest = text.partition(":")

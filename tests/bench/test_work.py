@@ -83,6 +83,11 @@ def test_settings_and_variables_of_one_system_can_be_changed():
     assert changed[0] == systems[0]
     assert changed[1].settings == {"enforce_eager": True, "block_size": 64}
     assert changed[1].preload is None and changed[1].variables == {**systems[1].variables, "A": "b"}
+    *_, second = tuned(systems, ["spawned:A=b"], [], ["spawned=vllm"])
+    assert second.name == "spawned" and second.script == "run_vllm.py" and second.variables["A"] == "b"
+    for wrong in ("vllm=generate", "x=hf", "a/b=vllm", "x"):
+        with pytest.raises(UserError, match=r"--also .*: give NEWNAME=SYSTEM"):
+            tuned(systems, [], [], [wrong])
     for wrong in ("hf:A=b", "A=b", "vllm:A", "vllm:=b"):
         with pytest.raises(UserError, match="give SYSTEM:KEY=VALUE, SYSTEM being generate, vllm"):
             tuned(systems, [wrong], [])

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
             say(run(json.loads(line)))
     except BaseException as error:
         traceback.print_exc()
-        say({"error": error_words(error)})
-    answers.close()
+        with suppress(BrokenPipeError):  # the bench itself may be gone
+            say({"error": error_words(error)})
     sys.stderr.flush()
     os._exit(0)  # engines leave threads and processes behind that would keep this one alive
 
