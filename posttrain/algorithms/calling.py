@@ -47,6 +47,11 @@ def compute_advantage(
     A parameter that has the name of a setting of `config` (the section `algorithm`) receives that setting.
     """
     function, name = get_adv_estimator(name), name_of(name)
+    if token_level_rewards.shape != response_mask.shape:
+        raise AlgorithmError(
+            f"`token_level_rewards` has shape {tuple(token_level_rewards.shape)} and `response_mask` "
+            f"{tuple(response_mask.shape)}: both span the response alone, (rows, response length)."
+        )
     offered = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, **more}
     offered |= {"index": index, "config": config}
     arguments = _accepted(function, offered)

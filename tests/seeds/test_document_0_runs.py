@@ -108,7 +108,7 @@ def test_S0_70_S0_105_S0_112_the_start_names_its_stages_in_order(main_ppo, brief
     stages = (
         "Configuration: posttrain/trainer/config/ppo_trainer.yaml and the command line",
         "One worker: Ray is not needed",
-        "Creating workers on cpu: actor, rollout, reference",
+        "Creating workers on cpu: actor, rollout, reference (one process, no Ray needed)",
         "Resumed from ",
         "step 2/2",
     )
