@@ -136,8 +136,13 @@ class Drill:
         """Start, wait for the moment, kill, look; None if the run ended first."""
         folder = self.folder(f"killed-{self.round}")
         kill = Kill(aim, newest_step(folder))
+        left, log = (
+            half_written(folder),
+            self.out / f"{folder.name}.log",
+        )  # of earlier kills: the start clears them away
+        said = resumes_in(log)
         process = self.start(folder)
-        if not self.wait_for(aim, folder, process, kill.before):
+        if not self.wait_for(aim, folder, process, left, said):
             if process.wait() != 0:
                 self.problems.append(f"! the run in {folder} failed; see {self.out / folder.name}.log")
             self.compare(self.round)
@@ -146,13 +151,13 @@ class Drill:
         children = descendants(process.pid)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        kill.landed_in_writing = any((folder / "checkpoints").glob(".writing-*[0-9]"))
+        kill.landed_in_writing = bool(half_written(folder) - left)
         kill.problems = self.look(folder, kill, children)
-        if (folder / "logs" / "run.log").exists() and aim != "start":
+        if resumes_in(log) > said:
             self.check_resumed(folder, kill.before)
         return kill
 
-    def wait_for(self, aim: str, folder: Path, process: subprocess.Popen[bytes], before: int) -> bool:
+    def wait_for(self, aim: str, folder: Path, process: subprocess.Popen[bytes], left: set[str], said: int) -> bool:
         """False if the run ended before its moment came."""
         rng, end = self.rng, time.monotonic() + GIVE_UP_S
         lines, wanted, pause = count_lines(folder), rng.randint(1, 3), rng.random()
@@ -165,16 +170,14 @@ class Drill:
             wanted, pause = rng.randint(1, 2), 0.03 * pause
 
             def has_come() -> bool:
-                seen.update(path.name for path in (folder / "checkpoints").glob(".writing-*[0-9]"))
+                seen.update(half_written(folder) - left)
                 return len(seen) >= wanted
         elif aim == "step":
             pause *= 0.3
             has_come = lambda: count_lines(folder) >= lines + wanted  # noqa: E731
         else:
             pause *= 0.1
-            log = self.out / f"{folder.name}.log"
-            said = resumes_in(log)
-            has_come = lambda: resumes_in(log) > said or before == 0  # noqa: E731
+            has_come = lambda: resumes_in(self.out / f"{folder.name}.log") > said  # noqa: E731
         while not has_come():
             if process.poll() is not None or time.monotonic() > end:
                 return False
@@ -224,6 +227,11 @@ class Drill:
 def newest_step(folder: Path) -> int:
     names = (re.fullmatch(r"global_step_(\d+)", path.name) for path in (folder / "checkpoints").glob("global_step_*"))
     return max((int(match[1]) for match in names if match), default=0)
+
+
+def half_written(folder: Path) -> set[str]:
+    """Temporary folders of checkpoints; their names hold the writer's process id."""
+    return {path.name for path in (folder / "checkpoints").glob(".writing-*[0-9]")}
 
 
 def count_lines(folder: Path) -> int:
