@@ -81,7 +81,7 @@ def test_S2_43_length_of_right_and_of_wrong_answers():
     assert "response_length/wrong/mean" not in step_metrics(all_right)
 
 
-def test_groups_without_signal_all_right_and_all_wrong():
+def test_M_26_groups_without_signal_all_right_and_all_wrong():
     metrics = step_metrics(batch())
     assert metrics["groups/no_signal"] == 2 / 4
     assert metrics["groups/all_right"] == 1 / 4 and metrics["groups/all_wrong"] == 1 / 4
