@@ -59,17 +59,19 @@ VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+SLEEPING = {"GOMP_SPINCOUNT": "0"}  # as posttrain sets for itself: threads that wait leave their core to others
+
 ROLLOUT = (
     System("native", "posttrain's own engine", engine="native"),
     System("hf", "posttrain's reference engine on transformers", engine="hf"),
-    System("generate", "transformers model.generate, one padded batch", script="run_generate.py"),
-    System("continuous-batching", "transformers continuous batching", script="run_continuous.py"),
+    System("generate", "transformers model.generate, one padded batch", script="run_generate.py", variables=SLEEPING),
+    System("continuous-batching", "transformers continuous batching", script="run_continuous.py", variables=SLEEPING),
     System("vllm", "vLLM on CPU", script="run_vllm.py", installs="vllm", variables=VLLM, preload="lib/libiomp5.so"),
 )
 STEP = (
     System("native", "posttrain with its own engine", engine="native"),
     System("hf", "posttrain with the reference engine", engine="hf"),
-    System("trl", "TRL's GRPOTrainer", script="run_trl.py", installs="trl"),
+    System("trl", "TRL's GRPOTrainer", script="run_trl.py", installs="trl", variables=SLEEPING),
 )
 
 

@@ -17,7 +17,10 @@ from posttrain.errors import UserError
 def tuned(
     systems: Sequence[System], variables: Sequence[str], settings: Sequence[str], also: Sequence[str] = ()
 ) -> list[System]:
-    """The systems with these on top of their own; `also` adds a second row of one, under another name."""
+    """The systems with these on top of their own; `also` adds a second row of one, under another name.
+
+    An empty value takes a variable away.
+    """
     wanted = {system.name: system for system in systems}
     for text in also:
         new, _, name = text.partition("=")
@@ -34,7 +37,8 @@ def tuned(
             if option == "--env" and key == "LD_PRELOAD" and not value:
                 wanted[name] = replace(system, preload=None)
             elif option == "--env":
-                wanted[name] = replace(system, variables={**system.variables, key: value})
+                kept = {k: v for k, v in system.variables.items() if k != key}
+                wanted[name] = replace(system, variables=kept | ({key: value} if value else {}))
             else:
                 wanted[name] = replace(system, settings={**system.settings, key: _read(value)})
     return list(wanted.values())

@@ -81,6 +81,7 @@ def test_settings_and_variables_of_one_system_can_be_changed():
     systems = choose(ROLLOUT, "generate,vllm")
     changed = tuned(systems, ["vllm:LD_PRELOAD=", "vllm:A=b"], ["vllm:enforce_eager=true", "vllm:block_size=64"])
     assert changed[0] == systems[0]
+    assert tuned(systems, ["generate:GOMP_SPINCOUNT="], [])[0].variables == {}
     assert changed[1].settings == {"enforce_eager": True, "block_size": 64}
     assert changed[1].preload is None and changed[1].variables == {**systems[1].variables, "A": "b"}
     *_, second = tuned(systems, ["spawned:A=b"], [], ["spawned=vllm"])

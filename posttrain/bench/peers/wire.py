@@ -45,8 +45,9 @@ def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
 
 
 def error_words(error: BaseException) -> str:
-    """One line: the first of the message, with the kind of error where that tells something."""
-    first = (str(error).strip().splitlines() or [""])[0]
+    """One line: the first of the message (and what a colon announces), with the kind of error where that tells more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     for_users = any(kind.__name__ == "UserError" for kind in type(error).__mro__)
     return first if for_users else f"{type(error).__name__}: {first}"
 
