@@ -70,7 +70,8 @@ def enter_root(trees: dict[str, int]) -> None:
     os.mkdir(_STAGE + BOX)
     for path, target in targets.items():
         os.symlink(target, _STAGE + path)
-    os.symlink(TMP, _STAGE + "/tmp")
+    if not os.path.lexists(_STAGE + "/tmp"):  # it is there if Python itself lies below it: TMPDIR then leads to the box
+        os.symlink(TMP, _STAGE + "/tmp")
     os.symlink(TMP, _STAGE + "/dev/shm")
     _write(_STAGE + "/etc/passwd", f"user:x:1000:1000::{WORK}:/bin/sh\n")
     _write(_STAGE + "/etc/group", "user:x:1000:\n")

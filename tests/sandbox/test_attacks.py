@@ -95,7 +95,7 @@ def assert_unharmed(sandbox):
     (process,) = sandbox._idle
     launcher = process._process.pid
     assert len(processes_below(launcher)) == 1  # the template
-    found = sandbox.run("import os, json\nprint(os.listdir('.'), os.listdir('/tmp'), json.dumps([1]))")
+    found = sandbox.run("import os, json\nprint(os.listdir('.'), os.listdir(os.environ['TMPDIR']), json.dumps([1]))")
     assert (found.status, found.stdout) == ("ok", "[] [] [1]\n")
     assert sandbox._idle == [process] and process._process.pid == launcher and process._process.poll() is None
 
@@ -138,7 +138,10 @@ def test_a_fork_into_a_namespace_is_refused_though_forks_are_allowed(box):
 
 
 LEAKS = {
-    "file in /tmp": ("open('/tmp/left', 'w').write('x')", "open('/tmp/left')"),
+    "file in /tmp": (
+        "import os; open(os.environ['TMPDIR'] + '/left', 'w').write('x')",
+        "import os; open(os.environ['TMPDIR'] + '/left')",
+    ),
     "file in the working folder": ("open('left.py', 'w').write('x')", "import left"),
     "shared memory": ("open('/dev/shm/left', 'w').write('x')", "open('/dev/shm/left')"),
     "module state": ("import json\njson.left = 1", "import json\njson.left"),
@@ -169,7 +172,8 @@ def test_nothing_of_a_job_is_left_for_the_next(name, box):
 def test_jobs_at_the_same_time_do_not_see_each_other(box):
     results = {}
     meet = (
-        "import time, os\nopen('/tmp/here', 'w').write('x')\ntime.sleep(0.3)\nprint(os.listdir('/tmp'), os.getppid())"
+        "import time, os\nplace = os.environ['TMPDIR']\nopen(place + '/here', 'w').write('x')\ntime.sleep(0.3)\n"
+        "print(os.listdir(place), os.getppid())"
     )
 
     def job(number):

@@ -141,7 +141,9 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Create the workers and load their models; no step is made."""
-        say(f"Creating workers on {self.device}: actor, rollout" + self._other_roles() + " (one process, no Ray needed)")
+        say(
+            f"Creating workers on {self.device}: actor, rollout" + self._other_roles() + " (one process, no Ray needed)"
+        )
         updates = self.sizes.total_updates
         worker = ActorRolloutRefWorker(
             self.config, self.tokenizer, self.device, total_updates=updates, reference=self.use_reference
