@@ -100,11 +100,11 @@ def check(label: str, tasks: list[tuple[str, dict[str, Any], str, str]], mutants
         scored = list(threads.map(lambda p: score_by_source("code", f"```python\n{p[2]}\n```", p[1]), programs))
         took = time.monotonic() - start
         plain = list(threads.map(lambda p: passes_plainly(p[2], p[3], seconds), programs))
-    counts = Counter((bool(right), one["score"] == 1.0) for right, one in zip(plain, scored, strict=True))  # type: ignore[index]
+    counts = Counter((bool(right), one["score"] == 1.0) for right, one in zip(plain, scored, strict=True))
     wrong = [
         f"! {program[0]}: plain Python says {right}, the scorer {one}\n{program[2]}"
         for program, right, one in zip(programs, plain, scored, strict=True)
-        if right != (one["score"] == 1.0)  # type: ignore[index]
+        if right != (one["score"] == 1.0)
     ]
     if not mutants:
         wrong += [

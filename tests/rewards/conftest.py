@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from posttrain.rewards.scorers import code
-from posttrain.sandbox import Sandbox, SandboxError
+from posttrain.sandbox import Sandbox
+from tests.machine import warm
 
 
 @pytest.fixture(scope="session")
 def sandboxed():
     """Skips where the kernel lets no program be isolated."""
-    try:
-        with Sandbox() as sandbox:
-            sandbox.start()
-    except SandboxError as error:
-        pytest.skip(f"no namespaces here: {error}")
+    with warm(Sandbox()):
+        pass
     yield
     code.close()

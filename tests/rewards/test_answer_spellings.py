@@ -52,7 +52,7 @@ def test_numbers_in_words_around_them(source):
     wrong = [
         (response, truth)
         for response, truth, score in NUMBERS
-        if score_by_source(source, response, truth)["score"] != score  # type: ignore[index]
+        if score_by_source(source, response, truth)["score"] != score
     ]
     assert wrong == []
 
@@ -61,7 +61,7 @@ def test_formulas_of_competitions():
     wrong = [
         (answer, truth)
         for answer, truth, score in FORMULAS
-        if score_by_source("math", f"\\boxed{{{answer}}}", truth)["score"] != score  # type: ignore[index]
+        if score_by_source("math", f"\\boxed{{{answer}}}", truth)["score"] != score
     ]
     assert wrong == []
 

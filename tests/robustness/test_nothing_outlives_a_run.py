@@ -12,7 +12,8 @@ from textwrap import dedent
 
 import pytest
 
-from posttrain.sandbox import Sandbox, SandboxError
+from posttrain.sandbox import Sandbox
+from tests.machine import warm
 
 OWN = """
     def reward(response, ground_truth):
@@ -75,11 +76,8 @@ def until(condition, seconds: float) -> bool:
 # worker + guardian + sleep; worker + guardian + launcher + template + job's first process + program and its child
 @pytest.mark.parametrize(("work", "processes"), [(OWN, 3), (PROGRAM, 7)], ids=["own program", "sandbox"])
 def test_kill_9_of_the_trainer_leaves_no_process(tmp_path, work, processes):
-    try:
-        with Sandbox() as sandbox:
-            sandbox.start()
-    except SandboxError as error:
-        pytest.skip(f"no namespaces here: {error}")
+    with warm(Sandbox()):
+        pass
     script = tmp_path / "victim.py"
     script.write_text(dedent(VICTIM).format(work=dedent(work)))
     victim = subprocess.Popen([sys.executable, str(script)])

@@ -59,7 +59,7 @@ def data(name, text, **config):
 
 def mixed_schemas(place):
     rows = [{"prompt": "a", "ground_truth": "1", "data_source": "math"}, {"prompt": [{"role": "user", "content": "b"}]}]
-    rows.append({"prompt": "c", "reward_model": {"ground_truth": 3}, "index": 7})  # type: ignore[dict-item]
+    rows.append({"prompt": "c", "reward_model": {"ground_truth": 3}, "index": 7})
     path = place.write("mixed.jsonl", "\n".join(map(json.dumps, rows)))
     taken = PromptDataset(path, load_tokenizer(ModelConfig(path=str(place.model))), DataConfig())
     return f"{[item['ground_truth'] for item in taken]} {taken.notes}"
