@@ -142,22 +142,34 @@ inline int64_t source_row(int64_t tile, int c, int64_t outer, bool gated) {
   return row < outer ? row : -1;
 }
 
-inline int64_t place_of(float, int64_t k, int c) { return k * COLUMNS + c; }
-// Pairs of neighbouring inputs side by side, 16 columns x 32 inputs to a tile of the processor, two such tiles in turn.
-inline int64_t place_of(bf16, int64_t k, int c) {
-  return (k / 32) * 1024 + (c / 16) * 512 + (k % 32 / 2) * 32 + (c % 16) * 2 + k % 2;
-}
+// Words of four bytes of 16 columns: a float32 number, or two neighbouring inputs in bfloat16. Word i of all columns goes to
+// place_of(i), one beside the other; a row of -1 is a column of zeros.
+inline int64_t place_of(float, int64_t word, int half) { return word * 32 + half * 16; }
+inline int64_t place_of(bf16, int64_t word, int half) { return (word / 16) * 512 + half * 256 + word % 16 * 16; }
 
 template <typename T> void pack(const T *weight, T *to, int64_t outer, int64_t inner, bool gated, int threads) {
-  int64_t tiles = (outer + COLUMNS - 1) / COLUMNS;
+  constexpr int64_t WORDS = 32, EACH = 4 / sizeof(T); // words at a time: two lines of the cache; numbers in a word
+  int64_t tiles = (outer + COLUMNS - 1) / COLUMNS, words = inner / EACH;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t tile = 0; tile < tiles; tile++)
-    for (int64_t start = 0; start < inner; start += 32) // what is written stays near while rows are read in turn
-      for (int c = 0; c < COLUMNS; c++) {
-        int64_t row = source_row(tile, c, outer, gated), end = std::min<int64_t>(inner, start + 32);
-        for (int64_t k = start; k < end; k++)
-          to[tile * COLUMNS * inner + place_of(T{}, k, c)] = row < 0 ? T{} : weight[row * inner + k];
+    for (int half = 0; half < 2; half++) {
+      const uint32_t *column[16];
+      for (int c = 0; c < 16; c++) {
+        int64_t row = source_row(tile, half * 16 + c, outer, gated);
+        column[c] = row < 0 ? nullptr : (const uint32_t *)(weight + row * inner);
       }
+      uint32_t *out = (uint32_t *)(to + tile * COLUMNS * inner);
+      for (int64_t first = 0; first < words; first += WORDS) {
+        uint32_t lines[16][WORDS];
+        int64_t count = std::min(WORDS, words - first);
+        for (int c = 0; c < 16; c++)
+          for (int64_t i = 0; i < count; i++) lines[c][i] = column[c] ? column[c][first + i] : 0;
+        for (int64_t i = 0; i < count; i++) {
+          uint32_t *at = out + place_of(T{}, first + i, half);
+          for (int c = 0; c < 16; c++) at[c] = lines[c][i];
+        }
+      }
+    }
 }
 
 } // namespace

@@ -29,6 +29,7 @@ _COLUMNS_OF_ROWS = {
     "temperatures": "temperature", "greedy": "greedy", "stops": "stops",
 }  # fmt: skip
 MANY = 16  # steps for which it pays to lay weights out anew
+FEW = 512  # prompt tokens for which weights laid out for decoding are as good as any
 
 
 class Decoder(Protocol):
@@ -89,6 +90,8 @@ class NativeEngine(RolloutEngine):
             return self._finish(ended)
         self.queue.open(self.slots.room)
         pieces = self.queue.next_pieces(max(self.budget - len(decoding), BLOCK))
+        if sum(end - start for _, start, end in pieces) <= FEW:
+            self._settle(request for prompt, _, _ in pieces for request in prompt.waiting)
         logits_NV = self._forward(decoding, pieces)
         new, prompts = self._start_rows()
         logits_NV, source_B = _sources(logits_NV, len(decoding), prompts)
@@ -162,9 +165,12 @@ class NativeEngine(RolloutEngine):
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
         rows = list(self.queue.start(self.slots.room))
-        if any(request.sampling.max_tokens >= MANY for request, _, _ in rows):
-            self.decoder.settle()
+        self._settle(request for request, _, _ in rows)
         return self.slots.add(rows), [prompt for _, prompt, _ in rows]
+
+    def _settle(self, requests: Iterable[Request]) -> None:
+        if any(request.sampling.max_tokens >= MANY for request in requests):
+            self.decoder.settle()
 
     def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
         """The next token of every row."""
