@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from posttrain.kernels.compiled import kernel
+from posttrain.kernels.compiled import kernel, why_not
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -63,11 +63,16 @@ class Sight:
 
 
 def can_train(tensor: torch.Tensor) -> bool:
-    """Whether these kernels serve tensors of this type and device on this machine."""
-    return tensor.dtype is torch.float32 and kernel("train_attention", tensor) is not None
+    """Whether these kernels serve tensors of this type and device on this machine; meta tensors stand for those of a
+    CPU."""
+    if tensor.dtype is not torch.float32:
+        return False
+    return why_not() is None if tensor.is_meta else kernel("train_attention", tensor) is not None
 
 
 def _call(name: str, like: torch.Tensor, *arguments) -> None:
+    if like.is_meta:
+        return
     function = kernel(name, like)
     assert function is not None
     function(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
