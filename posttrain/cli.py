@@ -79,6 +79,18 @@ def data(args: Arguments) -> int:
     return command.main(args)
 
 
+def generate(args: Arguments) -> int:
+    from posttrain.trainer.generation import command
+
+    return command.main(args)
+
+
+def evaluate(args: Arguments) -> int:
+    from posttrain.trainer.evaluation import command
+
+    return command.main(args)
+
+
 def bench(args: Arguments) -> int:
     from posttrain.bench import command
 
@@ -101,6 +113,8 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
+    "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),
+    "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
     "bench": (bench, "`bench rollout`, `bench step`, `bench sweep`: the same work here and in peer systems"),
     "version": (version, "print the version"),
 }

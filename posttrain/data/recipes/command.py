@@ -67,10 +67,15 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-key", required=True, metavar="COLUMN", help="column with the prompt")
     parser.add_argument("--answer-key", metavar="COLUMN", help="column with the truth that rewards compare with")
     parser.add_argument(
-        "--data-source", metavar="NAME", help="chooses the scorer (default: the rows' own data_source, if they have one)"
+        "--data-source",
+        metavar="NAME",
+        help="chooses the scorer (default: the rows' own data_source)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="OUT", help="NAME.parquet or NAME.json (default: FILE's name with .converted.parquet)"
+        "--out",
+        type=Path,
+        metavar="OUT",
+        help="NAME.parquet or NAME.json (default: FILE.converted.parquet)",
     )
     parser.set_defaults(run=_convert)
 

@@ -31,7 +31,7 @@ def convert(
     try:
         write_files(target.parent, {target.stem: rows}, suffix=target.suffix[1:])
     except (OSError, ValueError, TypeError) as error:  # pyarrow's errors are ValueErrors and TypeErrors
-        raise DataError(f"{target} cannot be written: {error}. Columns of mixed types can be written as .json.") from error
+        raise DataError(f"{target} cannot be written: {error}. Columns of mixed types need a name in .json.") from error
     return target, len(rows)
 
 

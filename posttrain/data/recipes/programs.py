@@ -25,7 +25,7 @@ def mbpp_rows(table: RowTable, split: str) -> Iterator[Row]:
     for number, row in enumerate(table.rows):
         task, tests = row.get("task_id"), row.get("test_list")
         if not isinstance(task, int) or not isinstance(tests, list) or not tests:
-            raise DataError(f"The task_id or test_list of {table.where(number)} is missing: columns are {MBPP_COLUMNS}.")
+            raise DataError(f"The task_id or test_list of {table.where(number)} is missing; columns: {MBPP_COLUMNS}.")
         if split != next((name for name, last in MBPP_LAST.items() if task <= last), None):
             continue
         text = text_of(table, number, MBPP_COLUMNS, "prompt", "text").strip()

@@ -110,7 +110,7 @@ def _downloaded(recipe: Recipe, split: str) -> Iterator[Any]:
     if recipe.hub_file is not None:
         files = [hub.hf_hub_download(recipe.hub_id, recipe.hub_file.format(split=split), repo_type="dataset")]
     else:
-        where = {"repo_type": "dataset", "revision": CONVERTED}
+        where: dict[str, Any] = {"repo_type": "dataset", "revision": CONVERTED}
         folder = f"{recipe.hub_config}/{split}/"
         names = sorted(name for name in hub.list_repo_files(recipe.hub_id, **where) if name.startswith(folder))
         if not names:
