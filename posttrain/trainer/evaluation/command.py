@@ -19,7 +19,7 @@ from posttrain.trainer.generation.settings import (
     read_words,
 )
 
-USAGE = """posttrain eval MODEL --data FILE ... [--n N] [options] [key=value ...]
+USAGE = """posttrain eval MODEL --data FILE [--n N] [options] [key=value ...]
        posttrain eval --responses FILE [options] [key=value ...]
        posttrain eval compare A B"""
 FINISHED = "report.json"
@@ -44,7 +44,7 @@ def main(args: Sequence[str]) -> int:
         help="folder, hub id, `embedded`, or a run's checkpoint (.../global_step_N: its run's settings serve)",
     )
     parser.add_argument(
-        "--responses", nargs="+", metavar="FILE", help="score these instead: from `posttrain generate`, or samples"
+        "--responses", action="append", metavar="FILE", help="score these instead: of `posttrain generate`, or samples"
     )
     parser.add_argument("--reward-func", metavar="FILE", help="your function; default: built-in, by data_source")
     parser.add_argument("--reward-name", metavar="NAME", help="function in that file")

@@ -62,8 +62,9 @@ def notes(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     if first.get("reward") != second.get("reward"):
         found.append(f"the rewards differ: {first.get('reward')}; {second.get('reward')}")
     before, after = first["settings"], second["settings"]
+    both = bool(before and after)  # responses that were read have no settings of their own
     for key in sorted({*before, *after} - {"model", "prompts"}):
-        if before.get(key) != after.get(key):
+        if both and before.get(key) != after.get(key):
             found.append(f"{key} differs: {before.get(key)}; {after.get(key)}")
     return found
 

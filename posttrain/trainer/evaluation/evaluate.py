@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.data.rows import RowTable
 from posttrain.rewards.types import RewardResult
+from posttrain.tracking.redact import redact
 from posttrain.trainer.evaluation.report import make_report, write_report, write_samples
 from posttrain.trainer.evaluation.responses import answered_prompts
 from posttrain.trainer.evaluation.scored import ScoredPrompt
@@ -50,6 +51,7 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
         "engine": session.engine_name,
         "data": {"files": table.files, "rows": len(table), "dropped": session.dropped},
         "reward": scoring.label,
+        "config": _config(settings),
     }
     speed = {"responses": session.speed.responses, "tokens": session.speed.tokens, "seconds": session.speed.seconds}
     report = _write(out, prompts, about, described, speed, _step(model))
@@ -116,6 +118,7 @@ def evaluate_responses(
         "engine": "",
         "data": {"files": table.files, "rows": len(table), "dropped": 0},
         "reward": scoring.label,
+        "config": _config(settings),
     }
     speed = {"responses": 0, "tokens": 0, "seconds": time.perf_counter() - started}
     if out is None:
@@ -130,6 +133,14 @@ def _write(
     write_samples(out, step, prompts)
     write_report(out, report)
     return report
+
+
+def _config(settings: Settings) -> dict[str, Any]:
+    """The sections of the settings that have an effect on an evaluation, secrets taken out."""
+    whole = settings.config.to_dict()
+    model = {name: whole["actor_rollout_ref"][name] for name in ("model", "rollout")}
+    kept = {name: whole[name] for name in ("data", "reward", "custom_reward_function")}
+    return redact({**kept, "actor_rollout_ref": model})
 
 
 def _step(model: str) -> int:

@@ -22,7 +22,7 @@ from posttrain.trainer.generation.settings import (
 if TYPE_CHECKING:
     from posttrain.data.rows import RowTable
 
-USAGE = "posttrain generate MODEL (--prompt TEXT ... | --data FILE ... --out FILE) [options] [key=value ...]"
+USAGE = "posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE) [options] [key=value ...]"
 
 
 def main(args: Sequence[str]) -> int:

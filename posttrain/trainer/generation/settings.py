@@ -77,7 +77,9 @@ class Settings:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that both verbs have."""
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="parquet, json or jsonl with a column `prompt`")
+    parser.add_argument(
+        "--data", action="append", metavar="FILE", help="parquet, json or jsonl with a column `prompt`; may be repeated"
+    )
     parser.add_argument("--prompt-key", metavar="COLUMN", help="column that holds the prompt (default prompt)")
     parser.add_argument("--limit", type=int, metavar="ROWS", help="take the first rows only")
     parser.add_argument("--n", type=int, help="responses per prompt (default 1)")
