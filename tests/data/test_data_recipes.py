@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from posttrain import cli
+from posttrain.config import environment
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.recipes.hh_rlhf import _turns
@@ -255,6 +256,16 @@ def test_S4_09_S4_114_each_example_script_writes_parquet_from_a_local_copy(name,
 def test_every_recipe_has_a_script_and_every_script_a_recipe():
     scripts = {path.stem for path in (ROOT / "examples" / "data_preprocess").glob("*.py")}
     assert scripts == {SCRIPTS.get(name, name) for name in RECIPES}
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "gsm8k"])
+def test_the_hints_about_missing_files_name_the_recipe(name, tmp_path):
+    assert set(environment.RECIPES) == set(RECIPES) - {"gsm8k"}
+    wanted = tmp_path / name / "test.parquet"
+    command = f"`posttrain data {name} --out {wanted.parent}`"
+    assert command in environment._how_to_make(str(wanted))
+    with pytest.raises(DataError, match=re.escape(command)):
+        load_rows(wanted)
 
 
 def test_the_command_lists_every_recipe_with_its_sentence(capsys):

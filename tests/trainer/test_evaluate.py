@@ -51,6 +51,14 @@ def test_a_checkpoint_scores_what_its_run_validated(tiny_model, sums, tmp_path, 
     assert (tmp_path / "out" / "samples" / "step_2.parquet").is_file()
 
 
+def test_a_runs_limit_on_its_validation_does_not_limit_an_evaluation(tiny_model, sums, tmp_path, evaluate):
+    more = {"trainer__total_training_steps": 1, "data__val_files": str(sums["test"]), "data__val_max_samples": 3}
+    result = run(tiny_model, sums, tmp_path / "runs", **more)
+    report = evaluate("out", "--limit", "5", model=result.path / "checkpoints" / "global_step_1")
+    assert report["data"]["rows"] == 5
+    assert evaluate("all", model=result.path / "checkpoints" / "global_step_1")["data"]["rows"] == 12
+
+
 def test_generate_then_eval_gives_the_same_numbers_as_eval(evaluate, tiny_model, sums, tmp_path):
     report = evaluate("whole", "--n", "4", "--max-tokens", "6")
     out = str(tmp_path / "responses.parquet")

@@ -249,6 +249,10 @@ def test_a_damaged_checkpoint_is_refused_and_one_without_a_model_is_read_from_it
     checkpoint = tmp_path / "test" / "run" / "checkpoints" / "global_step_2"
     args = ["generate", str(checkpoint), "--prompt", "3 + 4 = ?"]
     assert cli.main(args) == 0
+    moved = tmp_path / "moved" / "a" / "global_step_2"
+    shutil.copytree(checkpoint, moved)
+    assert cli.main(["generate", str(moved), "--prompt", "3 + 4 = ?"]) == 2
+    assert "without its run's config.yaml" in capsys.readouterr().err
     broken = checkpoint.with_name("global_step_9")
     shutil.copytree(checkpoint, broken)
     (broken / "state.json").write_text("{}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.errors import UserError
+from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.command import rows_of, settings_folder
 from posttrain.trainer.generation.settings import (
     CHECKED,
@@ -60,6 +61,7 @@ def main(args: Sequence[str]) -> int:
     if model and not options.data:
         parser.error("--data is missing: parquet, json or jsonl with prompts and truths")
     used = (*USED, *USED_BY_REWARDS) if model else ("data.prompt_key", "data.data_source", *USED_BY_REWARDS)
+    apply_environment()
     settings = read_settings(options, overrides, settings_folder(model) if model else None, used=used)
     out = _folder(options, model)
     if model is None:

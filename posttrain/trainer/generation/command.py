@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UserError
+from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.settings import (
     Settings,
     add_arguments,
@@ -49,6 +50,7 @@ def main(args: Sequence[str]) -> int:
         parser.error("give prompts with --prompt, or a file with --data (one of the two)")
     if options.data and options.out is None:
         parser.error("--data needs --out: the file to write (.parquet or .jsonl)")
+    apply_environment()
     settings = read_settings(options, overrides, settings_folder(model))
     table = rows_of(options, settings)
     if options.out is None:
@@ -66,9 +68,17 @@ def rows_of(options: argparse.Namespace, settings: Settings) -> RowTable:
     from posttrain.data.rows import load_rows, table_of_rows
 
     if options.data:
-        return load_rows(options.data, limit=settings.config.data.val_max_samples, setting="--data")
+        files = [_embedded_file() if name == "embedded" else name for name in options.data]
+        return load_rows(files, limit=settings.config.data.val_max_samples, setting="--data")
     key = settings.config.data.prompt_key
     return table_of_rows([{key: text} for text in options.prompt], name="--prompt")
+
+
+def _embedded_file() -> Path:
+    """The held-out sums of the embedded task."""
+    from posttrain.trainer.embedded import ensure_embedded
+
+    return ensure_embedded(print, model=False) / "test.json"
 
 
 def generate_file(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> int:

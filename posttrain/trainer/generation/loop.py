@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.generate import no_garbage_collection
-from posttrain.rollout.sampling import combine_seeds
+from posttrain.rollout.sampling import row_seeds
 
 
 @dataclass
@@ -51,8 +51,8 @@ def answer(
                 index, ids = following
                 open_[index] = {}
                 running += n
-                for number in range(n):
-                    engine.submit(Request((index, number), ids, sampling, combine_seeds(seed, index, number)))
+                for number, own_seed in enumerate(row_seeds(n, seed, index)):
+                    engine.submit(Request((index, number), ids, sampling, own_seed))
             if not engine.has_work():
                 return
             for output in engine.step():

@@ -17,7 +17,7 @@ from posttrain.config.model import ModelConfig
 from posttrain.models.loading import ModelError, load_causal_lm, load_tokenizer, local_or_hub, resolve_dtype
 from posttrain.models.lora import add_adapters
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.generation.settings import Settings, is_checkpoint
+from posttrain.trainer.generation.settings import Settings, is_checkpoint, run_of
 
 MOST_TOKENS = 1024  # of a response where nothing is set
 
@@ -65,8 +65,11 @@ def _of_checkpoint(name: str, path: Path, model: ModelConfig, say: Any) -> Model
     if f"{HUGGINGFACE}/config.json" in files:  # adapters are folded in there, overrides are in its config
         whole = replace(model, path=str(path / HUGGINGFACE), tokenizer_path=None, lora_rank=0, override_config={})
         return ModelSource(name, whole)
-    if model.path is None and not any(file.startswith("actor/") for file in files):
-        raise CheckpointError(f"The checkpoint {path} holds neither a Hugging Face model nor an actor's tensors.")
+    if run_of(path) is None or not any(file.startswith("actor/") for file in files):
+        raise CheckpointError(
+            f"The checkpoint {path} holds no Hugging Face model, and without its run's config.yaml (two folders above) "
+            "and an actor's tensors it cannot be loaded. A run writes one with trainer.export_hf=last or all."
+        )
     base = model
     if model.path in (None, "embedded"):
         base = replace(model, path=str(ensure_embedded(say) / "model"))

@@ -108,7 +108,13 @@ class Parts:
         columns = {name: [getattr(one, name) for one in self._open] for name in SCHEMA.names}
         table = pa.table(columns, schema=SCHEMA)
         path = self.folder / f"part_{self._next:05d}.parquet"
-        replace_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+        try:
+            replace_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+        except OSError as error:
+            self._open = []  # they are made again
+            raise UserError(
+                f"{path} cannot be written: {error}. The same command goes on from what is there."
+            ) from error
         self._next += 1
         self._open = []
 

@@ -6,15 +6,18 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from posttrain.config.rollout import RolloutConfig
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import RowTable
+from posttrain.errors import UserError
 from posttrain.models.loading import check_positions, end_token_ids
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
@@ -47,6 +50,20 @@ class Speed:
     def __str__(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         return f"{self.responses:,} responses, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f} tokens/s)"
+
+
+@contextmanager
+def memory_words(rollout: RolloutConfig, max_tokens: int) -> Iterator[None]:
+    """Running out of memory, with what lowers it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"Out of memory: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
+            f"  actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
+            f"  actor_rollout_ref.rollout.kv_cache_gb={rollout.kv_cache_gb}, --max-tokens {max_tokens}\n"
+            "  The same command goes on from what is finished."
+        ) from error
 
 
 class Session:
@@ -97,7 +114,7 @@ class Session:
         ids = ((item["index"], item["prompt_ids"]) for item in todo)
         started, settings = time.perf_counter(), self.settings
         engine.wake()
-        with self._bar(len(todo)) as bar:
+        with self._bar(len(todo)) as bar, memory_words(rollout, data.max_response_length):
             for answers in answer(
                 engine,
                 ids,
@@ -140,8 +157,6 @@ class Session:
 
 def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:
     """A result is written where nothing is, unless `--overwrite` says so."""
-    from posttrain.errors import UserError
-
     if path.suffix not in suffixes:
         raise UserError(f"--out {path}: the suffix decides the format; give {' or '.join(suffixes)}")
     if path.exists() and not overwrite:

@@ -135,6 +135,8 @@ def read_settings(
         mine = {key for key in resolved.explicit if resolved.where(key).startswith("command line")}
         _refuse_idle(mine, used)
         given |= resolved.explicit
+    if flags.get("limit") is None:
+        config.data.val_max_samples = -1  # a run's own limit is about its validation
     for flag, key in TEXTS.items():
         if flags.get(flag) is not None:
             assign(config, key, flags[flag])
