@@ -132,7 +132,10 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data arithmetic OUT`, `data gsm8k`: prepare a data set"),
-    "bench": (bench, "`bench rollout`, `bench step`, `bench sweep`: the same work here and in peer systems"),
+    "bench": (
+        bench,
+        "`bench rollout`, `bench step`, `bench sweep`, `bench algorithms`: speed beside peers; what is learnt",
+    ),
     "version": (version, "print the version"),
 }
 
