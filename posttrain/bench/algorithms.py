@@ -21,11 +21,12 @@ from posttrain.bench.gains import HEAD, gains, lines
 from posttrain.bench.pages import check_page, fill_page, markdown
 from posttrain.bench.places import bench_folder
 from posttrain.bench.progress import Line
-from posttrain.bench.record import circumstances, default_threads, writable, write_json
+from posttrain.bench.record import circumstances, default_threads, writable
 from posttrain.bench.strips import write_strips
 from posttrain.bench.table import render
 from posttrain.bench.training import Process, Run
 from posttrain.errors import UserError
+from posttrain.tracking.atomic import replace_file
 
 PACKAGES = ("torch", "transformers")
 POLL_S = 0.5
@@ -44,11 +45,12 @@ def main(options: argparse.Namespace) -> int:
             Run(entry, seed, options.steps) for seed in range(1, options.seeds + 1) for entry in chosen
         ]  # seed by seed: a table that was stopped early has every algorithm
         failed = train(wanted, record, path, jobs=options.jobs, threads=threads)
-    found = gains(entries() if options.only is None else chosen, record["runs"])
+    rows = gains(entries() if options.only is None else chosen, record["runs"])
+    found = [row for row in rows if row.runs]
     if found:
         print("\n" + render(HEAD, lines(found), left=(0, 1)))
         if options.markdown:
-            fill_page(options.markdown, markdown(found, record))
+            fill_page(options.markdown, markdown(rows, record))
         if svg is not None:
             write_strips(svg, found, f"Accuracy on held-out sums over {record['steps']} steps")
     for run in failed:
@@ -65,6 +67,15 @@ def _stored(path: Path | None, *, required: bool) -> dict[str, Any]:
         return {"steps": record["steps"], "sessions": record["sessions"], "runs": record["runs"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not a file that `posttrain bench algorithms --json` wrote") from None
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """The record as JSON with a line per session and per run."""
+    parts = [f' "steps": {record["steps"]}']
+    for key in ("sessions", "runs"):
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in record[key])
+        parts.append(f' "{key}": [\n{rows}\n ]')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def train(
@@ -88,7 +99,7 @@ def train(
             continue
         record["runs"].append({**result, "session": number})
         if path is not None:
-            write_json(path, record)
+            replace_file(path, as_text(record).encode())
     return failed
 
 

@@ -12,7 +12,7 @@ from posttrain.bench.entries import Entry
 
 @dataclass(frozen=True)
 class Gain:
-    """One row. The gain is accuracy after the last step minus that before the first, seed by seed."""
+    """One row; without runs a row of dashes. The gain is accuracy after the last step minus that before the first."""
 
     entry: Entry
     runs: Sequence[dict[str, Any]]
@@ -34,6 +34,8 @@ class Gain:
         return 1 / statistics.median(run["step_s"] for run in self.runs)
 
     def cells(self) -> list[str]:
+        if not self.runs:
+            return ["-"] * 5 + ["0", "-"]
         gains = self.gains
         accuracy = [f"{self.start:.3f}", f"{self.end:.3f}"]
         gain = [f"{statistics.fmean(gains):+.3f}", f"{min(gains):+.3f}", f"{max(gains):+.3f}"]
@@ -44,9 +46,8 @@ HEAD = ["algorithm", "kind", "before", "after", "gain", "least", "most", "seeds"
 
 
 def gains(rows: Iterable[Entry], runs: Sequence[dict[str, Any]]) -> list[Gain]:
-    """A row for every algorithm that has a finished run."""
-    found = [(entry, [run for run in runs if run["algorithm"] == entry.name and "curve" in run]) for entry in rows]
-    return [Gain(entry, own) for entry, own in found if own]
+    """A row for every algorithm, with its runs."""
+    return [Gain(entry, [run for run in runs if run["algorithm"] == entry.name]) for entry in rows]
 
 
 def lines(found: Sequence[Gain]) -> list[list[str]]:

@@ -11,7 +11,7 @@ from posttrain.bench.gains import HEAD, Gain, lines
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 
-BEGIN, END = "<!-- bench algorithms: begin -->", "<!-- bench algorithms: end -->"
+BEGIN, END = "<!-- made: bench algorithms -->", "<!-- end -->"
 _BETWEEN = re.compile(rf"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.S)
 
 
