@@ -45,8 +45,9 @@ class Gain:
 HEAD = ["algorithm", "kind", "before", "after", "gain", "least", "most", "seeds", "steps/s"]
 
 
-def gains(rows: Iterable[Entry], runs: Sequence[dict[str, Any]]) -> list[Gain]:
-    """A row for every algorithm, with its runs."""
+def gains(rows: Iterable[Entry], record: dict[str, Any]) -> list[Gain]:
+    """A row for every algorithm, with its runs of the record's length; older ones of another length do not compare."""
+    runs = [run for run in record["runs"] if run["steps"] == record["steps"]]
     return [Gain(entry, [run for run in runs if run["algorithm"] == entry.name]) for entry in rows]
 
 

@@ -12,6 +12,8 @@ from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 
 BEGIN, END = "<!-- made: bench algorithms -->", "<!-- end -->"
+_FOLDERS = re.compile(r" (?:/[^/\s]+)*/")
+"""Of absolute paths: they say nothing elsewhere."""
 _BETWEEN = re.compile(rf"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.S)
 
 
@@ -51,16 +53,19 @@ def markdown(found: Sequence[Gain], record: dict[str, Any]) -> str:
 
 
 def _made(found: Sequence[Gain], record: dict[str, Any]) -> str:
-    seeds = sorted({run["seed"] for gain in found for run in gain.runs})
-    said = []
-    for session in record["sessions"]:
+    """A sentence for each call of the command that made a run of the table."""
+    runs = [run for gain in found for run in gain.runs]
+    seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
+    said = [f"{record['steps']} steps; seeds {seeds}. Made by"]
+    for number in sorted({run["session"] for run in runs}):
+        session = record["sessions"][number]
         versions = ", ".join(f"{name} {version}" for name, version in session["packages"].items())
         said.append(
-            f"`{session['command']}`, {session['date'][:10]}, on {session['cpu']}, {session['cores']} cores, "
-            f"{session['jobs']} runs at a time with {session['threads']} threads each; "
+            f"`{_FOLDERS.sub(' ', session['command'])}`, {session['date'][:10]}: {session['cpu']}, "
+            f"{session['cores']} cores, runs at a time: {session['jobs']}, threads of each: {session['threads']}; "
             f"Python {session['python']}, {versions}."
         )
-    return f"{record['steps']} steps, seeds {', '.join(map(str, seeds))}. Made by\n" + "\n".join(said)
+    return "\n".join(said)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -36,9 +36,10 @@ def _panel(left: float, top: float, gain: Gain, last: float, *, labelled: bool) 
     def at(step: float, accuracy: float) -> str:
         return f"{left + step / last * WIDE:.1f} {top + (1 - accuracy) * HIGH:.1f}"
 
-    def line(points: Sequence[Sequence[float]], colour: str, width: float) -> str:
+    def line(points: Sequence[Sequence[float]], opacity: float, width: float) -> str:
         path = "M" + "L".join(at(*point) for point in points)
-        return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>'
+        look = f'stroke="{COLOURS[0]}" stroke-opacity="{opacity:g}" stroke-width="{width:g}"'
+        return f'<path d="{path}" fill="none" {look}/>'
 
     parts = [_text(left + WIDE / 2, top - 5, gain.entry.name)]
     for level in (0.0, 0.5, 1.0):
@@ -46,8 +47,8 @@ def _panel(left: float, top: float, gain: Gain, last: float, *, labelled: bool) 
         parts.append(f'<line x1="{left:g}" y1="{y:g}" x2="{left + WIDE:g}" y2="{y:g}" stroke="{PALE}"/>')
         if labelled:
             parts.append(_text(left - 5, y + 4, f"{level:g}", anchor="end"))
-    parts += [line(run["curve"], PALE if len(gain.runs) > 1 else COLOURS[0], 1.5) for run in gain.runs]
-    parts.append(line(mean_curve(gain), COLOURS[0], 2))
+    parts += [line(run["curve"], 0.35, 1) for run in gain.runs]
+    parts.append(line(mean_curve(gain), 1, 2))
     parts.append(_text(left + WIDE - 2, top + HIGH - 4, f"{gain.end:.2f}", anchor="end"))
     return "\n".join(parts)
 

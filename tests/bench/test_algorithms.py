@@ -25,7 +25,12 @@ from posttrain.models.embedded import write_model
 from posttrain.trainer.embedded import embedded_folder
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
-SESSION = {"command": "posttrain bench algorithms", "date": "2026-01-01T00:00:00", "cpu": "a CPU", "cores": 2}
+SESSION = {
+    "command": "posttrain bench algorithms --json /some/where/a.json",
+    "date": "2026-01-01T00:00:00",
+    "cpu": "a CPU",
+    "cores": 2,
+}
 SESSION |= {"jobs": 1, "threads": 2, "python": "3.11", "packages": {"torch": "2.13"}}
 
 
@@ -118,7 +123,8 @@ def test_a_stopped_bench_leaves_no_process(tmp_path: Path, tiny_task, monkeypatc
 
 def test_the_row_of_an_algorithm_is_the_mean_over_its_seeds_with_the_extremes():
     runs = [made("grpo", 1, 0.3, 0.5, 0.7, step_s=0.5), made("grpo", 2, 0.4, 0.4, 0.5, step_s=0.25)]
-    row, empty = gains(choose("grpo,ppo"), runs)
+    short = made("grpo", 3, 0.3, 0.9)  # of another length
+    row, empty = gains(choose("grpo,ppo"), {"steps": 20, "runs": [*runs, short]})
     assert row.cells() == ["0.350", "0.600", "+0.250", "+0.100", "+0.400", "2", "2.67"]
     assert empty.cells() == ["-", "-", "-", "-", "-", "0", "-"]
     assert mean_curve(row) == [[0, 0.35], [10, 0.45], [20, 0.6]]
@@ -128,13 +134,14 @@ def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path)
     page = tmp_path / "page.md"
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
     record = {"steps": 10, "sessions": [SESSION], "runs": [made("ppo", 1, 0.3, 0.5)]}
-    found = gains(choose("ppo,gspo"), record["runs"])
+    found = gains(choose("ppo,gspo"), record)
     for _ in range(2):
         fill_page(page, markdown(found, record))
         text = page.read_text()
         assert text.startswith("above\n") and text.endswith("\nbelow\n") and "old" not in text
     assert "| ppo | preset | 0.300 | 0.500 | +0.200 | +0.200 | +0.200 | 1 | 2.00 |" in between(text)
     assert "| gspo | preset | - |" in text and "`critic.optim.lr=1e-3`" in text and "torch 2.13" in text
+    assert "`posttrain bench algorithms --json a.json`, 2026-01-01: a CPU" in text
     (tmp_path / "other.md").write_text("nothing\n")
     with pytest.raises(UserError, match=r"other.md: not a page with the lines"):
         fill_page(tmp_path / "other.md", "x")
@@ -142,7 +149,7 @@ def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path)
 
 def test_the_picture_has_a_panel_per_algorithm_and_a_line_per_seed(tmp_path: Path):
     runs = [made("grpo", 1, 0.3, 0.7), made("grpo", 2, 0.4, 0.5), made("ppo", 1, 0.3, 0.5)]
-    write_strips(tmp_path / "a.svg", gains(choose("grpo,ppo"), runs), "Title")
+    write_strips(tmp_path / "a.svg", gains(choose("grpo,ppo"), {"steps": 10, "runs": runs}), "Title")
     text = (tmp_path / "a.svg").read_text()
     assert text.count("<path") == 3 + 2 and all(f">{name}</text>" in text for name in ("grpo", "ppo", "Title"))
 
