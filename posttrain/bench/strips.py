@@ -41,7 +41,8 @@ def _panel(left: float, top: float, gain: Gain, last: float, *, labelled: bool) 
         look = f'stroke="{COLOURS[0]}" stroke-opacity="{opacity:g}" stroke-width="{width:g}"'
         return f'<path d="{path}" fill="none" {look}/>'
 
-    parts = [_text(left + WIDE / 2, top - 5, gain.entry.name)]
+    name = gain.entry.name
+    parts = [_text(left + WIDE / 2, top - 5, name, size=11 if len(name) <= 20 else 9)]
     for level in (0.0, 0.5, 1.0):
         y = top + (1 - level) * HIGH
         parts.append(f'<line x1="{left:g}" y1="{y:g}" x2="{left + WIDE:g}" y2="{y:g}" stroke="{PALE}"/>')

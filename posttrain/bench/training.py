@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -64,7 +65,12 @@ class Process:
         variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         with log.open("w") as words:
             self.process = subprocess.Popen(
-                run.command(folder), stdout=words, stderr=words, env=variables, start_new_session=True
+                run.command(folder),
+                stdout=words,
+                stderr=words,
+                env=variables,
+                start_new_session=True,  # Ctrl-C is ours to handle
+                preexec_fn=_end_with_parent,
             )
 
     def ended(self) -> bool:
@@ -92,6 +98,12 @@ class Process:
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
         return []
+
+
+def _end_with_parent() -> None:
+    """In the new process: however the bench ends, its runs end with it (Linux; elsewhere only if it can still act)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _last_words(log: Path) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.bench import algorithms
-from posttrain.bench.algorithms import as_text
+from posttrain.bench import side_by_side
 from posttrain.bench.entries import TUNED, Entry, choose, entries
 from posttrain.bench.gains import gains
+from posttrain.bench.kept import as_text
 from posttrain.bench.pages import BEGIN, END, between, fill_page, markdown
 from posttrain.bench.strips import mean_curve, write_strips
 from posttrain.bench.training import COMMON, Process, Run
@@ -94,10 +94,10 @@ def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys
     assert [step for step, _ in run["curve"]] == [0, 2] and run["step_s"] > 0
     assert kept["sessions"][run["session"]]["packages"]["torch"] and picture.read_text().startswith("<svg")
 
-    monkeypatch.setattr(algorithms, "Process", None)  # a run would fail
+    monkeypatch.setattr(side_by_side, "Process", None)  # a run would fail
     assert cli.main(command) == 0 and json.loads(file.read_text()) == kept
     # Another setting is another run, which fails here before it starts anything heavy.
-    monkeypatch.setattr(algorithms, "Process", Process)
+    monkeypatch.setattr(side_by_side, "Process", Process)
     monkeypatch.setitem(TUNED, "rloo", (("actor_rollout_ref.rollout.n=1",), "a wrong one"))
     assert cli.main(command) == 1
     shown = capsys.readouterr()
@@ -115,7 +115,7 @@ def test_a_stopped_bench_leaves_no_process(tmp_path: Path, tiny_task, monkeypatc
         def steps_done(self):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(algorithms, "Process", Watched)
+    monkeypatch.setattr(side_by_side, "Process", Watched)
     assert cli.main(["bench", "algorithms", "--only", "grpo", "--threads", "1"]) == 130
     (process,) = started
     assert process.process.returncode is not None
