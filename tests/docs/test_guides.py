@@ -109,6 +109,35 @@ def test_S2_22_what_the_answers_name_is_there():
         assert "compute_grpo_outcome_advantage" in (ROOT / path).read_text()
 
 
+def test_S2_20_the_device_is_chosen_in_one_place_and_the_docs_say_what_was_tried(monkeypatch):
+    import torch
+
+    from posttrain.workers.roles import pick_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a ROCm build answers too
+    assert pick_device("auto").type == "cuda" and pick_device("cpu").type == "cpu"
+    choosing = [
+        path.name
+        for path in (ROOT / "posttrain").rglob("*.py")
+        if re.search(r'torch\.device\("cuda" if', path.read_text())
+    ]
+    assert choosing == ["roles.py"]
+    section = page("troubleshooting.md").partition("## Which devices")[2].partition("\n## ")[0]
+    assert all(word in section for word in ("NVIDIA H200", "ROCm", "Ascend", "CPU"))
+
+
+def test_S1_48_the_parts_of_a_reward_that_the_answers_show_can_be_set():
+    from posttrain.config import load_config
+    from posttrain.rewards.loading import resolve_reward
+
+    given = re.findall(r"\+reward\.functions\.\S+", page("troubleshooting.md"))
+    config = load_config(["data.train_files=x.json", *given]).config
+    spec = resolve_reward(config.custom_reward_function, functions=config.reward.functions)
+    assert (
+        len(given) == 6 and spec.kind == "combined" and all(name in spec.label for name in ("right", "form", "short"))
+    )
+
+
 def test_S2_14_S2_49_the_baselines_are_those_of_the_stored_runs(tmp_path, capsys):
     """The page and the picture are what the command makes of docs/baselines.json, whose runs have seed and curve."""
     copy, picture = tmp_path / "baselines.md", tmp_path / "algorithms.svg"
