@@ -7,6 +7,7 @@ the same command goes on where it was stopped, on another machine too.
 from __future__ import annotations
 
 import argparse
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def train(wanted: list[Run], record: Record, path: Path | None, *, jobs: int, th
     _prepare()
     packages = {"posttrain": __version__, **{name: version(name) for name in PACKAGES}}
     session = {**circumstances(threads), "jobs": jobs, "packages": packages}
+    session["command"] = without_folders(session["command"])
     record["sessions"].append(session)
     number = len(record["sessions"]) - 1
     failed = []
@@ -71,6 +73,11 @@ def train(wanted: list[Run], record: Record, path: Path | None, *, jobs: int, th
         if path is not None:
             replace_file(path, as_text(record).encode())
     return failed
+
+
+def without_folders(command: str) -> str:
+    """Absolute paths as the names of their files: the rest says nothing on another machine."""
+    return re.sub(r" (?:/[^/\s]+)*/", " ", command)
 
 
 def _prepare() -> None:

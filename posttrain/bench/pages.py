@@ -12,8 +12,6 @@ from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 
 BEGIN, END = "<!-- made: bench algorithms -->", "<!-- end -->"
-_FOLDERS = re.compile(r" (?:/[^/\s]+)*/")
-"""Of absolute paths: they say nothing elsewhere."""
 _BETWEEN = re.compile(rf"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.S)
 
 
@@ -61,7 +59,7 @@ def _made(found: Sequence[Gain], record: dict[str, Any]) -> str:
         session = record["sessions"][number]
         versions = ", ".join(f"{name} {version}" for name, version in session["packages"].items())
         said.append(
-            f"`{_FOLDERS.sub(' ', session['command'])}`, {session['date'][:10]}: {session['cpu']}, "
+            f"`{session['command']}`, {session['date'][:10]}: {session['cpu']}, "
             f"{session['cores']} cores, runs at a time: {session['jobs']}, threads of each: {session['threads']}; "
             f"Python {session['python']}, {versions}."
         )

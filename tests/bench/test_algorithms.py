@@ -10,6 +10,7 @@ import pytest
 
 from posttrain import cli
 from posttrain.bench import side_by_side
+from posttrain.bench.algorithms import without_folders
 from posttrain.bench.entries import TUNED, Entry, choose, entries
 from posttrain.bench.gains import gains
 from posttrain.bench.kept import as_text
@@ -26,7 +27,7 @@ from posttrain.trainer.embedded import embedded_folder
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 SESSION = {
-    "command": "posttrain bench algorithms --json /some/where/a.json",
+    "command": "posttrain bench algorithms",
     "date": "2026-01-01T00:00:00",
     "cpu": "a CPU",
     "cores": 2,
@@ -141,7 +142,7 @@ def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path)
         assert text.startswith("above\n") and text.endswith("\nbelow\n") and "old" not in text
     assert "| ppo | preset | 0.300 | 0.500 | +0.200 | +0.200 | +0.200 | 1 | 2.00 |" in between(text)
     assert "| gspo | preset | - |" in text and "`critic.optim.lr=1e-3`" in text and "torch 2.13" in text
-    assert "`posttrain bench algorithms --json a.json`, 2026-01-01: a CPU" in text
+    assert "`posttrain bench algorithms`, 2026-01-01: a CPU" in text
     (tmp_path / "other.md").write_text("nothing\n")
     with pytest.raises(UserError, match=r"other.md: not a page with the lines"):
         fill_page(tmp_path / "other.md", "x")
@@ -152,6 +153,11 @@ def test_the_picture_has_a_panel_per_algorithm_and_a_line_per_seed(tmp_path: Pat
     write_strips(tmp_path / "a.svg", gains(choose("grpo,ppo"), {"steps": 10, "runs": runs}), "Title")
     text = (tmp_path / "a.svg").read_text()
     assert text.count("<path") == 3 + 2 and all(f">{name}</text>" in text for name in ("grpo", "ppo", "Title"))
+
+
+def test_the_command_is_kept_without_folders_of_this_machine():
+    given = "posttrain bench algorithms --json /some/where/a.json --svg docs/a.svg"
+    assert without_folders(given) == "posttrain bench algorithms --json a.json --svg docs/a.svg"
 
 
 def test_the_file_has_a_line_per_run_and_reads_back():
