@@ -33,12 +33,7 @@ TUNED: dict[str, Tuning] = {
     ),
     "sapo": ((f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean",), "the paper's aggregation"),
     "gpg_loss": (
-        (
-            "algorithm.adv_estimator=gpg",
-            f"{_ACTOR}.ppo_mini_batch_size=200",
-            f"{_ACTOR}.optim.lr=2e-3",
-            f"{_ACTOR}.optim.lr_warmup_steps=3",
-        ),
+        ("algorithm.adv_estimator=gpg", f"{_ACTOR}.ppo_mini_batch_size=200", f"{_ACTOR}.optim.lr=1e-3"),
         "right for one update per batch only, with the estimator of its name; a quarter of the updates, so larger ones",
     ),
     "geo_mean": (
