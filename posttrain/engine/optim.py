@@ -63,11 +63,20 @@ class Optimizer:
         if finite:
             for group in self.adam.param_groups:
                 group["lr"] = rate
+            self._follow_masters()
             self.adam.step()
             self._write_back()
         self.steps_done += 1
         self.adam.zero_grad(set_to_none=True)
         return {"grad_norm": float(norm), "lr": rate, "skipped": float(not finite)}
+
+    def _follow_masters(self) -> None:
+        """Moments that were made or loaded while the weights were elsewhere go where these are now."""
+        first = self.adam.state.get(self.masters[0]) or {}
+        if any(value.device != self.masters[0].device for value in first.values()):
+            for master in self.masters:
+                for key, value in self.adam.state.get(master, {}).items():
+                    self.adam.state[master][key] = value.to(master.device)
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -107,5 +116,4 @@ class Optimizer:
             if master is not weight:
                 master.data = master.data.to(device)
             for key, value in self.adam.state.get(master, {}).items():
-                if key != "step":
-                    self.adam.state[master][key] = value.to(device)
+                self.adam.state[master][key] = value.to(device)
