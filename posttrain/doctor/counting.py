@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from posttrain.config.model import ModelConfig
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.models.decoder import KNOWN
-from posttrain.models.forward import decoder_of, head_of, hidden_states, token_log_probs
+from posttrain.models.forward import decoder_of, hidden_states, token_log_probs
 from posttrain.models.loading import ModelError, local_or_hub, needs_plain_attention
 from posttrain.models.lora import add_adapters
 from posttrain.models.norms import fuse_norms
@@ -172,10 +172,8 @@ def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
     hidden_NE = hidden.flatten(0, 1).index_select(0, ids.flatten())
     if isinstance(model, ValueModel):
         return model.token_values(hidden_NE)
-    head: Any = head_of(model)
-    whole = any(getattr(model.config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
-    if type(head) is torch.nn.Linear and not whole:  # computed in chunks of tokens: more than three change no peak
-        hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // head.out_features]
+    # Computed in chunks of tokens: more than three change no peak.
+    hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // model.config.get_text_config().vocab_size]  # pyright: ignore
     return token_log_probs(model, hidden_NE, ids.flatten()[: len(hidden_NE)], 1.0)[0]
 
 
@@ -223,10 +221,12 @@ def cache_bytes_per_token(model: Any) -> int:
 
 def packed_bytes(model: Any) -> int:
     """Copies of the layers' matrices that multiply faster: the native engine makes them for long responses on a CPU."""
-    if model.config.get_text_config().model_type not in KNOWN or hasattr(model, "peft_config"):
+    if model.config.get_text_config().model_type not in KNOWN:
         return 0
     layers: Any = decoder_of(model).layers
-    linear = (part for part in layers.modules() if isinstance(part, torch.nn.Linear))
+    linear = (
+        part for name, part in layers.named_modules() if isinstance(part, torch.nn.Linear) and "lora_" not in name
+    )
     widths = [part.weight.shape for part in linear]
     itemsize = next(model.parameters()).itemsize
     rows = sum(shape[0] for shape in widths[:7])  # a tile of rows between the products of a layer
