@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -50,7 +51,9 @@ def add_adapters(
         task_type="CAUSAL_LM",
         **{name: value for name, value in (more or {}).items() if name in _FROM_FILES and value},
     )
-    return get_peft_model(model, settings)  # pyright: ignore
+    with warnings.catch_warnings():  # tied heads and transposed layers, which are seen to here
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`|fan_in_fan_out is set to")
+        return get_peft_model(model, settings)  # pyright: ignore
 
 
 def policy_with_adapters(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
