@@ -107,7 +107,7 @@ def _path_problem(path: Path) -> str | None:
         inside = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(READABLE))
         return f"{path} is a folder; name the files in it" + (f" ({', '.join(inside[:5])})." if inside else ".")
     if not path.exists():
-        command = next((command for folder, command in PREPARED_BY.items() if folder in path.parent.name), None)
+        command = _maker(path.parent.name)
         hint = (
             f" Make it with `{command} --out {path.parent}`."
             if command
@@ -117,6 +117,14 @@ def _path_problem(path: Path) -> str | None:
     if not path.name.endswith(READABLE):
         return f"{path} has a suffix that is not known; the suffix decides the reader: {', '.join(READABLE)}."
     return None
+
+
+def _maker(folder: str) -> str | None:
+    """The command that makes the files of a folder of this name."""
+    from posttrain.data.recipes.table import RECIPES
+
+    found = next((command for name, command in PREPARED_BY.items() if name in folder), None)
+    return found or (f"posttrain data {folder}" if folder in RECIPES else None)
 
 
 def _read(path: Path) -> Iterator[tuple[int, Any]]:

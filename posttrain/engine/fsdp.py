@@ -13,6 +13,7 @@ from posttrain.engine.base import LossFn, TrainEngine
 from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, Unit, packed_units, padded_rows, plan_micro_batches, plan_units
 from posttrain.kernels.packed_attention import packed_rows
+from posttrain.kernels.train import can_train
 from posttrain.models.forward import hidden_states, token_log_probs
 from posttrain.models.loading import can_pack
 from posttrain.models.lora import has_adapters, merged_state
@@ -76,7 +77,8 @@ class FSDPEngine(TrainEngine):
         """The units of rows of each forward pass."""
         settings = self.settings
         share = self.packed and settings.share_prompts
-        units, tokens = plan_units(data, share=share, width=self.width, max_rows=settings.max_rows)
+        all_pairs = not can_train(next(self.module.parameters()))
+        units, tokens = plan_units(data, share=share, width=self.width, all_pairs=all_pairs, max_rows=settings.max_rows)
         return plan_micro_batches(units, tokens, token_budget=settings.token_budget, max_rows=settings.max_rows)
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
@@ -86,7 +88,7 @@ class FSDPEngine(TrainEngine):
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
-        hidden_NE = hidden.flatten(0, 1).index_select(0, rows.predict_N)
+        hidden_NE = rows.states(hidden, rows.predict_N)
         if isinstance(self.module, ValueModel):
             return {"values": rows.scatter(self.module.token_values(hidden_NE))}
         log_probs_N, entropy_N = token_log_probs(self.module, hidden_NE, rows.label_N, temperature)

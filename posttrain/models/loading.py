@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
 from posttrain.models.quantized import keep_one_layout, loading_options
@@ -37,6 +38,11 @@ def local_or_hub(path: str) -> str:
     """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id."""
     expanded = os.path.expandvars(os.path.expanduser(path))
     if Path(expanded).is_dir():
+        if (Path(expanded) / ADAPTER_CONFIG).exists() and not (Path(expanded) / "config.json").exists():
+            raise ModelError(
+                f"model.path={path}: the folder holds a LoRA adapter, not a model; give its base as the model and this "
+                "folder as model.lora_adapter_path, or name the run's checkpoint (.../global_step_N)"
+            )
         if not (Path(expanded) / "config.json").exists():
             raise ModelError(f"model.path={path}: the folder holds no config.json; give the folder of a model")
         return expanded
@@ -84,6 +90,7 @@ def load_causal_lm(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.models.attention import ATTENTION
+    from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
 
     silence_progress_bars()
@@ -106,6 +113,7 @@ def load_causal_lm(
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _explain(error, source, "the model") from error
     fuse_norms(model)
+    fuse_layers(model)
     _no_dropout(model)
     keep_one_layout(model)
     return (model if quantization else model.to(device)).eval()  # pyright: ignore

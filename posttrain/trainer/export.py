@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,10 +17,12 @@ from posttrain.checkpoint.export import export, free_folder
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
-from posttrain.models.adapter_files import Weights, fill_adapters, stored_name, write_adapter
-from posttrain.models.identity import fingerprint
-from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer
-from posttrain.models.lora import add_adapters, save_merged
+from posttrain.models.adapter_files import write_adapter
+from posttrain.models.loading import DTYPES, load_tokenizer
+from posttrain.models.lora import save_merged
+from posttrain.trainer.adapted import adapted_policy, stored_adapters, stored_lora
+
+ADVICE = "Name the base with --base FOLDER, or write the adapters alone with --adapter."
 
 
 def export_checkpoint(
@@ -30,58 +31,24 @@ def export_checkpoint(
     """Write the policy of `checkpoint` (`.../global_step_N`) into the new folder `out`; `adapter`: without its base."""
     source, target = Path(checkpoint), Path(out)
     manager = CheckpointManager(source.parent)
-    lora = manager.load_state(source).get("lora", {}).get("actor")
+    lora = stored_lora(manager, source)
     if lora is None and (adapter or base is not None):
         what = "--adapter" if adapter else "--base"
         raise CheckpointError(f"The checkpoint {source} holds all weights and no LoRA adapters: leave out {what}.")
     if lora is None:
         return export(source, target)
     free_folder(target)
-    config = _base_config(lora["base"], base)
+    stored = lora["base"]
+    config = ModelConfig(
+        path=base or stored["path"], tokenizer_path=stored["tokenizer_path"], override_config=stored["override_config"]
+    )
     if adapter:
-        write_adapter(target, _adapters(manager, source), lora["adapter"])
+        write_adapter(target, stored_adapters(manager, source), lora["adapter"])
     else:
-        _write_merged(target, _adapters(manager, source), lora, config, source)
+        place = {"dtype": DTYPES[stored["dtype"]], "device": torch.device("cpu")}
+        save_merged(adapted_policy(manager, source, lora, config, **place, advice=ADVICE), target)
     _write_tokenizer(target, config)
     return target
-
-
-def _base_config(stored: dict[str, Any], base: str | None) -> ModelConfig:
-    return ModelConfig(
-        path=base or stored["path"],
-        tokenizer_path=stored["tokenizer_path"],
-        override_config=stored["override_config"],
-    )
-
-
-def _adapters(manager: CheckpointManager, source: Path) -> Weights:
-    """The adapters' weights alone; the optimizer's state stays where it is."""
-    shapes = {name: kind for name, kind in manager.describe(source, "actor").items() if name.startswith("model.")}
-    into = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    manager.load_tensors(source, "actor", into, partial=True)
-    return {stored_name(name.removeprefix("model.")): weight for name, weight in into.items()}
-
-
-def _write_merged(target: Path, weights: Weights, lora: dict[str, Any], config: ModelConfig, source: Path) -> None:
-    stored, settings = lora["base"], lora["adapter"]
-    advice = "Name the base with --base FOLDER, or write the adapters alone with --adapter."
-    try:
-        found = fingerprint(str(config.path))
-    except (UserError, OSError) as error:
-        raise CheckpointError(f"The base of the adapters in {source} was not found: {error}. {advice}") from error
-    if found != stored["fingerprint"]:
-        raise CheckpointError(
-            f"The adapters in {source} were trained beside a base with the fingerprint {stored['fingerprint']}, but "
-            f"{config.path} has {found}. {advice}"
-        )
-    cpu, dtype = torch.device("cpu"), DTYPES[stored["dtype"]]
-    module = load_causal_lm(config, dtype=dtype, device=cpu, quantization=stored["quantization"])
-    shape = ModelConfig(
-        lora_rank=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=settings["target_modules"]
-    )
-    adapted = add_adapters(module, shape, more=settings)
-    fill_adapters(adapted, weights, str(source))
-    save_merged(adapted, target)
 
 
 def _write_tokenizer(target: Path, config: ModelConfig) -> None:
