@@ -33,7 +33,7 @@ def test_two_steps_train_adapters_beside_4_bits_resume_and_export(tiny_model, su
     said = capsys.readouterr().out
     assert "held in 4 bits" in said and "general decoder" in said
     lines = metrics_of(result.path)
-    assert len(lines) == 2 and lines[1]["kl_loss"] > 1e-6 and max(line["sync/probe_max"] for line in lines) < 1e-4
+    assert len(lines) == 2 and lines[1]["kl_loss"] > 1e-6 and max(line["mismatch/logp_max"] for line in lines) < 1e-4
 
     module = trainers[0].actor_rollout_wg.worker.engine.module
     assert sum(map(is_quantized, module.parameters())) == 14
