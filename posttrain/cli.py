@@ -119,7 +119,10 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
     "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),
     "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
-    "bench": (bench, "`bench rollout`, `bench step`, `bench sweep`: the same work here and in peer systems"),
+    "bench": (
+        bench,
+        "`bench rollout`, `bench step`, `bench sweep`, `bench algorithms`: speed beside peers; what is learnt",
+    ),
     "version": (version, "print the version"),
 }
 

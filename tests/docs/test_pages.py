@@ -78,7 +78,7 @@ def test_the_configuration_page_has_every_other_spelling_and_every_preset():
     assert [name for name in PRESETS if name.replace("/", "=") not in words] == []
 
 
-def test_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_explained_metric():
+def test_S2_07_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_explained_metric():
     assert [source for source in known_sources() if f"`{source}`" not in PAGES["rewards.md"]] == []
     assert [name for name in METRICS if f"`{name}`" not in PAGES["runs.md"]] == []
 
@@ -104,7 +104,9 @@ def test_rooms_import_what_the_architecture_page_allows_and_nothing_else():
         assert imports_of(ROOT / "posttrain" / room) <= may, room
 
 
-def test_the_tables_of_the_algorithms_page_are_those_of_explain():
+@pytest.mark.parametrize("page", ["algorithms.md", "rewards.md"])
+def test_S2_07_the_made_tables_of_a_page_are_those_of_the_code(page):
+    from posttrain.explain_docs import PAGES as MADE
     from posttrain.explain_docs import text
 
-    assert text() == PAGES["algorithms.md"]
+    assert page in MADE and "<!-- made: " in PAGES[page] and text(page) == PAGES[page]
