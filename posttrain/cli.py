@@ -63,13 +63,17 @@ def reward(args: Arguments) -> int:
 
 
 def export(args: Arguments) -> int:
-    parser = _parser("export", "Write a checkpoint as a Hugging Face model folder.")
+    parser = _parser("export", "Write a checkpoint as a Hugging Face model folder; LoRA adapters are folded in.")
     parser.add_argument("checkpoint", type=Path, help="a folder .../checkpoints/global_step_N")
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapter alone, in peft's format")
+    parser.add_argument(
+        "--base", metavar="FOLDER", help="of a LoRA run: where the base model lies now, if it was moved"
+    )
     options = parser.parse_args(args)
-    from posttrain.checkpoint.export import export as write
+    from posttrain.trainer.export import export_checkpoint
 
-    write(options.checkpoint, options.out)
+    print(f"written: {export_checkpoint(options.checkpoint, options.out, adapter=options.adapter, base=options.base)}")
     return 0
 
 

@@ -67,6 +67,15 @@ ALIASES = {
     "loss_mode": "vanilla",
     "cliprange_value": "value_loss",
     "rollout_n": "rollout.n",
+    "qlora": "lora",
+    "peft": "lora",
+    "lora_rank": "lora",
+    "lora_alpha": "lora",
+    "target_modules": "lora",
+    "exclude_modules": "lora",
+    "lora_adapter_path": "lora",
+    "export_lora": "lora",
+    "quantization": "lora",
 }
 KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 PLUS = "With `+` appended it keeps this value and has the gradient of `k2`, which is unbiased (see `kl_loss_type`)."

@@ -84,6 +84,29 @@ Source: the division is GRPO's (arXiv 2402.03300); taking it out is one of the t
 (arXiv 2503.20783).
 
 Settings: algorithm.norm_adv_by_std_in_grpo.""",
+    "lora": """\
+LoRA: the base stays frozen; beside chosen linear modules two thin matrices are trained.
+
+    y = W x + (alpha / rank) * B (A x)        A: (rank, in), B: (out, rank); B starts at 0, so nothing changes at first
+
+Only A and B have gradients and optimizer state, so memory falls to little more than the weights. The reference of a KL
+term is the base with the adapters off: no second model is loaded. The rollout goes through the same adapters; weight
+syncs copy nothing and never write the base. A checkpoint holds the adapters, their optimizer state and the fingerprint
+of the base, and is refused beside another base.
+
+Source: LoRA, arXiv 2106.09685; QLoRA (a base of 4 bits), arXiv 2305.14314.
+
+When to use: the optimizer state of all weights does not fit, several tasks share one base, or checkpoints are to be
+small. The learning rate is 10 to 100 times that of full training; ranks of 8 to 64 are customary.
+
+Settings: actor_rollout_ref.model.lora_rank, actor_rollout_ref.model.lora_alpha, actor_rollout_ref.model.target_modules,
+actor_rollout_ref.model.exclude_modules, actor_rollout_ref.model.lora_adapter_path (start from an adapter),
+actor_rollout_ref.model.quantization (4 bits), critic.model.lora_rank, trainer.export_lora.
+
+Watch: actor/grad_norm, sync/probe_max (rollout and trainer agree through the adapters), kl_loss.
+
+Signs of failure: a reward that stays flat (learning rate of full training: raise it tenfold); one that falls in the
+first steps (halve it).""",
     "pass@k": """\
 pass@k: the chance that at least one of k responses to a prompt is right, as a mean over prompts.
 

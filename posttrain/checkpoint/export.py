@@ -12,6 +12,12 @@ from posttrain.checkpoint.verify import read_manifest, verify
 HUGGINGFACE = "huggingface"
 
 
+def free_folder(target: Path) -> None:
+    """Refuses a folder that holds something already."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not empty; name a new folder.")
+
+
 def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Copy the model that a run wrote into `checkpoint` (`.../global_step_N`) to the new folder `out`."""
     source, target = Path(checkpoint), Path(out)
@@ -24,8 +30,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> P
             f"The checkpoint {source} holds no Hugging Face model. A run writes one into its last checkpoint, and into "
             "every one with trainer.export_hf=all: resume the run with that setting, or name its last checkpoint."
         )
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is not empty; name a new folder.")
+    free_folder(target)
     for name in names:
         copy = target / name.removeprefix(f"{HUGGINGFACE}/")
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,13 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.peft_config.lora_rank": f"{_MODEL}.lora_rank",
     f"{_ACTOR}.peft_config.lora_alpha": f"{_MODEL}.lora_alpha",
     f"{_ACTOR}.peft_config.target_modules": f"{_MODEL}.target_modules",
+    f"{_ACTOR}.peft_config.exclude_modules": f"{_MODEL}.exclude_modules",
+    f"{_MODEL}.lora.type": f"{_ACTOR}.peft_config.peft_type",
+    f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
+    f"{_MODEL}.lora.alpha": f"{_MODEL}.lora_alpha",
+    f"{_MODEL}.lora.target_modules": f"{_MODEL}.target_modules",
+    f"{_MODEL}.lora.exclude_modules": f"{_MODEL}.exclude_modules",
+    f"{_MODEL}.lora.adapter_path": f"{_MODEL}.lora_adapter_path",
     f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
     f"{_ROLLOUT}.max_new_tokens": "data.max_response_length",
     f"{_ROLLOUT}.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
@@ -65,6 +72,8 @@ DERIVED: dict[str, Any] = {
     "reward_model.enable": bool,
     f"{_ACTOR}.peft_config.peft_type": str,
     f"{_ROLLOUT}.enable_lora": bool,
+    f"{_ROLLOUT}.load_format": str,
+    f"{_ROLLOUT}.layered_summon": bool,
     f"{_ROLLOUT}.multi_turn": bool,
 }
 """Keys that set or check other settings, with their type; `derived.py` says how."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
+from posttrain.config.lora import check_quantization
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import RANGES
 from posttrain.config.root import PPOConfig
@@ -97,4 +98,5 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     *ALGORITHM_CHECKS,
     _data,
     _resume,
+    check_quantization,
 ]

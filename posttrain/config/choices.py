@@ -46,6 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
     "data.truncation": ("error", "left", "right"),
     "actor_rollout_ref.model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "actor_rollout_ref.model.quantization": ("nf4",),
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
     "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
     "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
@@ -56,6 +57,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "critic.optim.lr_scheduler_type": _SCHEDULES,
     "reward.sandbox.mode": ("kernel", "unsafe"),
     "trainer.export_hf": ("last", "all", "none"),
+    "trainer.export_lora": ("adapter", "merged"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.device": ("auto", "cpu", "cuda"),
 }

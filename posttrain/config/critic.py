@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.optim import FSDPConfig, OptimConfig
@@ -14,6 +15,14 @@ class CriticModelConfig(Section):
 
     path: str | None = None
     """Folder or hub id; null takes the actor's model."""
+    lora_rank: int = 0
+    """Rank of the critic's LoRA adapters; 0 trains all its weights. Its value head is trained whole either way."""
+    lora_alpha: int = 16
+    """LoRA scale of the critic: adapters are multiplied by alpha / rank."""
+    target_modules: Any = "all-linear"
+    """Linear modules of the critic that get adapters, as for the actor."""
+    exclude_modules: Any = None
+    """Modules of the critic that get no adapter, as for the actor."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS
+from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
@@ -19,7 +20,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _reward_kind(merged)
     _multi_turn(merged)
     _kl_coefficient(merged)
-    _lora(merged)
+    derive_lora(merged)
     _embedded(merged, provided)
     _group_size(merged)
     _accumulation(merged)
@@ -92,22 +93,6 @@ def _kl_coefficient(merged: Merged) -> None:
     else:
         _put(merged, f"{_ACTOR}.use_kl_loss", False, entry)
         merged.note("`algorithm.kl_coef=0` means the loss: use_kl_loss=False, no KL term.")
-
-
-def _lora(merged: Merged) -> None:
-    kind = _take(merged, f"{_ACTOR}.peft_config.peft_type")
-    enable = _take(merged, f"{_ROLLOUT}.enable_lora")
-    rank = merged.value(f"{_MODEL}.lora_rank")
-    if kind is not None and kind.value.lower() != "lora":
-        what = f"`{kind.spelling}={kind.value}` is not known; known: lora."
-        merged.problems.append(Problem(what, kind.source, "set it to lora, or remove it to train all weights"))
-    elif kind is not None and rank == 0:
-        what = f"`{kind.spelling}=lora`, but the rank is 0, so that there would be no adapters."
-        merged.problems.append(Problem(what, kind.source, f"set {_MODEL}.lora_rank (or lora_r), e.g. to 16"))
-    if enable is not None and enable.value != (rank > 0):
-        what = f"`{enable.spelling}={enable.value}`, but {_MODEL}.lora_rank={rank}: the rollout follows the actor."
-        do = "remove it" if rank > 0 else f"set {_MODEL}.lora_rank above 0, or remove it"
-        merged.problems.append(Problem(what, enable.source, do))
 
 
 def _embedded(merged: Merged, provided: frozenset[str]) -> None:

@@ -131,10 +131,16 @@ EFFECTS: tuple[Effect, ...] = (
         f"{_ACTOR}.optim.lr_warmup_steps is set",
     ),
     Effect(
-        (f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules"),
+        (f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules", f"{_MODEL}.exclude_modules", "trainer.export_lora"),
         lambda c: c.actor_rollout_ref.model.lora_rank == 0,
         f"{_MODEL}.lora_rank is 0, so that there are no adapters",
     ),
+    Effect(
+        ("critic.model.lora_alpha", "critic.model.target_modules", "critic.model.exclude_modules"),
+        lambda c: c.critic.model.lora_rank == 0,
+        "critic.model.lora_rank is 0, so that the critic has no adapters",
+    ),
+    Effect(("trainer.export_lora",), lambda c: c.trainer.export_hf == "none", "trainer.export_hf is none"),
     Effect(
         (
             f"{_ROLLOUT}.gpu_memory_utilization",

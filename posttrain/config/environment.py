@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from posttrain.config.devices import gpus_present, runs_on_cpu
+from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_PATH, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 
@@ -66,7 +67,10 @@ def _model_folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         path, where = cwd / name, resolved.where(key)
         if path.is_dir():
             wanted = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
-            if not (path / wanted).is_file():
+            if wanted == "config.json" and not (path / wanted).is_file() and (path / ADAPTER_CONFIG).is_file():
+                what = f"`{key}`: the folder {name} holds a LoRA adapter, not a model."
+                yield Problem(what, where, f"set {key} to its base model, and {ADAPTER_PATH}={name}")
+            elif not (path / wanted).is_file():
                 what = f"`{key}`: the folder {name} holds no {wanted}."
                 yield Problem(what, where, "give a folder in Hugging Face format")
             elif key == f"{_MODEL}.path" and _lacks_tokenizer(resolved, path):
@@ -82,6 +86,19 @@ def _lacks_tokenizer(resolved: Resolved, folder: Path) -> bool:
     """transformers would make an empty tokenizer of the model's kind, and say nothing."""
     elsewhere = resolved.value(f"{_MODEL}.tokenizer_path") is not None
     return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def _adapters(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    name = resolved.value(ADAPTER_PATH)
+    found = read_adapter_config(cwd / name) if name is not None else None
+    if isinstance(found, str):
+        do = f"give a local folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft's save_pretrained writes them"
+        yield Problem(f"`{ADAPTER_PATH}`: {found}.", resolved.where(ADAPTER_PATH), do)
+    key = f"{_MODEL}.quantization"
+    if resolved.value(key) is not None and importlib.util.find_spec("bitsandbytes") is None:
+        what = f"`{key}={resolved.value(key)}`: the package bitsandbytes is not installed."
+        do = f'pip install "posttrain[qlora]" (or bitsandbytes), or remove {key}'
+        yield Problem(what, resolved.where(key), do)
 
 
 def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -157,6 +174,7 @@ def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
 _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _data_files,
     _model_folders,
+    _adapters,
     _own_code,
     _rollout_engine,
     _workers,

@@ -13,6 +13,7 @@ from posttrain.config.commandline import CommandLine, add_override, no_arguments
 from posttrain.config.compose import compose, find_folders, flatten
 from posttrain.config.derived import derive
 from posttrain.config.effects import idle_settings
+from posttrain.config.lora import take_adapter
 from posttrain.config.names import check_names
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
@@ -76,6 +77,7 @@ def load_config(
         merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
     merge.resolve_references(merged)
     merge.convert_types(merged)
+    take_adapter(merged, folder)
     derive(merged, frozenset(provided))
     check_names(merged, folder, known_names or {})
     resolved = _finish(merged, line, composed.main_file)

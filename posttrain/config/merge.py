@@ -20,12 +20,21 @@ _PATH_KEYS = (
     "data.val_files",
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.model.lora_adapter_path",
     "critic.model.path",
     "custom_reward_function.path",
     "trainer.default_local_dir",
     "trainer.resume_from_path",
 )
-_LITERAL_KEYS = ("data.system_prompt", "actor_rollout_ref.rollout.stop")
+_LITERAL_KEYS = (
+    "data.system_prompt",
+    "actor_rollout_ref.rollout.stop",
+    *(
+        f"{model}.{name}_modules"
+        for model in ("actor_rollout_ref.model", "critic.model")
+        for name in ("target", "exclude")
+    ),
+)
 
 
 @dataclass

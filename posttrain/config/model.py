@@ -33,4 +33,10 @@ class ModelConfig(Section):
     lora_alpha: int = 16
     """LoRA scale: adapters are multiplied by alpha / rank."""
     target_modules: Any = "all-linear"
-    """Modules that get adapters: `all-linear` or a list of names."""
+    """Linear modules with adapters: `all-linear` (all but the head), names, or a regular expression of full names."""
+    exclude_modules: Any = None
+    """Names, or a regular expression of full names, that get no adapter although `target_modules` means them."""
+    lora_adapter_path: str | None = None
+    """Folder of a LoRA adapter in peft's format to start from; it also says rank, alpha and target modules."""
+    quantization: str | None = None
+    """`nf4` holds the base in 4 bits by bitsandbytes (QLoRA); adapters are then trained beside it. null: `dtype`."""

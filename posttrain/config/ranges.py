@@ -71,6 +71,7 @@ _ROLLOUT: dict[str, Range] = {
     "tensor_model_parallel_size": _ONE_OR_MORE,
     "gpu_memory_utilization": _POSITIVE_SHARE,
 }
+_LORA: dict[str, Range] = {"lora_rank": _ZERO_OR_MORE, "lora_alpha": _POSITIVE}
 _BY_SECTION: dict[str, dict[str, Range]] = {
     "algorithm": {
         "gamma": _SHARE,
@@ -89,10 +90,10 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "val_max_samples": _COUNT_OR_ALL,
         "train_weights": _WEIGHTS,
     },
-    "actor_rollout_ref.model": {"lora_rank": _ZERO_OR_MORE, "lora_alpha": _POSITIVE},
+    "actor_rollout_ref.model": _LORA,
     "actor_rollout_ref.actor": _ACTOR,
     "actor_rollout_ref.rollout": _ROLLOUT,
-    "critic": {**_UPDATE, "cliprange_value": _POSITIVE},
+    "critic": {**_UPDATE, "cliprange_value": _POSITIVE, **{f"model.{name}": limits for name, limits in _LORA.items()}},
     "reward": {
         "num_workers": _ONE_OR_MORE,
         "timeout_s": _POSITIVE,

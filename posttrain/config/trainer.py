@@ -36,6 +36,8 @@ class TrainerConfig(Section):
     """Validation metric (largest is best) whose best checkpoint is kept; null takes the first `val/.../mean@k`."""
     export_hf: str = "last"
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
+    export_lora: str = "adapter"
+    """What that folder holds under LoRA: the `adapter` alone (peft's format), or the `merged` model."""
     resume_mode: str = "auto"
     """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues
     `resume_from_path`."""

@@ -16,16 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.model import ModelConfig
+from posttrain.config.root import PPOConfig
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
 from posttrain.models.decoder import KNOWN
-from posttrain.models.forward import decoder_of, head_of, hidden_states, token_log_probs
+from posttrain.models.forward import decoder_of, hidden_states, token_log_probs
 from posttrain.models.fused_layer import fuse_layers
 from posttrain.models.loading import ModelError, local_or_hub, needs_plain_attention
 from posttrain.models.lora import add_adapters
 from posttrain.models.norms import fuse_norms
+from posttrain.models.quantized import quantized_bytes
 from posttrain.models.value import ValueModel
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
@@ -57,8 +59,13 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 
 
-def meta_model(config: ModelConfig, dtype: torch.dtype, *, path: str | None = None) -> torch.nn.Module:
-    """The causal LM of `config` without contents, its parameters in the types that a run would give them."""
+def meta_model(
+    config: ModelConfig, dtype: torch.dtype, *, path: str | None = None, quantized: bool = False
+) -> torch.nn.Module:
+    """The causal LM of `config` without contents, its parameters in the types that a run would give them.
+
+    Linear layers that a run would hold in 4 bits keep their shapes here, and are marked with the bytes they would take.
+    """
     from transformers import AutoModelForCausalLM
 
     settings = _model_settings(config, path or config.path)
@@ -69,6 +76,12 @@ def meta_model(config: ModelConfig, dtype: torch.dtype, *, path: str | None = No
         )
     fuse_norms(model)
     fuse_layers(model)
+    if quantized:
+        head = model.get_output_embeddings()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not head:
+                module.weight.held_bytes = quantized_bytes(module.weight.numel())  # pyright: ignore
+                module.weight.requires_grad_(False)
     return model.eval()
 
 
@@ -98,8 +111,18 @@ def _model_settings(config: ModelConfig, path: str | None) -> Any:
 
 def actor_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
     """The policy, with adapters if `lora_rank` asks for them."""
-    model = meta_model(config, dtype)
+    model = meta_model(config, dtype, quantized=config.quantization is not None)
     return add_adapters(model, config) if config.lora_rank > 0 else model
+
+
+def critic_model(config: PPOConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """The value model, with adapters and a 4-bit base as a run would give it."""
+    model, critic = config.actor_rollout_ref.model, config.critic.model
+    adapted = critic.lora_rank > 0
+    whole = meta_model(model, dtype, path=critic.path, quantized=adapted and model.quantization is not None)
+    if adapted:
+        whole = add_adapters(whole, critic, role="critic").get_base_model()  # pyright: ignore
+    return ValueModel(whole)
 
 
 @dataclass(frozen=True)
@@ -120,8 +143,13 @@ class ModelBytes:
         trained = [p for p in parameters if p.requires_grad]
         wide = [p.numel() * max(4, p.itemsize) for p in trained]
         masters = sum(4 * p.numel() for p in trained if p.itemsize < 4)
-        weights = sum(p.numel() * p.itemsize for p in parameters)
+        weights = sum(getattr(p, "held_bytes", p.numel() * p.itemsize) for p in parameters)
         return cls(weights, sum(wide), 2 * sum(wide) + masters, max(wide, default=0))
+
+
+def unpacked_bytes(model: torch.nn.Module) -> int:
+    """Room for the largest 4-bit matrix in the compute type, in which it is multiplied; 0 where there is none."""
+    return max((p.numel() * p.itemsize for p in model.parameters() if hasattr(p, "held_bytes")), default=0)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -183,10 +211,8 @@ def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
     hidden_NE = hidden.flatten(0, 1).index_select(0, ids.flatten())
     if isinstance(model, ValueModel):
         return model.token_values(hidden_NE)
-    head: Any = head_of(model)
-    whole = any(getattr(model.config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
-    if type(head) is torch.nn.Linear and not whole:  # computed in chunks of tokens: more than three change no peak
-        hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // head.out_features]
+    # Computed in chunks of tokens: more than three change no peak.
+    hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // model.config.get_text_config().vocab_size]  # pyright: ignore
     return token_log_probs(model, hidden_NE, ids.flatten()[: len(hidden_NE)], 1.0)[0]
 
 
@@ -234,10 +260,12 @@ def cache_bytes_per_token(model: Any) -> int:
 
 def packed_bytes(model: Any) -> int:
     """Copies of the layers' matrices that multiply faster: the native engine makes them for long responses on a CPU."""
-    if model.config.get_text_config().model_type not in KNOWN or hasattr(model, "peft_config"):
+    if model.config.get_text_config().model_type not in KNOWN or unpacked_bytes(model):
         return 0
     layers: Any = decoder_of(model).layers
-    linear = (part for part in layers.modules() if isinstance(part, torch.nn.Linear))
+    linear = (
+        part for name, part in layers.named_modules() if isinstance(part, torch.nn.Linear) and "lora_" not in name
+    )
     widths = [part.weight.shape for part in linear]
     itemsize = next(model.parameters()).itemsize
     rows = sum(shape[0] for shape in widths[:7])  # a tile of rows between the products of a layer

@@ -22,7 +22,6 @@ from posttrain.doctor.counting import ModelBytes
 from posttrain.errors import UserError
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
-from posttrain.models.value import ValueModel
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit
 from posttrain.rollout.native.engine import MANY
@@ -107,7 +106,7 @@ class Counter:
         """`what(model, *args)` of the role's model."""
         settings = config.actor_rollout_ref.model
         same = {**settings.to_dict(), "enable_gradient_checkpointing": None}  # an argument where it matters
-        key = (repr(same), config.critic.model.path, device.kind, role)
+        key = (repr(same), repr(config.critic.model.to_dict()), device.kind, role)
         if key not in self._kept:
             self._kept[key] = _model(config, device, role)
         if (key, what, args) not in self._kept:
@@ -129,7 +128,7 @@ def _model(config: PPOConfig, device: Device, role: str) -> torch.nn.Module:
         return counting.actor_model(settings, dtype)
     if role == "reference":
         return counting.meta_model(settings, dtype)
-    return ValueModel(counting.meta_model(settings, dtype, path=config.critic.model.path))
+    return counting.critic_model(config, dtype)
 
 
 Parts = dict[str, int]
@@ -175,6 +174,7 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         name = "update" if role == "actor" else "critic update"
         plan.stages[name] = _backward(config, device, plan.shape, counter, role, roles[role], held[role])
         plan.stages[f"{name.removesuffix('update')}step".strip()] = _step(device, plan.shape, role, held[role])
+    _add_unpacked(plan, {role: counter(config, device, role, counting.unpacked_bytes) for role in roles})
     for role, settings in roles.items():
         offload, bytes_ = settings.fsdp_config, held[role]
         # The actor's weights are used in every stage: they generate, score and are updated.
@@ -187,6 +187,13 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         weights = counter(config, device, "reference", ModelBytes.of).weights
         _place(plan, "reference weights", weights, ("log-probs",) if moves else None)
     return plan
+
+
+def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:
+    """The passes over a 4-bit base hold one of its matrices unpacked."""
+    users = {"generate": ["actor"], "log-probs": list(by_role), "update": ["actor"], "critic update": ["critic"]}
+    for name in plan.stages.keys() & users.keys():
+        plan.stages[name]["temporary tensors"] += max(by_role[role] for role in users[name])
 
 
 def _place(plan: Plan, part: str, size: int, only_in: tuple[str, ...] | None) -> None:

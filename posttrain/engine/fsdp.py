@@ -16,7 +16,7 @@ from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.models.forward import hidden_states, token_log_probs
 from posttrain.models.loading import can_pack
-from posttrain.models.lora import merged_state
+from posttrain.models.lora import has_adapters, merged_state
 from posttrain.models.value import ValueModel
 from posttrain.protocol import DataProto
 
@@ -127,7 +127,7 @@ class FSDPEngine(TrainEngine):
 
     # -- weights --------------------------------------------------------------------------------------------------
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = merged_state(self.module) if hasattr(self.module, "peft_config") else self.module.state_dict()
+        state = merged_state(self.module) if has_adapters(self.module) else self.module.state_dict()
         yield from state.items()
 
     def save(self) -> dict[str, torch.Tensor]:
@@ -136,7 +136,7 @@ class FSDPEngine(TrainEngine):
 
     def _kept_weights(self) -> list[tuple[str, torch.Tensor]]:
         """With adapters only they are saved: the base does not change."""
-        adapters_only = hasattr(self.module, "peft_config")
+        adapters_only = has_adapters(self.module)
         return [(name, w) for name, w in self.module.named_parameters() if w.requires_grad or not adapters_only]
 
     @torch.no_grad()

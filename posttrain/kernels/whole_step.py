@@ -9,7 +9,7 @@ Shapes: T tokens of one step, E width of the model, I width of the gated layer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,11 @@ class LayerWeights:
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     window: int | None
+    changed: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """Matrices (by name) that are packed otherwise than the model holds them: with adapters folded in."""
+
+    def to_pack(self, name: str) -> torch.Tensor:
+        return self.changed[name]() if name in self.changed else getattr(self, name)
 
 
 @dataclass
@@ -166,7 +171,7 @@ class WholeStep:
 
     def _fill(self, place: _Layer, weights: LayerWeights) -> None:
         for name in MATRICES:
-            self._point(place, name, pack(getattr(weights, name), next(self.room), gated=name == "gate_up"))
+            self._point(place, name, pack(weights.to_pack(name), next(self.room), gated=name == "gate_up"))
         for name in ("qkv_bias", "before", "between", "query_norm", "key_norm"):
             self._point(place, name, getattr(weights, name))
         place.window = weights.window or 0

@@ -36,6 +36,14 @@ class Projection:
                 self.adapters.append((slice(start, end), part))
             start = end
 
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        """A copy of the weight with the adapters folded in."""
+        merged = self.weight.clone()
+        for columns, layer in self.adapters:
+            merged[columns] += layer.get_delta_weight("default").to(merged.dtype)
+        return merged
+
     def pack(self) -> None:
         """Lay a copy of the weight out as oneDNN multiplies it, where that is worth a copy: bfloat16 on a CPU."""
         if (

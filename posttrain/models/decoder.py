@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.decode import LayerCache, StepTokens, add_rms_norm, attention, silu_mul
-from posttrain.kernels.whole_step import DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
+from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import Arena, Projection, base_layer
 from posttrain.models.forward import head_of, without_adapters
 
@@ -64,7 +64,8 @@ class _Layer:
         query_norm, key_norm = self.heads or (None, None)
         matrices = (self.out.weight, self.gate_up.weight, self.down.weight)
         norms = (self.before, self.between, query_norm, key_norm)
-        return LayerWeights(self.qkv.weight, self.qkv.bias, *matrices, *norms, self.window)
+        adapted = {name: part.merged for name in MATRICES if (part := getattr(self, name)).adapters}
+        return LayerWeights(self.qkv.weight, self.qkv.bias, *matrices, *norms, self.window, adapted)
 
 
 class FastDecoder:
@@ -166,11 +167,10 @@ class FastDecoder:
             return
         if self.arena.left_behind():
             self._bind()
-        adapted = any(projection.adapters for projection in self._projections())
-        if not adapted and self._plain_biases() and can_run_whole(self.layers[0].weights()):
+        if self._may_merge() and self._plain_biases() and can_run_whole(self.layers[0].weights()):
             sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
             weights = [layer.weights() for layer in self.layers]
-            ends = EndWeights(self.embedding, self.norm, self.head.weight)
+            ends = EndWeights(self.embedding, self.norm, self.head.merged() if self.head.adapters else self.head.weight)
             self.whole = WholeStep(weights, ends, **sizes, scale=self.scale, epsilon=self.epsilon)
             self.head.pack()
             return
@@ -182,6 +182,11 @@ class FastDecoder:
         self.whole = None
         for projection in self._projections():
             projection.packed = None
+
+    def _may_merge(self) -> bool:
+        """Whether the copies may hold the adapters: in bfloat16 rounding would lose most of a small change."""
+        adapted = any(projection.adapters for projection in self._projections())
+        return not adapted or self.embedding.dtype is torch.float32
 
     def _plain_biases(self) -> bool:
         """Whether no product but the first of a layer has a bias."""

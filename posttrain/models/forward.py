@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from posttrain.kernels.logprob_head import logprob_head
+from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, logprob_head
 
 
 def without_adapters(model: Any) -> Any:
@@ -36,6 +37,17 @@ def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: t
     head = head_of(model)
     if type(head) is torch.nn.Linear and _logit_changes(model) == (None, 1.0):
         return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias)
+    size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)  # pyright: ignore
+    parts = [
+        checkpoint(_by_its_own_head, model, *part, temperature, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(hidden_NE.split(size), labels_N.split(size), strict=True)
+    ]
+    log_probs, entropies = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def _by_its_own_head(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
+    """The same through the head's own forward pass (adapters, caps): all logits of these tokens at once."""
     logits = logits_of(model, hidden_NE)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logp_NV = torch.log_softmax(logits / temperature, -1)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
+from posttrain.models.quantized import keep_one_layout, loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
 
@@ -36,6 +38,11 @@ def local_or_hub(path: str) -> str:
     """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id."""
     expanded = os.path.expandvars(os.path.expanduser(path))
     if Path(expanded).is_dir():
+        if (Path(expanded) / ADAPTER_CONFIG).exists() and not (Path(expanded) / "config.json").exists():
+            raise ModelError(
+                f"model.path={path}: the folder holds a LoRA adapter, not a model; give its base as the model and this "
+                "folder as model.lora_adapter_path, or name the run's checkpoint (.../global_step_N)"
+            )
         if not (Path(expanded) / "config.json").exists():
             raise ModelError(f"model.path={path}: the folder holds no config.json; give the folder of a model")
         return expanded
@@ -68,8 +75,18 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
     return tokenizer
 
 
-def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, path: str | None = None):
-    """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it."""
+def load_causal_lm(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    path: str | None = None,
+    quantization: str | None = None,
+):
+    """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it.
+
+    With `quantization` its linear layers hold 4 bits and compute in `dtype`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.models.attention import ATTENTION
@@ -78,6 +95,7 @@ def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
 
     silence_progress_bars()
     source = local_or_hub(path or str(config.path))
+    options = loading_options(quantization, dtype, device) if quantization else {}
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         for key, value in config.override_config.items():
@@ -90,13 +108,15 @@ def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
             dtype=dtype,
             attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
             trust_remote_code=config.trust_remote_code,
+            **options,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _explain(error, source, "the model") from error
     fuse_norms(model)
     fuse_layers(model)
     _no_dropout(model)
-    return model.to(device).eval()  # pyright: ignore
+    keep_one_layout(model)
+    return (model if quantization else model.to(device)).eval()  # pyright: ignore
 
 
 def _no_dropout(model: torch.nn.Module) -> None:

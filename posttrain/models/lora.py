@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from posttrain.config.model import ModelConfig
+from posttrain.models.adapter_files import fill_adapters, read_adapter
+from posttrain.models.adapter_targets import find_targets
+from posttrain.models.quantized import plain_weight
+
+_FROM_FILES = ("use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
 
 
-def add_adapters(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
-    """The model with adapters of `lora_rank`; only they are trained, in float32 even beside bfloat16 weights."""
+class AdapterShape(Protocol):
+    """What the adapters of a role look like: the actor's `model` section, or the critic's."""
+
+    lora_rank: int
+    lora_alpha: int
+    target_modules: Any
+    exclude_modules: Any
+
+
+def add_adapters(
+    model: torch.nn.Module,
+    shape: AdapterShape,
+    *,
+    more: Mapping[str, Any] | None = None,
+    role: str = "actor_rollout_ref",
+) -> torch.nn.Module:
+    """The model with adapters of `lora_rank`; only they are trained, in float32 even beside bfloat16 weights.
+
+    `more` are further fields of peft's configuration, from an adapter's own file.
+    """
     from peft import LoraConfig, get_peft_model
 
-    targets = config.target_modules
     settings = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=0.0,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        r=shape.lora_rank,
+        lora_alpha=shape.lora_alpha,
+        lora_dropout=0.0,  # RL compares passes over the same tokens: none may be random
+        target_modules=find_targets(
+            model, shape.target_modules, shape.exclude_modules, key=f"{role}.model.target_modules"
+        ),
         task_type="CAUSAL_LM",
+        **{name: value for name, value in (more or {}).items() if name in _FROM_FILES and value},
     )
-    try:
+    with warnings.catch_warnings():  # tied heads and transposed layers, which are seen to here
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`|fan_in_fan_out is set to")
         return get_peft_model(model, settings)  # pyright: ignore
-    except ValueError as error:
-        names = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-        raise ValueError(
-            f"actor_rollout_ref.model.target_modules={targets}: {error}\n"
-            f"  linear modules of this model: {', '.join(names)}"
-        ) from error
+
+
+def policy_with_adapters(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
+    """The policy with fresh adapters, which change nothing yet, or with those of `lora_adapter_path`."""
+    if config.lora_adapter_path is None:
+        return add_adapters(model, config)
+    settings, weights = read_adapter(Path(config.lora_adapter_path))
+    adapted = add_adapters(model, config, more=settings)
+    fill_adapters(adapted, weights, config.lora_adapter_path)
+    return adapted
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    return any(".lora_" in name for name, _ in model.named_parameters())
 
 
 @contextmanager
@@ -39,16 +77,39 @@ def base_only(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def merged_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def merged_state(model: Any) -> dict[str, torch.Tensor]:
     """Weights under their Hugging Face names, adapters folded into copies of the base weights; the live ones stay."""
     from peft.tuners.lora import LoraLayer
 
-    base = model.get_base_model()  # pyright: ignore
+    base = model.get_base_model()
     state: dict[str, torch.Tensor] = {}
-    for name, tensor in base.state_dict().items():
-        if ".lora_" not in name:
-            state[name.replace(".base_layer.", ".")] = tensor.detach().clone()
+    copies: dict[int, torch.Tensor] = {}  # by the live tensor, so that tied weights stay tied
+    for name, weight in {**base.state_dict(), **dict(base.named_parameters(remove_duplicate=False))}.items():
+        if ".lora_" in name or ".weight." in name:  # the latter: scales of 4-bit weights
+            continue
+        if id(weight) not in copies:
+            plain = plain_weight(weight)
+            copies[id(weight)] = plain.detach().clone() if plain is weight else plain
+        state[name.replace(".base_layer.", ".")] = copies[id(weight)]
     for name, module in base.named_modules():
         if isinstance(module, LoraLayer):
-            state[f"{name}.weight"] += module.get_delta_weight("default").to(state[f"{name}.weight"].dtype)  # pyright: ignore
+            weight = state[f"{name}.weight"]
+            state[f"{name}.weight"] = weight + module.get_delta_weight("default").to(weight.dtype)  # pyright: ignore
     return state
+
+
+def save_merged(model: Any, folder: Path) -> None:
+    """A Hugging Face folder of the whole model, adapters folded in; a base of 4 bits is written in the compute type."""
+    base = model.get_base_model()
+    state = merged_state(model)
+    hidden = {name: base.__dict__.pop(name) for name in ("hf_quantizer", "hf_device_map") if name in base.__dict__}
+    config, base.config = base.config, copy.deepcopy(base.config)
+    try:
+        if hasattr(base.config, "quantization_config"):
+            del base.config.quantization_config
+        if has_adapters(base.get_output_embeddings()):  # what was tied to the embedding is no longer equal to it
+            base.config.tie_word_embeddings = False
+        base.save_pretrained(folder, state_dict=state)
+    finally:
+        base.config = config
+        base.__dict__.update(hidden)

@@ -12,14 +12,16 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Dispatch, register
 from posttrain.engine.fsdp import FSDPEngine
+from posttrain.models.adapter_files import adapter_parameters, write_adapter
 from posttrain.models.loading import check_positions, end_token_ids
-from posttrain.models.lora import base_only
+from posttrain.models.lora import base_only, save_merged
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate, to_batch
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic
+from posttrain.workers.lora_state import adapter_notes, lora_state
 from posttrain.workers.probe import WeightProbe
 from posttrain.workers.roles import actor_engine, critic_engine, reference_engine
 
@@ -48,8 +50,9 @@ class ActorRolloutRefWorker:
         """Load weights and build the optimizer; with adapters the base itself is the reference."""
         self.engine = actor_engine(self.config, self.device, self.total_updates)
         self.actor = DataParallelPPOActor(self.config, self.engine)
-        self.adapters = hasattr(self.engine.module, "peft_config")
-        if self.with_reference and not self.adapters:
+        model = self.config.actor_rollout_ref.model
+        self.adapters = lora_state(self.engine.module, model)
+        if self.with_reference and self.adapters is None:
             self.reference = reference_engine(self.config, self.device)
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer, device=self.device)
@@ -158,7 +161,8 @@ class ActorRolloutRefWorker:
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:
         """Sentences for the user that only the loaded model or the first update could tell."""
-        return [note for note in (self.position_note, *self.actor.objective.notes) if note]
+        about_adapters = adapter_notes(self.config, self.engine_name)
+        return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(Dispatch.ALL)
     def state(self) -> dict[str, torch.Tensor]:
@@ -169,11 +173,20 @@ class ActorRolloutRefWorker:
         self.engine.load(state)
 
     @register(Dispatch.ONE)
+    def lora_state(self) -> dict[str, Any] | None:
+        """The adapters' settings and the identity of their base, for the checkpoint; None where all is trained."""
+        return self.adapters
+
+    @register(Dispatch.ONE)
     def export_hf(self, folder: Path) -> None:
-        """A Hugging Face folder with weights (adapters folded in), configuration and tokenizer."""
+        """A Hugging Face folder with tokenizer: the model, or under LoRA what `trainer.export_lora` says."""
         module: Any = self.engine.module
-        base = module.get_base_model() if self.adapters else module
-        base.save_pretrained(folder, state_dict=dict(self.engine.export_weights()))
+        if self.adapters is None:
+            module.save_pretrained(folder, state_dict=dict(self.engine.export_weights()))
+        elif self.config.trainer.export_lora == "merged":
+            save_merged(module, folder)
+        else:
+            write_adapter(folder, adapter_parameters(module), self.adapters["adapter"])
         self.tokenizer.save_pretrained(folder)
 
 
@@ -187,6 +200,13 @@ class CriticWorker:
     def init_model(self) -> None:
         self.engine = critic_engine(self.config, self.device, self.total_updates)
         self.critic = DataParallelPPOCritic(self.config, self.engine)
+        model = self.config.actor_rollout_ref.model
+        self.adapters = lora_state(self.engine.module, model, path=self.config.critic.model.path)
+
+    @register(Dispatch.ONE)
+    def lora_state(self) -> dict[str, Any] | None:
+        """As the actor's; a critic is not exported, so that its base alone is named."""
+        return self.adapters
 
     @register(Dispatch.SPLIT)
     def compute_values(self, data: DataProto) -> DataProto:

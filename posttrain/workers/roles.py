@@ -10,7 +10,7 @@ from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.models.loading import load_causal_lm, resolve_dtype
-from posttrain.models.lora import add_adapters
+from posttrain.models.lora import add_adapters, policy_with_adapters
 from posttrain.models.value import ValueModel
 
 
@@ -24,9 +24,9 @@ def pick_device(name: str) -> torch.device:
 def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
     """The trained policy, with adapters if `model.lora_rank` asks for them."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    module = _language_model(config, device)
+    module = _language_model(config, device, quantization=model.quantization)
     if model.lora_rank > 0:
-        module = add_adapters(module, model)
+        module = policy_with_adapters(module, model)
     settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
     return FSDPEngine(module, settings)
 
@@ -39,16 +39,23 @@ def reference_engine(config: PPOConfig, device: torch.device) -> FSDPEngine:
 
 
 def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
-    """A value model that starts from the critic's model, or from the actor's."""
+    """A value model that starts from the critic's model, or from the actor's; a base that is trained has no 4 bits."""
     critic = config.critic
-    module = ValueModel(_language_model(config, device, path=critic.model.path))
+    held = config.actor_rollout_ref.model.quantization if critic.model.lora_rank > 0 else None
+    module: torch.nn.Module = _language_model(config, device, path=critic.model.path, quantization=held)
+    if critic.model.lora_rank > 0:
+        module = add_adapters(module, critic.model, role="critic").get_base_model()  # pyright: ignore
+    module = ValueModel(module)
     settings = _settings(config, device, critic, critic.optim, critic.fsdp_config, total_steps)
     return FSDPEngine(module, settings)
 
 
-def _language_model(config: PPOConfig, device: torch.device, path: str | None = None) -> torch.nn.Module:
+def _language_model(
+    config: PPOConfig, device: torch.device, *, path: str | None = None, quantization: str | None = None
+) -> torch.nn.Module:
     model = config.actor_rollout_ref.model
-    return load_causal_lm(model, dtype=resolve_dtype(model.dtype, device), device=device, path=path)
+    dtype = resolve_dtype(model.dtype, device)
+    return load_causal_lm(model, dtype=dtype, device=device, path=path, quantization=quantization)
 
 
 def _settings(

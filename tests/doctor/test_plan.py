@@ -94,6 +94,26 @@ def test_S3_53_checkpointing_and_lora_each_lower_the_actors_part(planned):
     assert actor_part(lora) < actor_part(planned(actor__ppo_max_token_len_per_gpu=64))
 
 
+def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(planned):
+    lora = planned(model__lora_rank=2, model__dtype="bfloat16")
+    qlora = planned(model__lora_rank=2, model__dtype="bfloat16", model__quantization="nf4")
+    layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks
+    saved = lora.largest("actor weights") - qlora.largest("actor weights")
+    assert 2 * layers * 0.74 < saved < 2 * layers * 0.75  # 4 bits and their scales instead of 16
+    assert qlora.largest("actor optimizer") == lora.largest("actor optimizer")
+    matrix = 2 * 32 * 64  # the largest one, unpacked
+    for stage, more in (("generate", matrix), ("log-probs", matrix), ("update", matrix), ("step", 0)):
+        assert qlora.stages[stage]["temporary tensors"] - lora.stages[stage]["temporary tensors"] == more, stage
+
+
+def test_adapters_of_the_critic_lower_its_part(planned):
+    whole = planned(algorithm__adv_estimator="gae")
+    lora = planned(algorithm__adv_estimator="gae", critic__model__lora_rank=2)
+    assert lora.largest("critic optimizer") < 0.3 * whole.largest("critic optimizer")
+    assert lora.largest("critic gradients") < 0.3 * whole.largest("critic gradients")
+    assert lora.largest("critic weights") > whole.largest("critic weights")
+
+
 def test_S3_54_S3_56_offload_moves_the_reference_to_host_memory(planned):
     part, on = "reference weights", {"actor__use_kl_loss": True}
     here, away = planned(**on), planned(**on, ref__fsdp_config__param_offload=True)

@@ -211,7 +211,7 @@ def test_an_existing_result_is_not_replaced_unless_asked(generate, lively, sums,
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])
 def test_a_checkpoint_gives_the_weights_and_settings_of_its_run(rank, tiny_model, sums, tmp_path, capsys):
     more = {"actor_rollout_ref__actor__optim__lr": 0.1, "trainer__export_hf": "last", "data__system_prompt": "Be odd."}
-    run(tiny_model, sums, tmp_path, actor_rollout_ref__model__lora_rank=rank, **more)
+    run(tiny_model, sums, tmp_path, actor_rollout_ref__model__lora_rank=rank, trainer__export_lora="merged", **more)
     checkpoint = tmp_path / "test" / "run" / "checkpoints" / "global_step_2"
     capsys.readouterr()
     texts = []

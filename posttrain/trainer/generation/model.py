@@ -15,7 +15,7 @@ from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest, verify
 from posttrain.config.model import ModelConfig
 from posttrain.models.loading import ModelError, load_causal_lm, load_tokenizer, local_or_hub, resolve_dtype
-from posttrain.models.lora import add_adapters
+from posttrain.trainer.adapted import adapted_policy, stored_lora
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.generation.settings import Settings, is_checkpoint, run_of
 
@@ -107,22 +107,26 @@ def fit_lengths(source: ModelSource, settings: Settings) -> None:
 
 
 def load_module(source: ModelSource, device: torch.device) -> torch.nn.Module:
-    """The weights, on the device; a checkpoint's adapters are folded in."""
+    """The weights, on the device; a checkpoint's adapters are folded in (beside a base of 4 bits they stay apart)."""
     model = source.config
-    module = load_causal_lm(model, dtype=resolve_dtype(model.dtype, device), device=device)
+    place: dict[str, Any] = {"dtype": resolve_dtype(model.dtype, device), "device": device}
     if source.checkpoint is None:
-        return module
-    if model.lora_rank > 0:
-        module = add_adapters(module, model)
-    _lay_over(module, source.checkpoint, adapters_only=model.lora_rank > 0)
-    return module.merge_and_unload() if model.lora_rank > 0 else module  # pyright: ignore
+        return load_causal_lm(model, **place)
+    manager = CheckpointManager(source.checkpoint.parent)
+    lora = stored_lora(manager, source.checkpoint)
+    if lora is not None:
+        advice = "Give the run's model back its folder, or export the checkpoint: posttrain export."
+        adapted = adapted_policy(manager, source.checkpoint, lora, model, **place, advice=advice)
+        return adapted if lora["base"]["quantization"] else adapted.merge_and_unload()
+    module = load_causal_lm(model, **place)
+    _lay_over(module, manager, source.checkpoint)
+    return module
 
 
 @torch.no_grad()
-def _lay_over(module: torch.nn.Module, checkpoint: Path, *, adapters_only: bool) -> None:
-    manager = CheckpointManager(checkpoint.parent)
+def _lay_over(module: torch.nn.Module, manager: CheckpointManager, checkpoint: Path) -> None:
     stored = manager.describe(checkpoint, "actor")
-    weights = {f"model.{name}": w for name, w in module.named_parameters() if w.requires_grad or not adapters_only}
+    weights = {f"model.{name}": weight for name, weight in module.named_parameters()}
     missing = [name for name, weight in weights.items() if stored.get(name, (None,))[0] != weight.shape]
     if missing:
         raise CheckpointError(

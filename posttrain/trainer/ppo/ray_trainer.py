@@ -34,6 +34,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.sampling import row_seeds
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.bases import check_bases
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.greedy import greedy_baselines
 from posttrain.trainer.ppo.recorder import Recorder
@@ -411,8 +412,15 @@ class RayPPOTrainer:
             "old_from_rollout": self.old_from_rollout,
             "bad_steps": self.bad_steps,
             "surplus": self.group_filter.surplus is not None,
+            "lora": self._lora(),
         }
         return self.recorder.save(self.step, tensors=tensors, state=state, export=extra)
+
+    def _lora(self) -> dict[str, Any]:
+        """By role with adapters: what a checkpoint must say of them, as it does not hold their base."""
+        groups = {"actor": self.actor_rollout_wg, "critic": self.critic_wg}
+        found = {role: group.lora_state() for role, group in groups.items() if group is not None}
+        return {role: state for role, state in found.items() if state is not None}
 
     def _resume(self) -> None:
         """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory."""
@@ -422,6 +430,7 @@ class RayPPOTrainer:
         if path is None:
             return
         state = checkpoints.load_state(path)
+        check_bases(path, state.get("lora", {}), self._lora())
         actor = self.actor_rollout_wg.state()
         checkpoints.load_tensors(path, "actor", actor)
         self.actor_rollout_wg.load_state(actor)

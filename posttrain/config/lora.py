@@ -1,0 +1,131 @@
+"""LoRA in the configuration: other spellings, an adapter folder that says rank and targets, what 4 bits need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.checked import Checked, Finding
+from posttrain.config.merge import Entry, Merged
+from posttrain.config.problem import Problem
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ADAPTER_PATH = f"{_MODEL}.lora_adapter_path"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FROM_THE_FILE = {
+    f"{_MODEL}.lora_rank": "r",
+    f"{_MODEL}.lora_alpha": "lora_alpha",
+    f"{_MODEL}.target_modules": "target_modules",
+    f"{_MODEL}.exclude_modules": "exclude_modules",
+}
+"""Key -> the name in `adapter_config.json` that decides it."""
+
+
+def take_adapter(merged: Merged, cwd: Path) -> None:
+    """Rank, alpha and targets from the adapter that the run starts from; other values given for them are errors."""
+    entry = merged.entries.get(ADAPTER_PATH)
+    if entry is None or entry.value is None or ADAPTER_PATH in merged.bad:
+        return
+    settings = read_adapter_config(cwd / entry.value)
+    if isinstance(settings, str):
+        return  # what is wrong with the folder is told with the other problems of this machine
+    for key, name in FROM_THE_FILE.items():
+        value, given = settings.get(name), merged.entries.get(key)
+        if given is not None and given.explicit and not _same(given.value, value):
+            what = f"`{given.spelling}={given.value}`, but the adapter in {entry.value} has {name}={value} "
+            what += f"({ADAPTER_CONFIG})."
+            do = f"remove {key}, which the adapter decides, or remove {ADAPTER_PATH}"
+            merged.problems.append(Problem(what, f"{given.where(key)}, and {entry.where(ADAPTER_PATH)}", do, (key,)))
+            merged.bad.add(key)
+        elif given is None or not given.explicit:
+            merged.entries[key] = Entry(value, f"{entry.value}/{ADAPTER_CONFIG}", key, -1, False)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any] | str:
+    """The adapter's settings, or a sentence on why the folder cannot serve."""
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return f"the folder {folder} holds no {ADAPTER_CONFIG}: it is no LoRA adapter in peft's format"
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        rest = "; adapter_model.bin is a pickle, which is never loaded" if pickled else ""
+        return f"the folder {folder} holds no {ADAPTER_WEIGHTS}{rest}"
+    try:
+        settings = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        problem = _unusable(settings)
+    except (OSError, ValueError, AttributeError) as error:
+        problem = f"cannot be read: {error}"
+    return settings if problem is None else f"{folder / ADAPTER_CONFIG}: {problem}"
+
+
+_CHANGES_THE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+
+
+def _unusable(settings: dict[str, Any]) -> str | None:
+    """Why an adapter of this kind cannot be trained on here."""
+    rank, start = settings.get("r"), str(settings.get("init_lora_weights", True)).lower()
+    if str(settings.get("peft_type")).upper() != "LORA":
+        return f"peft_type={settings.get('peft_type')} is not LORA"
+    if not isinstance(rank, int) or rank < 1:
+        return f"r={rank} is no rank"
+    for name in ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"):
+        if settings.get(name):
+            return f"{name}={settings[name]} is more than LoRA beside linear modules: merge this adapter into its base"
+    for name in ("use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config"):
+        if settings.get(name):
+            return f"{name}={settings[name]} is a variant of LoRA that is not built here"
+    if settings.get("bias", "none") != "none":
+        return f"bias={settings['bias']}: it trained biases of the base; merge this adapter into its base"
+    if start.startswith(_CHANGES_THE_BASE):
+        return f"init_lora_weights={start} changed the base that it stands beside; convert it to plain LoRA with peft"
+    return None
+
+
+def _same(given: Any, stored: Any) -> bool:
+    if isinstance(given, list) and isinstance(stored, list):
+        return set(given) == set(stored)
+    return given == stored
+
+
+def derive_lora(merged: Merged) -> None:
+    """Keys of other systems that are checked against what the run does by itself."""
+    kind = merged.entries.pop(f"{_ACTOR}.peft_config.peft_type", None)
+    enable = merged.entries.pop(f"{_ROLLOUT}.enable_lora", None)
+    rank = merged.value(f"{_MODEL}.lora_rank")
+    if kind is not None and kind.value.lower() != "lora":
+        what = f"`{kind.spelling}={kind.value}` is not known; known: lora."
+        merged.problems.append(Problem(what, kind.source, "set it to lora, or remove it to train all weights"))
+    elif kind is not None and rank == 0:
+        what = f"`{kind.spelling}=lora`, but the rank is 0, so that there would be no adapters."
+        merged.problems.append(Problem(what, kind.source, f"set {_MODEL}.lora_rank (or lora_r), e.g. to 16"))
+    if enable is not None and enable.value != (rank > 0):
+        what = f"`{enable.spelling}={enable.value}`, but {_MODEL}.lora_rank={rank}: the rollout follows the actor."
+        do = "remove it" if rank > 0 else f"set {_MODEL}.lora_rank above 0, or remove it"
+        merged.problems.append(Problem(what, enable.source, do))
+    for name in ("load_format", "layered_summon"):
+        entry = merged.entries.pop(f"{_ROLLOUT}.{name}", None)
+        if entry is not None:
+            merged.note(
+                f"`{entry.spelling}={entry.value}` has nothing to decide: the rollout reads the trainer's own weights "
+                "and adapters, and loads none."
+            )
+
+
+def check_quantization(checked: Checked) -> Iterator[Finding]:
+    """4-bit weights cannot be trained, moved between devices, or multiplied in float64."""
+    model, actor, key = checked.config.actor_rollout_ref.model, checked.config.actor_rollout_ref.actor, "quantization"
+    if model.quantization is None:
+        return
+    name = f"`{_MODEL}.{key}={model.quantization}`"
+    if model.lora_rank == 0:
+        what = f"{name} without adapters: weights of 4 bits cannot be trained."
+        yield checked.problem(what, f"set {_MODEL}.lora_rank, e.g. to 16, or remove {key}", f"{_MODEL}.{key}")
+    if actor.fsdp_config.param_offload:
+        what = f"{name} with {_ACTOR}.fsdp_config.param_offload=True: weights of 4 bits stay on their device."
+        yield checked.problem(what, "remove one of them", f"{_MODEL}.{key}", f"{_ACTOR}.fsdp_config.param_offload")
+    if model.dtype == "float64":
+        what = f"{name} with {_MODEL}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
+        yield checked.problem(what, f"set {_MODEL}.dtype=auto", f"{_MODEL}.{key}", f"{_MODEL}.dtype")

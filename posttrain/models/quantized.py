@@ -1,0 +1,58 @@
+"""Base weights of 4 bits (QLoRA) by bitsandbytes: how they are loaded, and how they are read as plain numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.errors import UserError
+
+BLOCK, ABSMAX_BLOCK = 64, 256  # numbers that share a scale; scales that share a scale of their own
+
+
+def loading_options(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What transformers' `from_pretrained` needs to hold linear layers (not the head) in 4 bits."""
+    from transformers import BitsAndBytesConfig
+
+    try:
+        import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except (ImportError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"actor_rollout_ref.model.quantization={kind} needs the package bitsandbytes, which cannot be used here: "
+            f'{error}\n  pip install "posttrain[qlora]", or remove the setting to hold the base in model.dtype'
+        ) from error
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
+
+
+def keep_one_layout(model: torch.nn.Module) -> None:
+    """On some CPUs bitsandbytes lays weights out anew, in lower precision, at the first pass without gradient; then
+    the passes that are compared with each other would differ, and the weights could no longer be read."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # pyright: ignore
+
+
+def is_quantized(weight: torch.Tensor) -> bool:
+    return type(weight).__name__ == "Params4bit"
+
+
+def plain_weight(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers that a 4-bit weight stands for; any other weight itself."""
+    if not is_quantized(weight):
+        return weight
+    from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
+
+    return dequantize_4bit(weight.data, weight.quant_state)  # pyright: ignore
+
+
+def quantized_bytes(count: int) -> int:
+    """Bytes of `count` numbers in 4 bits with their scales (one byte per block, and scales of those)."""
+    blocks = -(-count // BLOCK)
+    return -(-count // 2) + blocks + 4 * -(-blocks // ABSMAX_BLOCK)
