@@ -49,6 +49,7 @@ class PairTask(Task):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
     curve = "val/accuracy"
+    engine: PairEngine
 
     def __init__(
         self,
@@ -97,9 +98,8 @@ class PairTask(Task):
         """((P,) losses, (P,) by how much the better answer leads)."""
         chosen, rejected = scores[::2], scores[1::2]
         margins = micro.batch["margins"][::2].to(scores)
-        return bradley_terry_loss(
-            chosen, rejected, margins, center_coef=self.config.loss.center_coef
-        ), chosen - rejected
+        losses = bradley_terry_loss(chosen, rejected, margins, center_coef=self.config.loss.center_coef)
+        return losses, chosen - rejected
 
     def validate(self) -> Metrics | None:
         if self.val is None:
@@ -109,13 +109,11 @@ class PairTask(Task):
             batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
             found = self.engine.scores(batch).double()
             part, lead = self._losses(batch, found)
-            losses.append(part), leads.append(lead), scores.append(found)
-        lead = torch.cat(leads)
-        made = {
-            "loss": float(torch.cat(losses).mean()),
-            **_of_leads(lead),
-            "score_mean": float(torch.cat(scores).mean()),
-        }
+            losses.append(part)
+            leads.append(lead)
+            scores.append(found)
+        loss, mean = float(torch.cat(losses).mean()), float(torch.cat(scores).mean())
+        made = {"loss": loss, **_of_leads(torch.cat(leads)), "score_mean": mean}
         return {f"val/{name}": value for name, value in made.items()}
 
     def line(self, metrics: Mapping[str, float]) -> str:
@@ -126,7 +124,8 @@ class PairTask(Task):
         )
 
     def validation_line(self, metrics: Mapping[str, float]) -> str:
-        return f"accuracy {metrics['val/accuracy']:.3f}, margin {metrics['val/margin']:.3f}, loss {metrics['val/loss']:.4f}"
+        accuracy, margin = metrics["val/accuracy"], metrics["val/margin"]
+        return f"accuracy {accuracy:.3f}, margin {margin:.3f}, loss {metrics['val/loss']:.4f}"
 
     def goodness(self, validation: Mapping[str, float]) -> float:
         return validation["val/accuracy"]
