@@ -15,18 +15,18 @@ CPU = torch.device("cpu")
 def test_the_folder_it_writes_loads_as_a_sequence_classifier_and_scores_as_the_run_did(tiny_model, tmp_path, capsys):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    more = {"trainer__total_training_steps": 12, "optim__lr": 3e-3, "trainer__export_hf": "last"}
+    more = {"trainer__total_training_steps": 30, "optim__lr": 1e-2, "trainer__export_hf": "last"}
     run = reward_model(tiny_model, tmp_path, val_data=PREFERENCES, **more)
     lines = metrics_of(run.path)
     first, last = lines[0], lines[-1]
     assert (first["val/accuracy"], first["val/margin"]) == (0.5, 0.0)  # a new head gives every answer the same score
     assert first["val/loss"] == pytest.approx(0.6931471805599453)
-    assert last["val/accuracy"] > 0.9 and last["val/loss"] < 0.5 and last["val/margin"] > 0
+    assert last["val/accuracy"] > 0.7 and last["val/loss"] < 0.6 and last["val/margin"] > 0.1
     said = capsys.readouterr().out
-    assert "Reward model: 12 optimizer steps on 16 pairs; 16 pairs are held out." in said
-    assert "validation before: accuracy 0.500" in said and "step 12/12: loss" in said
+    assert "Reward model: 30 optimizer steps on 16 pairs; 16 pairs are held out." in said
+    assert "validation before: accuracy 0.500" in said and "step 30/30: loss" in said
 
-    folder = run.path / "checkpoints" / "global_step_12" / "huggingface"
+    folder = run.path / "checkpoints" / "global_step_30" / "huggingface"
     plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert plain.config.num_labels == 1 and plain.config.pad_token_id == tokenizer.pad_token_id
@@ -100,12 +100,12 @@ def test_adapters_train_beside_the_new_head(tiny_model, tmp_path):
 def test_the_embedded_pairs_are_right_and_wrong_sums():
     from posttrain.data.recipes.arithmetic import arithmetic_rows, pair_rows
 
-    rows = arithmetic_rows(max_operand=10)["train"]
-    pairs = pair_rows(rows, wrong_per_sum=2)
-    assert len(pairs) == 2 * len(rows)
+    rows = arithmetic_rows(max_operand=20)["train"]
+    pairs = pair_rows(rows)
+    assert len(pairs) == len(rows)
     for pair in pairs:
         a, b = (int(part) for part in pair["prompt"].removesuffix(" = ?").split(" + "))
-        assert int(pair["chosen"]) == a + b != int(pair["rejected"])
+        assert int(pair["chosen"]) == a + b and abs(int(pair["rejected"]) - a - b) >= 10
 
 
 def test_wrong_commands_are_explained(capsys, tmp_path, monkeypatch):

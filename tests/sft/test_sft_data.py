@@ -69,7 +69,7 @@ def test_tools_and_system_prompt_reach_the_template():
     assert tokenizer.decode(made.ids).startswith("search<|im_start|>user")
     [made] = dataset([ROW], tokenizer, system_prompt="Be brief.")
     assert "system\nBe brief." in tokenizer.decode(made.ids)
-    with pytest.raises(DataError, match="'tools' of row 1 .* not valid JSON"):
+    with pytest.raises(DataError, match=r"'tools' of row 1 .* not valid JSON"):
         dataset([{**TALK, "tools": "{"}], tokenizer)
 
 

@@ -39,16 +39,15 @@ def sft_rows(rows: Rows) -> Rows:
     return [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in rows]
 
 
-def pair_rows(rows: Rows, wrong_per_sum: int = 1) -> Rows:
-    """Pairs for reward models: the right sum (`chosen`) and a wrong one (`rejected`), any other of the rows' sums."""
+def pair_rows(rows: Rows) -> Rows:
+    """Pairs for reward models: the right sum (`chosen`), and another of the rows' sums that is off by 10 or more."""
     sums = sorted({int(row["ground_truth"]) for row in rows})
     pairs = []
     for row in rows:
         right = int(row["ground_truth"])
-        wrong = [value for value in sums if value != right]
-        for number in range(wrong_per_sum):
-            drawn = wrong[int.from_bytes(_draw("wrong", number, row["prompt"])) % len(wrong)]
-            pairs.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(drawn)})
+        wrong = [value for value in sums if abs(value - right) >= 10]
+        drawn = wrong[int.from_bytes(_draw("wrong", row["prompt"])) % len(wrong)]
+        pairs.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(drawn)})
     return pairs
 
 

@@ -12,10 +12,9 @@ from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.engine.pairs import PairEngine
-from posttrain.models.forward import without_adapters
 from posttrain.models.loading import resolve_dtype
 from posttrain.models.lora import add_adapters
-from posttrain.models.scorer import load_scorer, without_trailing_padding
+from posttrain.models.scorer import HEADS, load_scorer, without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -74,7 +73,7 @@ class PairTask(Task):
         )
         self.pad_token_id = module.config.get_text_config().pad_token_id
         if model.lora_rank > 0:
-            module = with_trained_head(add_adapters(module, model))
+            module = add_adapters(module, model, whole=HEADS)
         self.engine = PairEngine(module, engine_settings(config, device, total_steps))
 
     def train_step(self, rows: list[int]) -> Metrics:
@@ -135,12 +134,3 @@ def _of_leads(lead: torch.Tensor) -> Metrics:
     """Share of pairs whose better answer leads (equal scores count half), and the mean lead."""
     right = (lead > 0).double() + 0.5 * (lead == 0).double()
     return {"accuracy": float(right.mean()), "margin": float(lead.double().mean())}
-
-
-def with_trained_head(module: torch.nn.Module) -> torch.nn.Module:
-    """Adapters freeze everything else; the score head is new and must learn."""
-    bare: Any = without_adapters(module)
-    head = getattr(bare, "score", None) or getattr(bare, "classifier", None)
-    assert head is not None
-    head.requires_grad_(True)
-    return module
