@@ -13,6 +13,7 @@ import torch
 
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.packing import Rows, Unit, plan_micro_batches, plan_units
+from posttrain.kernels.train import can_train
 from posttrain.models.forward import hidden_states
 from posttrain.models.scorer import head_scores, packs_rows, padded_scores
 from posttrain.protocol import DataProto
@@ -44,7 +45,8 @@ class PairEngine(FSDPEngine):
 
     def _pair_units(self, data: DataProto, pair: Unit) -> tuple[list[Unit], int]:
         share = self.packed and self.settings.share_prompts
-        units, tokens = plan_units(data[pair], share=share, width=self.width)
+        all_pairs = not can_train(next(self.module.parameters()))
+        units, tokens = plan_units(data[pair], share=share, width=self.width, all_pairs=all_pairs)
         return [[pair[row] for row in unit] for unit in units], sum(tokens)
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:

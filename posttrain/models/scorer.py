@@ -50,6 +50,7 @@ def load_scorer(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from posttrain.models.attention import ATTENTION
+    from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
 
     silence_progress_bars()
@@ -73,6 +74,7 @@ def load_scorer(
         raise explain_failure(error, source, "the reward model", setting) from error
     _settle_head(model, sorted(report["missing_keys"]), path, new_head, setting)
     fuse_norms(model)
+    fuse_layers(model)
     without_dropout(model)
     return model.to(device).eval()
 

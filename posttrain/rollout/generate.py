@@ -88,4 +88,5 @@ def _pad(rows: Sequence[Sequence[Any]], value: Any, *, left: bool) -> tuple[torc
     else:
         padded = [list(row) + [value] * gap for row, gap in zip(rows, gaps, strict=True)]
         mask = [[1] * len(row) + [0] * gap for row, gap in zip(rows, gaps, strict=True)]
-    return torch.tensor(padded), torch.tensor(mask)
+    kind = torch.float32 if isinstance(value, float) else torch.long  # said, since a batch of empty rows tells none
+    return torch.tensor(padded, dtype=kind), torch.tensor(mask, dtype=torch.long)
