@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from posttrain.config.model import ModelConfig
+from posttrain.models.loading import ModelError
 
 
 def add_adapters(model: torch.nn.Module, config: ModelConfig, *, whole: Sequence[str] = ()) -> torch.nn.Module:
@@ -30,8 +31,8 @@ def add_adapters(model: torch.nn.Module, config: ModelConfig, *, whole: Sequence
         adapted = get_peft_model(model, settings)  # pyright: ignore
     except ValueError as error:
         names = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-        raise ValueError(
-            f"actor_rollout_ref.model.target_modules={targets}: {error}\n"
+        raise ModelError(
+            f"model.target_modules={targets}: {error}\n"
             f"  linear modules of this model: {', '.join(names)}"
         ) from error
     for name in whole:

@@ -149,6 +149,13 @@ def test_the_exported_folder_is_the_trained_model_with_its_chat_template(tiny_mo
     assert templates[0] == templates[1]
 
 
+def test_adapters_on_modules_that_do_not_exist_are_refused_with_those_that_do(tiny_model, tmp_path):
+    from posttrain.models.loading import ModelError
+
+    with pytest.raises(ModelError, match=r"model\.target_modules=\['nothing'\][\s\S]*linear modules.*q_proj"):
+        sft(tiny_model, tmp_path, model__lora_rank=2, model__target_modules=["nothing"])
+
+
 def test_start_and_end_are_said_in_plain_words(tiny_model, tmp_path, capsys):
     run = sft(tiny_model, tmp_path, val_data=PAIRS[:2])
     said = capsys.readouterr().out
