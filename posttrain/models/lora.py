@@ -32,8 +32,7 @@ def add_adapters(model: torch.nn.Module, config: ModelConfig, *, whole: Sequence
     except ValueError as error:
         names = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
         raise ModelError(
-            f"model.target_modules={targets}: {error}\n"
-            f"  linear modules of this model: {', '.join(names)}"
+            f"model.target_modules={targets}: {error}\n  linear modules of this model: {', '.join(names)}"
         ) from error
     for name in whole:
         if hasattr(model, name):
