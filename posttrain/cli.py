@@ -86,40 +86,21 @@ def export(args: Arguments) -> int:
 
 
 def data(args: Arguments) -> int:
-    parser = _parser("data", "Prepare a data set.")
-    recipes = parser.add_subparsers(dest="recipe", required=True, metavar="RECIPE")
-    sums = recipes.add_parser("arithmetic", help="sums such as `15 + 27 = ?`: train and test files")
-    sums.add_argument("out", type=Path, help="folder to write")
-    sums.add_argument("--suffix", default="json", choices=["json", "parquet"], help="file format")
-    sums.add_argument("--max-operand", type=int, default=100, help="operands lie below this number")
-    sums.add_argument("--seed", type=int, default=1, help="seed of the split and of the order")
-    words = recipes.add_parser("gsm8k", help="grade-school word problems, from a local copy or from the hub")
-    words.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FOLDER",
-        help="folder with a copy of the data set: train and test as "
-        ".jsonl, .json or .parquet with the columns question and answer (default: the hub's openai/gsm8k)",
-    )
-    words.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: $HOME/data/gsm8k)")
-    options = parser.parse_args(args)
-    for path, rows in (_gsm8k if options.recipe == "gsm8k" else _arithmetic)(options).items():
-        print(f"{path}: {rows} rows")
-    return 0
+    from posttrain.data.recipes import command
+
+    return command.main(args)
 
 
-def _arithmetic(options: argparse.Namespace) -> dict[Path, int]:
-    from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+def generate(args: Arguments) -> int:
+    from posttrain.trainer.generation import command
 
-    rows = arithmetic_rows(max_operand=options.max_operand, seed=options.seed)
-    return {path: len(rows[name]) for name, path in write_files(options.out, rows, suffix=options.suffix).items()}
+    return command.main(args)
 
 
-def _gsm8k(options: argparse.Namespace) -> dict[Path, int]:
-    from posttrain.data.recipes.gsm8k import prepare
+def evaluate(args: Arguments) -> int:
+    from posttrain.trainer.evaluation import command
 
-    return prepare(options.source, options.out)
+    return command.main(args)
 
 
 def bench(args: Arguments) -> int:
@@ -145,8 +126,13 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
-    "data": (data, "`data arithmetic OUT`, `data gsm8k`: prepare a data set"),
-    "bench": (bench, "`bench rollout`, `bench step`, `bench sweep`: the same work here and in peer systems"),
+    "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
+    "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),
+    "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
+    "bench": (
+        bench,
+        "`bench rollout`, `bench step`, `bench sweep`, `bench algorithms`: speed beside peers; what is learnt",
+    ),
     "version": (version, "print the version"),
 }
 

@@ -84,6 +84,34 @@ Source: the division is GRPO's (arXiv 2402.03300); taking it out is one of the t
 (arXiv 2503.20783).
 
 Settings: algorithm.norm_adv_by_std_in_grpo.""",
+    "pass@k": """\
+pass@k: the chance that at least one of k responses to a prompt is right, as a mean over prompts.
+
+    pass@k = 1 - C(n - c, k) / C(n, k)      of n responses to a prompt c are right
+
+This is the mean over all draws of k from the n responses: unbiased, unlike 1 - (1 - c/n)^k. It needs n >= k; more
+responses than k make it steadier. pass@1 is the accuracy.
+
+Source: Evaluating Large Language Models Trained on Code, arXiv 2107.03374.
+
+When to use: to see what a model can reach at all. RL mostly turns pass@k into pass@1: once pass@k is no higher than
+pass@1, there is little left to learn from these prompts.
+
+Where: val/SOURCE/pass@k in validation (actor_rollout_ref.rollout.val_kwargs.n), and
+`posttrain eval MODEL --data FILE --n 8`.""",
+    "maj@k": """\
+maj@k: the share of prompts that are right when k responses vote.
+
+The most frequent answer counts, of equals the one given first; responses without an answer do not vote. What a response
+answered is what its reward read (its part `pred`, `answer` or `extracted`). Validation lets the n responses of a prompt
+vote once; `posttrain eval` gives the mean over all draws of k from n in all orders: tied answers share equally.
+
+Source: Self-Consistency Improves Chain of Thought Reasoning in Language Models, arXiv 2203.11171.
+
+When to use: for answers that can be compared as texts (numbers, formulas, labels). For programs every text differs.
+
+Where: val/SOURCE/maj@k in validation (actor_rollout_ref.rollout.val_kwargs.n), and
+`posttrain eval MODEL --data FILE --n 8`.""",
     "spin": """\
 SPIN (Self-Play Fine-Tuning, arXiv 2401.01335) is not built here; the nearest is `grpo` on the same prompts, which also
 learns from the model's own responses but needs a reward that can check them instead of reference answers.""",

@@ -11,12 +11,14 @@ from posttrain.bench.workload import LENGTHS
 
 
 def main(args: Sequence[str]) -> int:
-    """`posttrain bench rollout|step|sweep ...`."""
+    """`posttrain bench rollout|step|sweep|algorithms ...`."""
     options = parser().parse_args(args)
     if options.job == "rollout":
         from posttrain.bench import rollout as job
     elif options.job == "step":
         from posttrain.bench import step as job
+    elif options.job == "algorithms":
+        from posttrain.bench import algorithms as job
     else:
         from posttrain.bench import sweep as job
     return job.main(options)
@@ -44,7 +46,21 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--repeat", type=positive, default=2, help="timed runs of each point; the best counts (2)")
     sweep.add_argument("--svg", type=Path, metavar="FILE", help="write the picture here")
     _common(sweep)
+    _algorithms(jobs.add_parser("algorithms", help="what every algorithm learns on the embedded task, by seeds"))
     return top
+
+
+def _algorithms(job: argparse.ArgumentParser) -> None:
+    job.add_argument("--steps", type=positive, default=60, help="steps of a run (60)")
+    job.add_argument("--seeds", type=positive, default=3, help="runs of each algorithm, with seeds 1, 2, ... (3)")
+    job.add_argument("--only", metavar="A,B", help="these algorithms only")
+    job.add_argument("--jobs", type=positive, default=1, help="runs at a time (1)")
+    job.add_argument("--threads", type=positive, help="CPU threads of a run (the cores divided by the jobs)")
+    text = "write every run here as it ends; runs that it holds already are not made again"
+    job.add_argument("--json", type=Path, metavar="FILE", help=text)
+    job.add_argument("--from", dest="from_json", type=Path, metavar="FILE", help="train nothing, show these runs")
+    job.add_argument("--svg", type=Path, metavar="FILE", help="write the picture here")
+    job.add_argument("--markdown", type=Path, metavar="PAGE", help="put the table between the markers of this page")
 
 
 def _sizes(job: argparse.ArgumentParser, *, prompts: int, n: int, tokens: int, prompt_tokens: int) -> None:

@@ -16,6 +16,8 @@ _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
+"""Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
 _THREE_FORMS = (
     "three forms are known: (1) the same command on every node of a running Ray cluster with trainer.nnodes=N; "
     "(2) torchrun --nnodes=N --node_rank=R --master_addr=HOST -m posttrain.trainer.main_ppo ...; "
@@ -69,8 +71,10 @@ def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
 
 
 def _how_to_make(name: str) -> str:
+    folder = os.path.dirname(name) or "."
+    if (recipe := os.path.basename(folder)) in RECIPES:
+        return f"`posttrain data {recipe} --out {folder}` makes it"
     if "gsm8k" in name.lower():
-        folder = os.path.dirname(name) or "."
         return f"`posttrain data gsm8k --out {folder}` makes it (or python examples/data_preprocess/gsm8k.py)"
     return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
 

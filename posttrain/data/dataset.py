@@ -34,8 +34,9 @@ class PromptItem(TypedDict):
 class PromptDataset:
     """Prompts ready for rollout. Example: `PromptDataset("train.parquet", tokenizer, config.data)[0]["prompt_ids"]`.
 
-    `files_or_rows` is one path, a list of paths, or rows in memory (dicts). `notes` holds sentences for the start of a
-    run. `index` of an item is its row's position before overlong prompts were dropped.
+    `files_or_rows` is one path, a list of paths, rows in memory (dicts), or a table of rows that were read already.
+    `notes` holds sentences for the start of a run; `prompt_notes` those that are not about truths and rewards. `index`
+    of an item is its row's position before overlong prompts were dropped.
     """
 
     def __init__(self, files_or_rows: Any, tokenizer: Any, config: DataConfig, *, split: str = "train") -> None:
@@ -46,6 +47,7 @@ class PromptDataset:
         self.config = config
         self.split = split
         self.notes: list[str] = []
+        self.prompt_notes: list[str] = []
         self._name = f"data.{split}_files"
         self._chat = ChatRenderer(
             tokenizer, system_prompt=config.system_prompt, template_kwargs=config.apply_chat_template_kwargs
@@ -134,6 +136,7 @@ class PromptDataset:
             self.notes.append("The tokenizer has no chat template: prompts are used as they are.")
         elif self.config.system_prompt and not any(isinstance(item.prompt, str) for item in fields):
             self.notes.append(f"data.system_prompt has no effect on {where}: all their prompts are lists of messages.")
+        self.prompt_notes = list(self.notes)
         if from_response := sum(item.truth_is_response for item in fields):
             self.notes.append(
                 f"{from_response} of {total} {where} have no ground_truth: their `response` serves as truth."

@@ -81,7 +81,9 @@ def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files")
 
 
 def read_table(files_or_rows: Any, *, limit: int = -1, setting: str = "data.train_files") -> RowTable:
-    """Rows of one path, of a list of paths, or given as dicts."""
+    """Rows of one path, of a list of paths, or given as dicts; a table is taken as it is."""
+    if isinstance(files_or_rows, RowTable):
+        return files_or_rows
     if files_or_rows is None or isinstance(files_or_rows, str | os.PathLike):
         return load_rows(files_or_rows, limit=limit, setting=setting)
     if (
@@ -124,7 +126,7 @@ def _path_problem(path: Path) -> str | None:
         inside = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(READABLE))
         return f"{path} is a folder; name the files in it" + (f" ({', '.join(inside[:5])})." if inside else ".")
     if not path.exists():
-        command = next((command for folder, command in PREPARED_BY.items() if folder in path.parent.name), None)
+        command = _maker(path.parent.name)
         hint = (
             f" Make it with `{command} --out {path.parent}`."
             if command
@@ -134,6 +136,14 @@ def _path_problem(path: Path) -> str | None:
     if not path.name.endswith(READABLE):
         return f"{path} has a suffix that is not known; the suffix decides the reader: {', '.join(READABLE)}."
     return None
+
+
+def _maker(folder: str) -> str | None:
+    """The command that makes the files of a folder of this name."""
+    from posttrain.data.recipes.table import RECIPES
+
+    found = next((command for name, command in PREPARED_BY.items() if name in folder), None)
+    return found or (f"posttrain data {folder}" if folder in RECIPES else None)
 
 
 def _read(path: Path) -> Iterator[tuple[int, Any]]:

@@ -88,7 +88,7 @@ class FSDPEngine(TrainEngine):
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
-        hidden_NE = hidden.flatten(0, 1).index_select(0, rows.predict_N)
+        hidden_NE = rows.states(hidden, rows.predict_N)
         if isinstance(self.module, ValueModel):
             return {"values": rows.scatter(self.module.token_values(hidden_NE))}
         log_probs_N, entropy_N = token_log_probs(self.module, hidden_NE, rows.label_N, temperature)

@@ -17,17 +17,26 @@ Unit = list[int]
 
 
 def plan_units(
-    data: DataProto, *, share: bool, width: int = 0, all_pairs: bool = True, max_rows: int | None = None
+    data: DataProto,
+    *,
+    share: bool,
+    width: int = 0,
+    all_pairs: bool = True,
+    keep_last: bool = False,
+    max_rows: int | None = None,
 ) -> tuple[list[Unit], list[int]]:
-    """(units, tokens of each). Prompts are shared where a pass over a model of that width becomes cheaper by it.
+    """(units, tokens of each, as `packed_units` packs them).
+
+    Prompts are shared where a pass over a model of that width becomes cheaper by it.
 
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
     pairs of a sequence takes more of them; one that skips what is not seen takes fewer.
     """
     response_width = data.batch["responses"].shape[1]
     mask = data.batch["attention_mask"]
-    total = mask.sum(-1).tolist()
     prompt = mask[:, :-response_width].sum(-1).tolist()
+    response_B = mask[:, -response_width:].sum(-1)
+    total = [p + r for p, r in zip(prompt, (response_B - int(not keep_last)).clamp(min=0).tolist(), strict=True)]
     units: list[Unit] = []
     for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
         size = max_rows or len(rows)
@@ -78,7 +87,7 @@ class Rows:
     """Input of one forward pass, and where the response tokens are in it.
 
     `predict_N` are the (flattened) places whose hidden state predicts a response token, `label_N` those tokens, and
-    `slot_N` their places in a (B, R) tensor. `last_B` are the places of the rows' last tokens.
+    `slot_N` their places in a (B, R) tensor.
     """
 
     input_ids: torch.Tensor
@@ -88,13 +97,19 @@ class Rows:
     predict_N: torch.Tensor
     label_N: torch.Tensor
     slot_N: torch.Tensor
-    last_B: torch.Tensor
     shape: tuple[int, int]
 
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
         """(B, R) with the values in the places of their tokens and 0 elsewhere."""
         flat = values_N.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.slot_N,), values_N).view(self.shape)
+
+    def states(self, hidden: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
+        """Hidden states at these places, from a pass that gave those of all tokens or of the wanted ones only."""
+        flat = hidden.flatten(0, 1)
+        if self.layout is not None and self.layout.wanted_T is not None and len(flat) < self.layout.total:
+            place_N = torch.searchsorted(self.layout.wanted_T, place_N)
+        return flat.index_select(0, place_N)
 
 
 def padded_rows(data: DataProto, device: torch.device) -> Rows:
@@ -105,12 +120,14 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     row_N, col_N = real_BR.nonzero(as_tuple=True)
     predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    last_B = torch.arange(rows, device=device) * ids_BS.shape[1] + start + real_BR.sum(-1) - 1
-    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, slots, last_B, (rows, width))
+    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, slots, (rows, width))
 
 
 def packed_units(data: DataProto, units: list[int], device: torch.device) -> Rows:
-    """The rows packed; `units` are the numbers of adjacent rows that share their prompt, in order."""
+    """The rows packed; `units` are the numbers of adjacent rows that share their prompt, in order.
+
+    The last token of a response is predicted, but predicts nothing, and no other token looks at it: it is left out.
+    """
     ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
     rows, width = real_BR.shape
     start = ids_BS.shape[1] - width
@@ -119,6 +136,9 @@ def packed_units(data: DataProto, units: list[int], device: torch.device) -> Row
     number_B = torch.arange(rows, device=device) - leader_B + 1  # of a response among those that share its prompt
     kept_BS = mask_BS.clone()
     kept_BS[:, :start] &= (number_B == 1)[:, None]
+    length_B = real_BR.sum(-1)
+    answered = (length_B > 0).nonzero().squeeze(1)
+    kept_BS[answered, start + length_B[answered] - 1] = False
     place_BS = (kept_BS.flatten().long().cumsum(0) - 1).view_as(ids_BS)
     prompt_end_B = place_BS[leader_B, start - 1]
     before_BR = torch.cat([prompt_end_B[:, None], place_BS[:, start:-1]], -1)
@@ -131,11 +151,12 @@ def packed_units(data: DataProto, units: list[int], device: torch.device) -> Row
     lengths = torch.zeros(len(units), dtype=torch.long, device=device)
     lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units), device=device), sizes), kept_BS.sum(-1))
     position_T = position_BS[kept_BS]
-    layout = PackedLayout(lengths.tolist(), device, segment_T=segment_T, position_T=position_T)
+    predict_N = before_BR[real_BR]
+    layout = PackedLayout(
+        lengths.tolist(), device, segment_T=segment_T, position_T=position_T, wanted_T=predict_N.unique()
+    )
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    last_B = place_BS[torch.arange(rows, device=device), start + real_BR.sum(-1) - 1]
-    ids_T, predict_N, shape = ids_BS[kept_BS], before_BR[real_BR], (rows, width)
-    return Rows(ids_T[None], position_T[None], None, layout, predict_N, labels, slots, last_B, shape)
+    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, predict_N, labels, slots, (rows, width))
 
 
 def _tensors(data: DataProto, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,7 +2,8 @@
 
 A batch holds the better and the worse answer of each pair one after the other. Both are always computed in the same
 pass, since the loss of a pair needs both scores; what they have in common at their beginning is computed once, where
-that is cheaper. So no split of a batch into passes changes the gradient.
+that is cheaper. So no split of a batch into passes changes the gradient. Behind each answer stands one token more, which
+is never computed: the state that would predict it is that of the answer's end, and is scored.
 
 Shapes: B rows, two per pair.
 """
@@ -51,8 +52,11 @@ class PairEngine(FSDPEngine):
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         if self.packed:
-            hidden = hidden_states(self.module, rows.input_ids, rows.position_ids)[0]
-            return {"scores": head_scores(self.module, hidden.index_select(0, rows.last_B))[:, None]}
+            hidden = hidden_states(self.module, rows.input_ids, rows.position_ids)
+            count, width = rows.shape
+            tokens_B = torch.bincount(rows.slot_N // width, minlength=count)  # of the answers, in the order of rows
+            ends_B = rows.predict_N[tokens_B.cumsum(0) - 1]
+            return {"scores": head_scores(self.module, rows.states(hidden, ends_B))[:, None]}
         assert rows.attention_mask is not None
         real = zip(rows.input_ids, rows.attention_mask.bool(), strict=True)
-        return {"scores": padded_scores(self.module, [ids[mask].tolist() for ids, mask in real])[:, None]}
+        return {"scores": padded_scores(self.module, [ids[mask][:-1].tolist() for ids, mask in real])[:, None]}

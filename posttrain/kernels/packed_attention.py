@@ -29,7 +29,8 @@ class PackedLayout:
 
     A sequence is one row, or a prompt followed by several responses to it: `segment_T` is 0 on prompts (and on rows
     that share nothing) and counts the responses from 1; a response sees its prompt and itself. `position_T` are the
-    tokens' positions, which a sliding window goes by.
+    tokens' positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
+    order; a last layer may leave the others out.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class PackedLayout:
         *,
         segment_T: torch.Tensor | None = None,
         position_T: torch.Tensor | None = None,
+        wanted_T: torch.Tensor | None = None,
     ) -> None:
         self.lengths = torch.tensor(lengths)
         self.total = int(self.lengths.sum())
@@ -57,7 +59,7 @@ class PackedLayout:
         slot_T[token_S[real_S]] = real_S.nonzero().squeeze(1)
         self.token_S, self.slot_T = token_S.to(device), slot_T.to(device)
         self.real_S = None if bool(real_S.all()) else real_S.to(device)
-        self.segment_T = segment_T
+        self.segment_T, self.wanted_T = segment_T, wanted_T
         self.segment_S = None if segment_T is None else segment_T.to(device)[self.token_S]
         self.position_S = None if position_T is None else position_T.to(device)[self.token_S]
 

@@ -2,7 +2,8 @@
 
 transformers' layer over packed rows is about thirty operations forward and fifty backward, each of which walks through
 memory and is called from Python. Here the matrix products are torch's, what lies between them is a handful of compiled
-kernels, and gradients are written out. transformers' own layer is its twin and serves everywhere else.
+kernels, and gradients are written out. The last layer goes on after attention with those tokens only whose hidden
+states are asked for. transformers' own layer is its twin and serves everywhere else.
 
 Shapes: T packed tokens, E width of the model, C columns of queries, keys and values together, D head size.
 """
@@ -38,11 +39,13 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     attention, mlp = self.self_attn, self.mlp
+    last = attention.layer_idx == attention.config.num_hidden_layers - 1
     queries = (attention.q_proj, attention.k_proj, attention.v_proj)
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
     return _FusedLayer.apply(
         hidden_states[0],
         (layout.sight, attention.head_dim, attention.scaling, self.input_layernorm.variance_epsilon),
+        layout.wanted_T if last else None,
         *(table[0].contiguous() for table in position_embeddings),
         self.input_layernorm.weight,
         *(part.weight for part in queries),
@@ -71,8 +74,8 @@ def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
 class _FusedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x_TE, shape, cosine_TD, sine_TD, before, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, out, between,
-        gate, up, down,
+        ctx, x_TE, shape, wanted, cosine_TD, sine_TD, before, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, out,
+        between, gate, up, down,
     ):  # fmt: skip
         sight, size, scale, epsilon = shape
         heads, key_heads = len(q) // size, len(k) // size
@@ -82,11 +85,14 @@ class _FusedLayer(torch.autograd.Function):
         raw = _norm_heads(qkv_TC, (q_norm, k_norm), (heads, key_heads), size, epsilon)
         parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
         attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
-        middle_TE = torch.addmm(x_TE, attended_THD.flatten(1), out.T)
+        residual, attended = (
+            x if wanted is None else x.index_select(0, wanted) for x in (x_TE, attended_THD.flatten(1))
+        )
+        middle_TE = torch.addmm(residual, attended, out.T)
         gated_TE, middle_inverse_T = train.norm_forward(middle_TE, between, epsilon)
         gate_up_T2I = _product(gated_TE, (gate, up))
         result_TE = torch.addmm(middle_TE, silu_mul(gate_up_T2I), down.T)
-        ctx.sight, ctx.scale, ctx.heads = sight, scale, (heads, key_heads, size)
+        ctx.sight, ctx.scale, ctx.heads, ctx.wanted = sight, scale, (heads, key_heads, size), wanted
         ctx.weights = (before, q, k, v, q_norm, k_norm, out, between, gate, up, down)
         ctx.has_bias = q_bias is not None
         ctx.save_for_backward(
@@ -99,16 +105,18 @@ class _FusedLayer(torch.autograd.Function):
     def backward(ctx, grad_TE):  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *rest = ctx.saved_tensors
         *attention, middle_TE, gated_TE, middle_inverse_T, gate_up_T2I = rest[:9]
-        raw, attended_THD = rest[9:], attention[3]
+        raw, attended_THD, wanted = rest[9:], attention[3], ctx.wanted
         before, q, k, v, q_norm, k_norm, out, between, gate, up, down = ctx.weights
         heads, key_heads, size = ctx.heads
-        trained = any(ctx.needs_input_grad[4:])
+        trained = any(ctx.needs_input_grad[5:])
         grad_TE = grad_TE.contiguous()
         product_TI, grad_gate_up = train.gate_backward(grad_TE @ down, gate_up_T2I)
         grad_middle, grad_between = train.norm_backward(
             _product_back(grad_gate_up, (gate, up)), middle_TE, between, middle_inverse_T, grad_TE
         )
-        grad_attended = (grad_middle @ out).view_as(attended_THD)
+        weights = [grad_middle.T @ _wanted(attended_THD.flatten(1), wanted), grad_between] if trained else []
+        grad_attended = _all_tokens(grad_middle @ out, wanted, len(x_TE)).view_as(attended_THD)
+        grad_middle = _all_tokens(grad_middle, wanted, len(x_TE))
         grads = train.attention_backward(grad_attended, *attention, sight=ctx.sight, scale=ctx.scale)
         grad_qkv = train.join_heads(*grads, cosine_TD, sine_TD)
         grad_norms = _norm_heads_back(grad_qkv, raw, (q_norm, k_norm), (heads, key_heads), size)
@@ -116,14 +124,22 @@ class _FusedLayer(torch.autograd.Function):
             _product_back(grad_qkv, (q, k, v)), x_TE, before, inverse_T, grad_middle
         )
         if not trained:
-            return (grad_x, *(None,) * 17)
+            return (grad_x, *(None,) * 18)
         rows = [len(part) for part in (q, k, v)]
         biases = grad_qkv.sum(0).split(rows) if ctx.has_bias else (None, None, None)
         return (
-            grad_x, None, None, None, grad_before, *(grad_qkv.T @ normed_TE).split(rows), *biases, *grad_norms,
-            grad_middle.T @ attended_THD.flatten(1), grad_between, *(grad_gate_up.T @ gated_TE).split(len(gate)),
-            grad_TE.T @ product_TI,
+            grad_x, None, None, None, None, grad_before, *(grad_qkv.T @ normed_TE).split(rows), *biases, *grad_norms,
+            *weights, *(grad_gate_up.T @ gated_TE).split(len(gate)), grad_TE.T @ product_TI,
         )  # fmt: skip
+
+
+def _wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    return x if wanted is None else x.index_select(0, wanted)
+
+
+def _all_tokens(grad: torch.Tensor, wanted: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """The gradient of all tokens, from that of the wanted ones."""
+    return grad if wanted is None else grad.new_zeros(tokens, grad.shape[1]).index_copy_(0, wanted, grad)
 
 
 def _product(x_TE: torch.Tensor, weights: tuple, biases: tuple = (None,)) -> torch.Tensor:

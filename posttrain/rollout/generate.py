@@ -28,7 +28,7 @@ def generate(
     for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
         engine.submit(Request(row, prompt, sampling, seed))
     outputs: dict[int, Output] = {}
-    with _no_garbage_collection():
+    with no_garbage_collection():
         while engine.has_work():
             for output in engine.step():
                 outputs[output.id] = output  # pyright: ignore
@@ -38,7 +38,7 @@ def generate(
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Steps make no cycles, but so many objects that the collector would walk through all of the process again."""
     was_on = gc.isenabled()
     gc.disable()
@@ -88,5 +88,4 @@ def _pad(rows: Sequence[Sequence[Any]], value: Any, *, left: bool) -> tuple[torc
     else:
         padded = [list(row) + [value] * gap for row, gap in zip(rows, gaps, strict=True)]
         mask = [[1] * len(row) + [0] * gap for row, gap in zip(rows, gaps, strict=True)]
-    kind = torch.float32 if isinstance(value, float) else torch.long  # said, since a batch of empty rows tells none
-    return torch.tensor(padded, dtype=kind), torch.tensor(mask, dtype=torch.long)
+    return torch.tensor(padded), torch.tensor(mask)

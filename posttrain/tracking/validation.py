@@ -38,7 +38,7 @@ def validation_metrics(
     parts = parts if parts is not None else [{}] * len(scores)
     values = np.asarray(scores, dtype=np.float64)
     right = right_answers(values, parts)
-    answered = list(answers) if answers is not None else [_answer(part) for part in parts]
+    answered = list(answers) if answers is not None else [answer_of(part) for part in parts]
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(data_sources):
         rows = np.asarray([row for row, own in enumerate(data_sources) if own == source])
@@ -92,6 +92,7 @@ def _ks(n: int) -> list[int]:
     return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
 
 
-def _answer(part: Mapping[str, Any]) -> str | None:
+def answer_of(part: Mapping[str, Any]) -> str | None:
+    """What a response answered by its reward's parts; a reward that read nothing gives an empty text."""
     found = next((part[name] for name in ANSWER_PARTS if part.get(name) is not None), None)
-    return None if found is None else str(found)
+    return None if found is None or found == "" else str(found)

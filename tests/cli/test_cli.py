@@ -29,6 +29,9 @@ def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
         ["config", "--help"],
         ["export", "--help"],
         ["data", "--help"],
+        ["generate", "--help"],
+        ["eval", "--help"],
+        ["eval", "compare", "--help"],
         ["bench", "--help"],
     ],
     ids=" ".join,
@@ -47,7 +50,10 @@ def test_import_posttrain_imports_nothing_heavy():
 def test_the_command_lists_its_verbs(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {verb} " in shown for verb in ("train", "config", "explain", "reward", "export", "data", "version"))
+    assert all(
+        f"  {verb} " in shown
+        for verb in ("train", "config", "explain", "reward", "export", "data", "generate", "eval", "version")
+    )
     assert cli.main([]) == 2
     assert cli.main(["version"]) == 0 and capsys.readouterr().out.endswith(f"posttrain {__version__}\n")
 

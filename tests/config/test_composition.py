@@ -191,14 +191,14 @@ def test_S0_65_the_algorithm_class_has_the_defaults_of_the_yaml(load):
     assert load("trainer.seed=2").config.algorithm == AlgorithmConfig()
 
 
-def test_S0_99_every_key_is_described_with_one_sentence(load):
+def test_S0_99_S2_08_every_key_is_described_with_one_sentence(load):
     text = load("trainer.seed=2").describe()
     for key, leaf in leaves().items():
         assert f"{key}: " in text
         assert leaf.sentence.endswith("."), key
 
 
-def test_the_generated_files_are_up_to_date():
+def test_S2_08_the_generated_files_are_up_to_date():
     assert generate.main(["--check"]) == 0
 
 

@@ -148,7 +148,7 @@ def test_M_33_a_warm_up_over_all_steps_is_noted(load):
         ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "Megatron engine is not built"),
         ([f"{ROLLOUT}.multi_turn=True"], "multi-turn rollout is not built"),
         (["training.learning_rate=2e-5"], f"{ACTOR}.optim.lr"),
-        (["trainer.device=npu"], "torch_npu"),
+        pytest.param(["trainer.device=npu"], "torch_npu", id="S2-20"),
         (["trainer.logger=[wandbb]"], "did you mean `wandb`"),
         (["trainer.seed=null"], "got null"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path"),

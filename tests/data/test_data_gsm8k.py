@@ -88,7 +88,7 @@ def test_M_16_every_truth_scores_1_for_the_rows_own_solution_and_0_for_another_r
     assert scores == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
 
 
-def test_M_16_the_rows_load_as_prompts_with_truth_and_no_note_about_missing_columns(copy, tmp_path, tokenizer):
+def test_S2_06_M_16_the_rows_load_as_prompts_with_truth_and_no_note_about_missing_columns(copy, tmp_path, tokenizer):
     gsm8k.prepare(copy, tmp_path / "out")
     data = PromptDataset(str(tmp_path / "out" / "train.parquet"), tokenizer, DataConfig())
     assert (len(data), data.data_sources, data.rows_without_truth, data.notes) == (3, ["gsm8k"], 0, [])

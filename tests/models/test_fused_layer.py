@@ -149,6 +149,27 @@ def test_transformers_layer_serves_where_the_fused_one_cannot(why, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_the_last_layer_may_leave_out_what_nobody_asks_for(kind, monkeypatch):
+    model = tiny(kind)
+    fuse_layers(model)
+    whole, part = layout(), layout()
+    part.wanted_T = torch.tensor([0, 6, 7, 8, 15, 34, 35, 50, 67])
+    found = {}
+    for name, place in (("whole", whole), ("part", part)):
+        model.zero_grad()
+        ids = torch.randint(0, 97, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+        with packed_rows(place):
+            hidden = hidden_states(model, ids, rows_of(place))[0]
+            hidden = hidden if name == "part" else hidden[part.wanted_T]
+            hidden.square().sum().backward()
+        found[name] = (hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(found["part"][0], found["whole"][0], rtol=0, atol=2e-6)
+    for name, grad in found["whole"][1].items():
+        assert (found["part"][1][name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@needs_compiler
 def test_frozen_weights_get_no_gradient_and_pass_it_on():
     model = tiny("qwen2")
     fuse_layers(model)

@@ -9,12 +9,20 @@ from light_rewards import even_share, in_parts
 from runs import metrics_of, run, settings
 
 import posttrain
-from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
+from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from posttrain.config.presets import PRESETS
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 ACTOR = "actor_rollout_ref__actor__"
-# Every estimator with some loss and every loss with some estimator, five steps of two updates each.
-PAIRS = list(zip_longest(ESTIMATORS, POLICY_LOSSES, fillvalue="vanilla"))
+# Every registered estimator with some loss and every registered loss with some estimator.
+PAIRS = list(zip_longest(ADV_ESTIMATORS, POLICY_LOSSES, fillvalue=None))
+FIVE_STEPS = {
+    f"{ACTOR}ppo_mini_batch_size": 2,
+    "trainer__total_training_steps": 5,
+    "trainer__save_freq": -1,
+    "tracking__samples_freq": 0,
+}
+LORA = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__lora_alpha": 8}
 
 
 @pytest.fixture
@@ -26,59 +34,68 @@ def seen(monkeypatch):
     def init_workers(self):
         plain(self)
         caught["trainer"] = self
-        caught["before"] = [w.detach().clone() for w in self.actor_rollout_wg.worker.engine.module.parameters()]
+        caught["before"] = weights(self)
 
     monkeypatch.setattr(RayPPOTrainer, "init_workers", init_workers)
     return caught
 
 
-@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
-def test_S0_45_every_estimator_and_every_loss_runs_five_steps(tiny_model, sums, tmp_path, seen, estimator, loss):
-    more = {
-        "algorithm__adv_estimator": estimator,
-        f"{ACTOR}policy_loss__loss_mode": loss,
-        f"{ACTOR}ppo_mini_batch_size": 2,
-        "trainer__total_training_steps": 5,
-        "trainer__save_freq": -1,
-        "tracking__samples_freq": 0,
-    }
-    result = run(tiny_model, sums, tmp_path, reward=in_parts, **more)
+def weights(trainer):
+    """The weights that are trained, by name."""
+    module = trainer.actor_rollout_wg.worker.engine.module
+    return {name: w.detach().clone() for name, w in module.named_parameters() if w.requires_grad}
+
+
+def assert_five_sound_steps(result, seen):
+    """Five steps of two updates each, every number finite, weights that moved; gives the lines of the metrics."""
     lines = metrics_of(result.path)
     assert result.status == "finished" and result.steps == len(lines) == 5
     assert all(math.isfinite(v) for line in lines for v in line.values() if isinstance(v, int | float))
     assert all(line["actor/optimizer_steps"] == 2 and line["actor/bad_steps"] == 0 for line in lines)
+    after = weights(seen["trainer"])
+    assert any(not torch.equal(after[name], before) for name, before in seen["before"].items())
+    return lines
+
+
+@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
+def test_S0_45_every_estimator_and_every_loss_runs_five_steps(tiny_model, sums, tmp_path, seen, estimator, loss):
+    chosen = {"algorithm__adv_estimator": estimator or "grpo", f"{ACTOR}policy_loss__loss_mode": loss or "vanilla"}
+    lines = assert_five_sound_steps(run(tiny_model, sums, tmp_path, reward=in_parts, **chosen, **FIVE_STEPS), seen)
     assert (seen["trainer"].critic_wg is not None) == (estimator == "gae")
+    assert all(("critic/vf_loss" in line) == (estimator == "gae") for line in lines)
     assert all(("remax/baseline_mean" in line) == (estimator == "remax") for line in lines)
-    after = seen["trainer"].actor_rollout_wg.worker.engine.module.parameters()
-    assert any(not torch.equal(a, b) for a, b in zip(after, seen["before"], strict=True))
 
 
-PRESETS = {
-    "dapo": {"algorithm__filter_groups__metric": "score", "actor_rollout_ref__rollout__n": 4},
-    "rloo": {},
-    "remax": {},
-    "reinforce_pp": {},
-    "gspo": {},
-    "cispo": {},
-    "ppo": {},
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_adapters_run_five_steps_and_they_alone_move(tiny_model, sums, tmp_path, seen, estimator):
+    more = {"algorithm__adv_estimator": estimator, f"{ACTOR}use_kl_loss": True, **LORA, **FIVE_STEPS}
+    lines = assert_five_sound_steps(run(tiny_model, sums, tmp_path, reward=even_share, **more), seen)
+    assert seen["before"] and all("lora_" in name for name in seen["before"])
+    assert lines[-1]["kl_loss"] > 0  # against the base without them
+
+
+# What a preset needs beside itself for an untrained model and a reward that is one number.
+BESIDE = {"dapo": {"algorithm__filter_groups__metric": "score", "actor_rollout_ref__rollout__n": 4}}
+SHOWN = {
+    "grpo": ("kl_loss",),
+    "dapo": ("filter_groups/gen_batches", "reward/overlong_reward/mean"),
+    "remax": ("remax/baseline_mean", "actor/reward_kl_penalty"),
+    "ppo": ("critic/vf_loss", "actor/reward_kl_penalty"),
+    "rloo": ("actor/reward_kl_penalty",),
+    "reinforce_pp": ("actor/reward_kl_penalty",),
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_S1_53_S2_12_every_preset_runs(tiny_model, sums, tmp_path, name):
-    given = settings(tiny_model, sums, tmp_path, **PRESETS[name])
-    for key in ("algorithm.adv_estimator", *(["actor_rollout_ref.rollout.n"] if name != "dapo" else [])):
-        del given[key]
+@pytest.mark.parametrize("name", [name.partition("/")[2] for name in PRESETS if name.startswith("algorithm/")])
+def test_S1_53_S2_12_every_preset_runs(tiny_model, sums, tmp_path, seen, name):
+    beside = BESIDE.get(name, {})
+    given = settings(tiny_model, sums, tmp_path, **FIVE_STEPS, **beside)
+    del given["algorithm.adv_estimator"]
+    if "actor_rollout_ref__rollout__n" not in beside:
+        del given["actor_rollout_ref.rollout.n"]
     result = posttrain.train({"algorithm": name, **given}, reward=even_share)
-    lines = metrics_of(result.path)
-    assert result.status == "finished" and len(lines) == 2
-    expected = {
-        "dapo": ("filter_groups/gen_batches", "reward/overlong_reward/mean"),
-        "remax": ("remax/baseline_mean", "actor/reward_kl_penalty"),
-        "ppo": ("critic/vf_loss", "actor/reward_kl_penalty"),
-        "rloo": ("actor/reward_kl_penalty",),
-    }
-    assert all(metric in line for line in lines for metric in expected.get(name, ()))
+    lines = assert_five_sound_steps(result, seen)
+    assert all(metric in line for line in lines for metric in SHOWN.get(name, ()))
 
 
 def test_S2_47_drgrpo_by_its_three_settings_equals_the_preset(tiny_model, sums, tmp_path):

@@ -33,7 +33,8 @@ ALIASES = {
     "competition_math": "math",
     "trivia_qa": "trivia",
     "triviaqa": "trivia",
-    "nq_open": "qa",
+    **dict.fromkeys(("nq", "nq_open", "natural_questions", "hotpotqa", "hotpot_qa"), "qa"),
+    "banking77": "classification",
     **dict.fromkeys(
         ("humaneval", "openai_humaneval", "humanevalplus", "mbpp", "mbppplus", "apps", "codecontests", "code_contests"),
         "code",

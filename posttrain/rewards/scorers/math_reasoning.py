@@ -1,6 +1,6 @@
 """`math_reasoning`: the final number of the response compared with the final number of the truth.
 
-1.0 if they are the same number (42, 42.0, 1,234 and 1234, 50% and 50), else 0.0. The answer is what stands in
+1.0 if both are the same number (42, 42.0, 1,234 and 1234, 50% and 50), else 0.0. The answer is what stands in
 `\\boxed{}`, after `####` or in `<answer>`, what follows "the answer is", or else the last number.
 Use it for short arithmetic.
 """

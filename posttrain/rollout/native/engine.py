@@ -61,6 +61,7 @@ class NativeEngine(RolloutEngine):
     ) -> None:
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
         self.tokens_per_step, self.settled_in = tokens_per_step, False
+        self.settles = False  # whether requests are long enough for weights to be laid out anew
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
         self.prompt_tokens = self.response_tokens = 0  # computed since the engine was made
 
@@ -170,6 +171,7 @@ class NativeEngine(RolloutEngine):
 
     def _settle(self, requests: Iterable[Request]) -> None:
         if any(request.sampling.max_tokens >= MANY for request in requests):
+            self.settles = True
             self.decoder.settle()
 
     def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
@@ -228,6 +230,8 @@ class NativeEngine(RolloutEngine):
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
         scores: list[torch.Tensor] = []
+        if self.settles and sum(map(len, token_ids)) <= FEW:
+            self.decoder.settle()  # what is scored now will be decoded with next
         for batch in self._score_batches(token_ids):
             blocks = [self.pool.take(blocks_for(len(row))) for row in batch]
             rows = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]

@@ -23,14 +23,14 @@ from posttrain.trainer.supervised.task import Metrics, Task
 
 
 def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
-    """Two rows per pair, the better first; `prompts` is what both have in common. `pair_weights` make a mean over the
-    whole batch, so that losses of any split add up to it."""
+    """Two rows per pair, the better first; `prompts` is what both have in common, and one token stands behind each
+    answer (see `engine/pairs.py`). `pair_weights` make a mean over the whole batch, so that shares of any split add up."""
     prompts, answers = [], []
     for pair in pairs:
         rows = [without_trailing_padding(ids, pad_token_id) for ids in (pair.chosen, pair.rejected)]
-        shared = _common(*rows)
-        prompts += [rows[0][:shared]] * 2
-        answers += [row[shared:] for row in rows]
+        shared = max(1, _common(*rows))  # where they have nothing in common, a prompt is a row's own first token
+        prompts += [row[:shared] for row in rows]
+        answers += [[*row[shared:], pad_token_id] for row in rows]
     outputs = [Output(number, ids, [0.0] * len(ids), "stop") for number, ids in enumerate(answers)]
     batch = to_batch(prompts, outputs, pad_token_id)
     margins = torch.tensor([pair.margin for pair in pairs for _ in range(2)])
@@ -39,8 +39,8 @@ def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
 
 
 def _common(left: list[int], right: list[int]) -> int:
-    """Tokens that both begin with; at least one token of each is left over."""
-    most = min(len(left), len(right)) - 1
+    """Tokens that both begin with."""
+    most = min(len(left), len(right))
     return next((at for at in range(most) if left[at] != right[at]), most)
 
 
@@ -90,7 +90,7 @@ class PairTask(Task):
 
         metrics = self.engine.update(batch, loss)
         lead = torch.cat(leads)
-        tokens = float(batch.batch["attention_mask"].sum())
+        tokens = float(batch.batch["attention_mask"].sum() - len(batch))
         return {**metrics, "loss": total, **_of_leads(lead), "rows": float(len(lead)), "tokens": tokens}
 
     def _losses(self, micro: DataProto, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

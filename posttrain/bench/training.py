@@ -1,0 +1,111 @@
+"""One training run in a process of its own: started, watched through its metrics, and what is kept of it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.bench.entries import Entry
+
+METRIC = "val/math_reasoning/mean@1"
+COMMON = (
+    "preset=embedded",
+    "trainer.device=cpu",
+    "trainer.export_hf=none",
+    "trainer.project_name=bench",
+    "trainer.experiment_name=run",
+    "tracking.samples_freq=0",
+    "reward.num_workers=1",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One algorithm with one seed."""
+
+    entry: Entry
+    seed: int
+    steps: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.entry.name} seed {self.seed}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """A run that was made with all of this the same need not be made again."""
+        return {
+            "algorithm": self.entry.name,
+            "seed": self.seed,
+            "steps": self.steps,
+            "settings": list(self.entry.settings),
+        }
+
+    def command(self, folder: Path) -> list[str]:
+        own = [f"trainer.seed={self.seed}", f"trainer.total_training_steps={self.steps}"]
+        settings = [*COMMON, f"trainer.default_local_dir={folder}", *own, *self.entry.settings]
+        return [sys.executable, "-m", "posttrain.trainer.main_ppo", *settings]
+
+
+class Process:
+    """The run while it goes on; its words are in `log`, its metrics below `folder`."""
+
+    def __init__(self, run: Run, folder: Path, log: Path, threads: int) -> None:
+        self.run, self.log = run, log
+        self.metrics = folder / "bench" / "run" / "metrics.jsonl"
+        variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("w") as words:
+            self.process = subprocess.Popen(
+                run.command(folder),
+                stdout=words,
+                stderr=words,
+                env=variables,
+                start_new_session=True,  # Ctrl-C is ours to handle
+                preexec_fn=_end_with_parent,
+            )
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def steps_done(self) -> int:
+        return max((line["step"] for line in self._lines()), default=0)
+
+    def result(self) -> dict[str, Any]:
+        """What is kept of a finished run; `problem` instead of figures where it failed."""
+        if self.process.returncode:
+            return {**self.run.identity, "problem": f"status {self.process.returncode}: {_last_words(self.log)}"}
+        lines = list(self._lines())
+        curve = [[line["step"], line[METRIC]] for line in lines if METRIC in line]
+        seconds = [line["timing_s/step"] - line.get("timing_s/validation", 0.0) for line in lines if line["step"] > 0]
+        return {**self.run.identity, "curve": curve, "step_s": round(statistics.median(seconds), 4)}
+
+    def end(self) -> None:
+        """Whatever is left of it, its reward workers too."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _lines(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError):
+            return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+        return []
+
+
+def _end_with_parent() -> None:
+    """In the new process: however the bench ends, its runs end with it (Linux; elsewhere only if it can still act)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _last_words(log: Path) -> str:
+    words = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{words[-1] if words else 'no message'} (see {log})"

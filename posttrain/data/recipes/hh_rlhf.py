@@ -1,0 +1,88 @@
+"""HH-RLHF (Bai et al. 2022, arXiv 2204.05862): conversations with two last answers, of which people preferred one.
+
+`hh_rlhf` writes pairs for a reward model: {"prompt": the messages before, "chosen": text, "rejected": text}.
+`hh_rlhf_sft` writes the preferred conversations for supervised training: {"messages": [...]}.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from posttrain.data.recipes.recipe import LeftOut, Recipe, Row, Split, text_of
+from posttrain.data.rows import DataError, RowTable
+
+COLUMNS = "chosen and rejected"
+ROLES = {"Human": "user", "Assistant": "assistant"}
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+Turns = list[dict[str, str]]
+
+
+def pair_rows(table: RowTable, split: str) -> Iterator[Row | LeftOut]:
+    for number in range(len(table)):
+        chosen, rejected = (text_of(table, number, COLUMNS, name) for name in ("chosen", "rejected"))
+        prompt = _shared(chosen, rejected)
+        if not prompt:
+            raise DataError(f"The two conversations of {table.where(number)} do not begin with the same question.")
+        # What follows is the answer, even where somebody wrote `Human:` into it.
+        answers = [text[len(prompt) :].removeprefix("\n\nAssistant:").strip() for text in (chosen, rejected)]
+        if not all(answers):
+            yield LeftOut("an answer is empty")
+            continue
+        yield {
+            "prompt": _turns(prompt),
+            "chosen": answers[0],
+            "rejected": answers[1],
+            "data_source": "hh_rlhf",
+            "extra_info": {"index": number, "split": split},
+        }
+
+
+def conversation_rows(table: RowTable, split: str) -> Iterator[Row | LeftOut]:
+    for number in range(len(table)):
+        messages = _turns(text_of(table, number, COLUMNS, "chosen"))
+        if not messages[-1]["content"]:
+            yield LeftOut("an answer is empty")
+            continue
+        yield {"messages": messages, "data_source": "hh_rlhf", "extra_info": {"index": number, "split": split}}
+
+
+def _shared(chosen: str, rejected: str) -> str:
+    """The part before the last answer that both have: it ends where an assistant's turn begins."""
+    starts = [match.start() for match in _TURN.finditer(chosen) if match[1] == "Assistant"]
+    shared = [start for start in starts if rejected.startswith(chosen[:start] + "\n\nAssistant:")]
+    return chosen[: shared[-1]] if shared else ""
+
+
+def _turns(text: str) -> Turns:
+    """Messages; turns of the same role in a row become one, because chat templates want them to alternate."""
+    parts = _TURN.split(text)
+    turns: Turns = []
+    for role, content in zip(parts[1::2], parts[2::2], strict=True):
+        if turns and turns[-1]["role"] == ROLES[role]:
+            turns[-1]["content"] += f"\n\n{content.strip()}"
+        else:
+            turns.append({"role": ROLES[role], "content": content.strip()})
+    return turns
+
+
+_SPLITS = (
+    Split("train", files=("*train.jsonl.gz", "*train.jsonl"), optional=True),
+    Split("test", files=("*test.jsonl.gz", "*test.jsonl"), optional=True),
+)
+PAIRS = Recipe(
+    name="hh_rlhf",
+    sentence="conversations with a preferred and a rejected answer: pairs for a reward model",
+    splits=_SPLITS,
+    columns=COLUMNS,
+    rows=pair_rows,
+    hub_id="Anthropic/hh-rlhf",
+)
+CONVERSATIONS = Recipe(
+    name="hh_rlhf_sft",
+    sentence="the preferred conversations of hh_rlhf as messages: multi-turn rows for SFT",
+    splits=_SPLITS,
+    columns=COLUMNS,
+    rows=conversation_rows,
+    hub_id="Anthropic/hh-rlhf",
+)

@@ -1,0 +1,88 @@
+"""Questions with short answers: NQ-Open and HotpotQA.
+
+NQ-Open (Lee et al. 2019, arXiv 1906.00300): any of the listed answers is right. HotpotQA (Yang et al. 2018, arXiv
+1809.09600): ten passages stand in the prompt; which of them are needed is in `extra_info["supporting"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from posttrain.data.recipes.recipe import LeftOut, Recipe, Row, Split, text_of
+from posttrain.data.rows import DataError, RowTable
+
+INSTRUCTION = "Give your final answer, as short as possible, within <answer> and </answer>."
+NQ_COLUMNS = "question and answer (a list)"
+HOTPOT_COLUMNS = "question, answer, context and supporting_facts"
+
+
+def nq_open_rows(table: RowTable, split: str) -> Iterator[Row | LeftOut]:
+    for number, row in enumerate(table.rows):
+        question = text_of(table, number, NQ_COLUMNS, "question").strip()
+        answers = [row["answer"]] if isinstance(row.get("answer"), str) else row.get("answer")
+        if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+            raise DataError(f"The answer of {table.where(number)} is missing: the columns are {NQ_COLUMNS}.")
+        if not any(char.isalnum() for answer in answers for char in answer):
+            yield LeftOut("its answers hold no letter or digit")
+            continue
+        yield {
+            "prompt": f"{question.removesuffix('?')}?\n{INSTRUCTION}",
+            "ground_truth": answers,
+            "data_source": "nq_open",
+            "extra_info": {"index": number, "split": split},
+        }
+
+
+def hotpotqa_rows(table: RowTable, split: str) -> Iterator[Row]:
+    for number, row in enumerate(table.rows):
+        question = text_of(table, number, HOTPOT_COLUMNS, "question").strip()
+        passages = [f"{title}: {''.join(lines).strip()}" for title, lines in _pairs(row.get("context"), "sentences")]
+        if not passages:
+            raise DataError(f"The context of {table.where(number)} is missing: the columns are {HOTPOT_COLUMNS}.")
+        facts = _pairs(row.get("supporting_facts"), "sent_id")
+        yield {
+            "prompt": "\n\n".join([*passages, f"{question}\n{INSTRUCTION}"]),
+            "ground_truth": text_of(table, number, HOTPOT_COLUMNS, "answer"),
+            "data_source": "hotpotqa",
+            "extra_info": {
+                "index": number,
+                "split": split,
+                "supporting": list(dict.fromkeys(str(title) for title, _ in facts)),
+                "type": str(row.get("type") or ""),
+                "level": str(row.get("level") or ""),
+            },
+        }
+
+
+def _pairs(value: Any, second: str) -> list[tuple[Any, Any]]:
+    """(title, what belongs to it): as the hub has it (two lists), or as the authors' file has it (a list of pairs)."""
+    if isinstance(value, dict):
+        return list(zip(value.get("title") or [], value.get(second) or [], strict=False))
+    return [(pair[0], pair[1]) for pair in value] if isinstance(value, list) else []
+
+
+NQ_OPEN = Recipe(
+    name="nq_open",
+    sentence="questions people asked a search engine, without passages; any listed answer counts",
+    splits=(
+        Split("train", files=("NQ-open.train.jsonl*",), optional=True),
+        Split("validation", files=("NQ-open.dev.jsonl*", "NQ-open.efficientqa.dev*.jsonl*")),
+    ),
+    columns=NQ_COLUMNS,
+    rows=nq_open_rows,
+    hub_id="google-research-datasets/nq_open",
+    hub_config="nq_open",
+)
+HOTPOTQA = Recipe(
+    name="hotpotqa",
+    sentence="questions over two of ten passages that stand in the prompt; scored by the answer's words",
+    splits=(
+        Split("train", files=("hotpot_train*.json*",), optional=True),
+        Split("validation", files=("hotpot_dev_distractor*.json*", "hotpot_distractor*.json*")),
+    ),
+    columns=HOTPOT_COLUMNS,
+    rows=hotpotqa_rows,
+    hub_id="hotpotqa/hotpot_qa",
+    hub_config="distractor",
+)

@@ -1,0 +1,148 @@
+"""An evaluation from start to end: responses (made now, or read), scores, report."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.rows import RowTable
+from posttrain.rewards.types import RewardResult
+from posttrain.tracking.redact import redact
+from posttrain.trainer.evaluation.report import make_report, write_report, write_samples
+from posttrain.trainer.evaluation.responses import answered_prompts
+from posttrain.trainer.evaluation.scored import ScoredPrompt
+from posttrain.trainer.evaluation.scoring import Scoring
+from posttrain.trainer.generation.parts import Parts
+from posttrain.trainer.generation.session import Session, say
+from posttrain.trainer.generation.settings import Settings
+
+
+def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:
+    """Answer the rows, score the answers while others are made, and write the report; killed, it goes on."""
+    session = Session(model, table, settings, rewards=True)
+    items = {item["index"]: item for item in session.prompts}
+    described = session.described()
+    out.mkdir(parents=True, exist_ok=True)
+    with (
+        Scoring(settings.config, session.prompts.data_sources, say) as scoring,
+        Parts(out / "responses", described, overwrite=overwrite) as parts,
+    ):
+
+        def feed(index: int, responses: list[str], response_ids: list[list[int]]) -> None:
+            item = items[index]
+            scoring.feed(
+                index,
+                responses,
+                [len(ids) for ids in response_ids],
+                data_source=item["data_source"],
+                ground_truth=item["ground_truth"],
+                extra_info=item["extra_info"],
+            )
+
+        for row in parts.table().to_pylist():
+            feed(row["index"], row["responses"], row["response_ids"])
+        session.run(parts, lambda item, answers: feed(answers.index, answers.responses, answers.response_ids))
+        results = scoring.finish()
+        prompts = [_of_row(row, items[row["index"]], scoring, results) for row in parts.table().to_pylist()]
+    about = {
+        "model": model,
+        "engine": session.engine_name,
+        "data": {"files": table.files, "rows": len(table), "dropped": session.dropped},
+        "reward": scoring.label,
+        "config": _config(settings),
+    }
+    speed = {"responses": session.speed.responses, "tokens": session.speed.tokens, "seconds": session.speed.seconds}
+    report = _write(out, prompts, about, described, speed, _step(model))
+    parts.remove()
+    return report
+
+
+def _of_row(row: dict[str, Any], item: Any, scoring: Scoring, results: dict[Any, RewardResult]) -> ScoredPrompt:
+    found = [results[row["index"], number] for number in range(len(row["responses"]))]
+    return ScoredPrompt(
+        messages=item["raw_prompt"],
+        prompt=item["prompt"],
+        data_source=scoring.source(item["data_source"]),
+        ground_truth=item["ground_truth"],
+        responses=row["responses"],
+        scores=[one.score for one in found],
+        parts=[dict(one.parts) for one in found],
+        errors=[one.error for one in found],
+        finish_reasons=row["finish_reasons"],
+        tokens=[len(ids) for ids in row["response_ids"]],
+        prompt_ids=item["prompt_ids"],
+        response_ids=row["response_ids"],
+    )
+
+
+def evaluate_responses(
+    table: RowTable, settings: Settings, out: Path | None, *, response_key: str | None = None
+) -> dict[str, Any]:
+    """Score responses that exist already; without `out` nothing is written."""
+    answered = answered_prompts(table, settings.config.data, response_key)
+    started = time.perf_counter()
+    with Scoring(settings.config, {one.fields.data_source for one in answered}, say) as scoring:
+        for index, one in enumerate(answered):
+            fields = one.fields
+            scoring.feed(
+                index,
+                one.responses,
+                one.tokens,
+                data_source=fields.data_source,
+                ground_truth=fields.ground_truth,
+                extra_info=fields.extra_info,
+            )
+        results = scoring.finish()
+        prompts = []
+        for index, one in enumerate(answered):
+            found = [results[index, number] for number in range(len(one.responses))]
+            prompt = one.fields.prompt
+            prompts.append(
+                ScoredPrompt(
+                    messages=[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+                    prompt=prompt if isinstance(prompt, str) else str(prompt[-1].get("content")),
+                    data_source=scoring.source(one.fields.data_source),
+                    ground_truth=one.fields.ground_truth,
+                    responses=one.responses,
+                    scores=[result.score for result in found],
+                    parts=[dict(result.parts) for result in found],
+                    errors=[result.error for result in found],
+                    finish_reasons=one.finish_reasons,
+                    tokens=one.tokens,
+                )
+            )
+    about = {
+        "model": ", ".join(table.files),
+        "engine": "",
+        "data": {"files": table.files, "rows": len(table), "dropped": 0},
+        "reward": scoring.label,
+        "config": _config(settings),
+    }
+    speed = {"responses": 0, "tokens": 0, "seconds": time.perf_counter() - started}
+    if out is None:
+        return make_report(prompts, about=about, settings={}, speed=speed)
+    return _write(out, prompts, about, {}, speed, 0)
+
+
+def _write(
+    out: Path, prompts: list[ScoredPrompt], about: dict[str, Any], settings: dict[str, Any], speed: Any, step: int
+) -> dict[str, Any]:
+    report = make_report(prompts, about=about, settings=settings, speed=speed)
+    write_samples(out, step, prompts)
+    write_report(out, report)
+    return report
+
+
+def _config(settings: Settings) -> dict[str, Any]:
+    """The sections of the settings that have an effect on an evaluation, secrets taken out."""
+    whole = settings.config.to_dict()
+    model = {name: whole["actor_rollout_ref"][name] for name in ("model", "rollout")}
+    kept = {name: whole[name] for name in ("data", "reward", "custom_reward_function")}
+    return redact({**kept, "actor_rollout_ref": model})
+
+
+def _step(model: str) -> int:
+    found = re.search(r"global_step_(\d+)/?$", model)
+    return int(found[1]) if found else 0

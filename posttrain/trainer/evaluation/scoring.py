@@ -1,0 +1,86 @@
+"""Scores for an evaluation: the reward that the settings name, in the worker processes that training uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Self
+
+from posttrain.config.root import PPOConfig
+from posttrain.rewards.functions import asks_sources, named_sources
+from posttrain.rewards.loading import resolve_reward
+from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.programs import check_programs, code_settings
+from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.types import RewardItem, RewardResult
+
+UNKNOWN = "unknown"
+
+
+class Scoring:
+    """`feed` the responses to a prompt as they come, `finish` for all scores. Use `with`."""
+
+    def __init__(self, config: PPOConfig, sources: Iterable[str | None], say: Callable[[str], Any]) -> None:
+        limits = config.reward
+        self._default = config.data.data_source
+        self._spec = resolve_reward(config.custom_reward_function, functions=limits.functions)
+        found = {source or self._default for source in sources}
+        by_source = asks_sources(self._spec)
+        if by_source:
+            check_sources(found)
+        self._spec.code = code_settings(limits)
+        named = named_sources(self._spec)
+        for note in check_programs(found | named, limits.sandbox, must_run=by_source or bool(named)):
+            say(f"note: {note}")
+        self._limits, self._say, self._stack = limits, say, ExitStack()
+
+    @property
+    def label(self) -> str:
+        return self._spec.label
+
+    def __enter__(self) -> Self:
+        limits = self._limits
+        pool = RewardPool(
+            self._spec,
+            num_workers=limits.num_workers or max(1, min(8, os.cpu_count() or 1)),
+            timeout_s=limits.timeout_s,
+            failure_score=limits.failure_score,
+            on_print=self._say,
+        )
+        self._pool = self._stack.enter_context(pool)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def source(self, data_source: str | None) -> str:
+        """The data source under which a prompt is reported."""
+        return data_source or self._default or UNKNOWN
+
+    def feed(
+        self,
+        prompt: int,
+        responses: list[str],
+        tokens: list[int | None],
+        *,
+        data_source: str | None,
+        ground_truth: Any,
+        extra_info: Any,
+    ) -> None:
+        """Score the responses to one prompt; returns at once."""
+        for number, (text, length) in enumerate(zip(responses, tokens, strict=True)):
+            item = RewardItem(
+                data_source=data_source or self._default,
+                solution_str=text,
+                ground_truth=ground_truth,
+                extra_info=extra_info,
+                group=prompt,
+                group_size=len(responses),
+                tokens=length,
+            )
+            self._pool.submit((prompt, number), item)
+
+    def finish(self) -> dict[Any, RewardResult]:
+        """(prompt, number of the response) -> its result, for all that was fed."""
+        return self._pool.wait_all()

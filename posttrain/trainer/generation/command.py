@@ -1,0 +1,117 @@
+"""`posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE)`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import UserError
+from posttrain.trainer.constants_ppo import apply_environment
+from posttrain.trainer.generation.settings import (
+    Settings,
+    add_arguments,
+    is_checkpoint,
+    read_settings,
+    read_words,
+    run_of,
+)
+
+if TYPE_CHECKING:
+    from posttrain.data.rows import RowTable
+
+USAGE = "posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE) [options] [key=value ...]"
+
+
+def main(args: Sequence[str]) -> int:
+    """Answer the prompts; 0 when all are answered."""
+    parser = argparse.ArgumentParser(
+        prog="posttrain generate",
+        usage=USAGE,
+        description="Responses of a model to prompts. Killed and started again, it goes on where it was.",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="MODEL",
+        help="folder, hub id, `embedded`, or a run's checkpoint (.../global_step_N: its run's settings serve)",
+    )
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to answer; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write: .parquet or .jsonl")
+    add_arguments(parser)
+    options = parser.parse_intermixed_args(list(args))
+    model, overrides = read_words(options.words, "generate")
+    if model is None:
+        parser.error("MODEL is missing: a folder, a hub id, `embedded` or a checkpoint")
+    if bool(options.prompt) == bool(options.data):
+        parser.error("give prompts with --prompt, or a file with --data (one of the two)")
+    if options.data and options.out is None:
+        parser.error("--data needs --out: the file to write (.parquet or .jsonl)")
+    apply_environment()
+    settings = read_settings(options, overrides, settings_folder(model))
+    table = rows_of(options, settings)
+    if options.out is None:
+        return _print_answers(model, table, settings)
+    return generate_file(model, table, settings, options.out, overwrite=options.overwrite)
+
+
+def settings_folder(model: str) -> Path | None:
+    """The run whose settings a checkpoint brings with it."""
+    return run_of(Path(os.path.expandvars(os.path.expanduser(model)))) if is_checkpoint(model) else None
+
+
+def rows_of(options: argparse.Namespace, settings: Settings) -> RowTable:
+    """The rows of --data, or of --prompt."""
+    from posttrain.data.rows import load_rows, table_of_rows
+
+    if options.data:
+        files = [_embedded_file() if name == "embedded" else name for name in options.data]
+        return load_rows(files, limit=settings.config.data.val_max_samples, setting="--data")
+    key = settings.config.data.prompt_key
+    return table_of_rows([{key: text} for text in options.prompt], name="--prompt")
+
+
+def _embedded_file() -> Path:
+    """The held-out sums of the embedded task."""
+    from posttrain.trainer.embedded import ensure_embedded
+
+    return ensure_embedded(print, model=False) / "test.json"
+
+
+def generate_file(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> int:
+    """Answer the rows into a file; finished prompts lie in OUT.parts until all are."""
+    from posttrain.trainer.generation.parts import Parts
+    from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
+    from posttrain.trainer.generation.session import Session, check_target
+
+    check_target(out, SUFFIXES, overwrite=overwrite)
+    check_rows(table, out)
+    session = Session(model, table, settings)
+    with Parts(out, session.described(), overwrite=overwrite) as parts:
+        session.run(parts, lambda item, answers: None)
+        count = write_results(out, table, parts.table())
+    parts.remove()
+    print(f"{out}: {count} prompts with {settings.n} {'response' if settings.n == 1 else 'responses'} each")
+    return 0
+
+
+def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
+    from posttrain.trainer.generation.session import Session
+
+    session = Session(model, table, settings)
+    found: dict[int, Any] = {}
+    session.run(None, lambda item, answers: found.update({answers.index: answers}))
+    for item in session.prompts:
+        answers = found[item["index"]]
+        if len(table) > 1:
+            print(f"> {textwrap.shorten(str(item['raw_prompt'][-1]['content']), 100)}")
+        for number, (text, reason) in enumerate(zip(answers.responses, answers.finish_reasons, strict=True), start=1):
+            if settings.n > 1:
+                print(f"--- {number} of {settings.n}")
+            print(text + (" [cut off by --max-tokens]" if reason == "length" else ""))
+    if session.dropped:
+        raise UserError(f"{session.dropped} prompts are longer than the model allows and were not answered.")
+    return 0

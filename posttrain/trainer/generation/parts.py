@@ -1,0 +1,134 @@
+"""Parts: finished prompts on disk while others are still being answered, so that a killed command goes on.
+
+TARGET.parts/
+  settings.json        what the samples depend on: a run with other settings is refused
+  part_00000.parquet   finished prompts: row of the data, responses, token ids, finish reasons
+Each file is whole or absent. When all prompts are finished the result is made of them and the folder removed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from posttrain.errors import UserError
+from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.lock import RunDirectoryError, RunLock
+from posttrain.trainer.generation.loop import Answers
+
+ROWS, SECONDS = 512, 30.0
+"""A part is written when it holds this many prompts, or when so much time has passed."""
+SCHEMA = pa.schema(
+    {
+        "index": pa.int64(),
+        "responses": pa.list_(pa.string()),
+        "response_ids": pa.list_(pa.list_(pa.int32())),
+        "finish_reasons": pa.list_(pa.string()),
+    }
+)
+
+
+class Parts:
+    """The parts of one result. Use `with`: leaving it, for whatever reason, writes what is finished."""
+
+    def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
+        self.folder = target.with_name(f"{target.name}.parts")
+        self._settings, self._overwrite = settings, overwrite
+        self._lock = RunLock(self.folder / "lock")
+        self._open: list[Answers] = []
+        self._written = time.monotonic()
+
+    def __enter__(self) -> Self:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        except RunDirectoryError as error:
+            raise UserError(f"{self.folder} is in use: another command is writing this result.") from error
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be made: {error}. Name another place with --out.") from error
+        try:
+            self._claim()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def _claim(self) -> None:
+        """Begin, or go on with what an earlier command of the same settings left."""
+        stored = self.folder / "settings.json"
+        if self._overwrite:
+            for path in [*self._files(), stored]:
+                path.unlink(missing_ok=True)
+        if stored.is_file():
+            before = json.loads(stored.read_text(encoding="utf-8"))
+            now = json.loads(json.dumps(self._settings))
+            changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+            if changed:
+                shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(now.get(key))}" for key in changed)
+                raise UserError(
+                    f"{self.folder} holds an unfinished result of other settings: {shown}. Give the same settings to "
+                    "go on with it, --overwrite to begin anew, or another --out."
+                )
+        else:
+            replace_file(stored, json.dumps(self._settings, indent=1).encode())
+        self._next = 1 + max((int(path.stem[5:]) for path in self._files()), default=-1)
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self.flush()
+        finally:
+            self._lock.release()
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("part_*.parquet"))
+
+    def finished(self) -> list[int]:
+        """Rows of the data that are answered already."""
+        return [
+            index for path in self._files() for index in pq.read_table(path, columns=["index"])["index"].to_pylist()
+        ]
+
+    def add(self, answers: Answers) -> None:
+        """Keep the responses of one prompt."""
+        self._open.append(answers)
+        if len(self._open) >= ROWS or time.monotonic() - self._written > SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is finished."""
+        self._written = time.monotonic()
+        if not self._open:
+            return
+        columns = {name: [getattr(one, name) for one in self._open] for name in SCHEMA.names}
+        table = pa.table(columns, schema=SCHEMA)
+        path = self.folder / f"part_{self._next:05d}.parquet"
+        try:
+            replace_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+        except OSError as error:
+            self._open = []  # they are made again
+            raise UserError(
+                f"{path} cannot be written: {error}. The same command goes on from what is there."
+            ) from error
+        self._next += 1
+        self._open = []
+
+    def table(self) -> pa.Table:
+        """Everything finished, in the order of the data's rows."""
+        self.flush()
+        tables = [pq.read_table(path, schema=SCHEMA) for path in self._files()]
+        return pa.concat_tables([SCHEMA.empty_table(), *tables]).sort_by("index")
+
+    def remove(self) -> None:
+        """The result is written: the parts are not needed any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

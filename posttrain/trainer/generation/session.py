@@ -1,0 +1,163 @@
+"""A session: model, tokenizer, prompts and engine of one command, and its pass over the prompts that are left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config.rollout import RolloutConfig
+from posttrain.data.dataset import PromptDataset, PromptItem
+from posttrain.data.rows import RowTable
+from posttrain.errors import UserError
+from posttrain.models.loading import check_positions, end_token_ids
+from posttrain.rollout.base import Sampling
+from posttrain.rollout.engines import build_engine
+from posttrain.trainer.generation.loop import Answers, answer
+from posttrain.trainer.generation.model import (
+    ModelSource,
+    find_model,
+    fit_lengths,
+    load_module,
+    load_tokenizer_of,
+)
+from posttrain.trainer.generation.parts import Parts
+from posttrain.trainer.generation.settings import Settings, described
+from posttrain.workers.roles import pick_device
+
+
+def say(text: str) -> None:
+    """A note to the user; standard output is for results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Speed:
+    """What was generated now, and in which time; earlier parts do not count."""
+
+    responses: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return f"{self.responses:,} responses, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f} tokens/s)"
+
+
+@contextmanager
+def memory_words(rollout: RolloutConfig, max_tokens: int) -> Iterator[None]:
+    """Running out of memory, with what lowers it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"Out of memory: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
+            f"  actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
+            f"  actor_rollout_ref.rollout.kv_cache_gb={rollout.kv_cache_gb}, --max-tokens {max_tokens}\n"
+            "  The same command goes on from what is finished."
+        ) from error
+
+
+class Session:
+    """Everything that is known before weights are loaded; `run` loads them and generates."""
+
+    def __init__(self, name: str, table: RowTable, settings: Settings, *, rewards: bool = False) -> None:
+        self.settings, self.config = settings, settings.config
+        self.source: ModelSource = find_model(name, settings, say)
+        self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
+        fit_lengths(self.source, settings)
+        self.prompts = PromptDataset(table, self.tokenizer, self.config.data, split="val")
+        self.dropped = len(table) - len(self.prompts)
+        self.engine_name, self.speed = "", Speed()
+        for note in self.prompts.notes if rewards else self.prompts.prompt_notes:
+            say(f"note: {note}")
+
+    def described(self) -> dict[str, Any]:
+        """What the samples depend on."""
+        model = self.config.actor_rollout_ref
+        prompts = hashlib.sha256()
+        for item in self.prompts:
+            prompts.update(json.dumps([item["index"], item["prompt_ids"]]).encode())
+        return {
+            **described(self.settings),
+            "engine": model.rollout.name,
+            "dtype": model.model.dtype,
+            "model": self.source.described(),
+            "prompts": prompts.hexdigest()[:32],
+        }
+
+    def run(self, parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None]) -> None:
+        """Answer every prompt that has no answers in `parts`; each goes to `parts` and to `on_prompt`."""
+        finished = set(parts.finished()) if parts is not None else set()
+        todo = [item for item in self.prompts if item["index"] not in finished]
+        if finished:
+            say(f"{len(finished)} of {len(self.prompts)} prompts were finished before; going on with the others.")
+        if not todo:
+            return
+        device = pick_device(self.config.trainer.device)
+        module = load_module(self.source, device)
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        note = check_positions(module, data.max_prompt_length + data.max_response_length)
+        if note:
+            say(f"note: {note}")
+        engine, self.engine_name = build_engine(rollout, module, self.tokenizer, device=device)
+        say(f"{self.source.name} on {device}, engine {self.engine_name}")
+        by_index = {item["index"]: item for item in todo}
+        ids = ((item["index"], item["prompt_ids"]) for item in todo)
+        started, settings = time.perf_counter(), self.settings
+        engine.wake()
+        with self._bar(len(todo)) as bar, memory_words(rollout, data.max_response_length):
+            for answers in answer(
+                engine,
+                ids,
+                self._sampling(module),
+                n=settings.n,
+                seed=self.config.trainer.seed,
+                decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
+                in_flight=2 * max(rollout.max_num_seqs, settings.n),
+            ):
+                if parts is not None:
+                    parts.add(answers)
+                on_prompt(by_index[answers.index], answers)
+                self.speed.responses += settings.n
+                self.speed.tokens += answers.tokens
+                self.speed.seconds = time.perf_counter() - started
+                bar.set_postfix_str(f"{self.speed.tokens / self.speed.seconds:,.0f} tokens/s", refresh=False)
+                bar.update(settings.n)
+        say(str(self.speed))
+
+    def _bar(self, prompts: int) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(total=prompts * self.settings.n, unit="response", disable=not sys.stderr.isatty(), file=sys.stderr)
+
+    def _sampling(self, module: torch.nn.Module) -> Sampling:
+        rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
+        generation = getattr(module, "generation_config", None)
+        return Sampling(
+            max_tokens=self.config.data.max_response_length,
+            temperature=settings.temperature or 1.0,
+            greedy=settings.temperature == 0,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+            stop_token_ids=() if rollout.ignore_eos else end_token_ids(self.tokenizer, module.config, generation),
+            stop=tuple(rollout.stop),
+        )
+
+
+def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:
+    """A result is written where nothing is, unless `--overwrite` says so."""
+    if path.suffix not in suffixes:
+        raise UserError(f"--out {path}: the suffix decides the format; give {' or '.join(suffixes)}")
+    if path.exists() and not overwrite:
+        raise UserError(f"--out {path} exists; name another file, or give --overwrite")

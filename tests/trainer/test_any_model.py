@@ -1,0 +1,42 @@
+"""Models of kinds that no file of ours names train from their folder alone, each by the way that the docs give it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics_of, run
+
+from posttrain.models.embedded import byte_tokenizer
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+MODELS = {
+    "llama": ({}, "native (fused decoder"),
+    "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64}, "native (general decoder"),
+    "gemma3_text": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "native (general decoder"),
+    "olmo2": ({}, "native (general decoder"),
+    "gemma2": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "hf"),  # its scores are capped
+}
+
+
+def write(kind: str, folder: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = byte_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **ends, **SHAPE, **MODELS[kind][0])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_S2_16_a_decoder_only_folder_trains_without_code(kind, sums, tmp_path, capsys):
+    result = run(write(kind, tmp_path / "model"), sums, tmp_path, trainer__total_training_steps=1)
+    (line,) = metrics_of(result.path)
+    assert line["actor/optimizer_steps"] == 1 and line["actor/grad_norm"] > 0 and line["mismatch/logp_max"] < 1e-4
+    said = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("Rollout engine: "))
+    assert said.removeprefix("Rollout engine: ").startswith(MODELS[kind][1])
