@@ -24,7 +24,7 @@ from posttrain.trainer.supervised.task import Metrics, Task
 
 def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     """Two rows per pair, the better first; `prompts` is what both have in common, and one token stands behind each
-    answer (see `engine/pairs.py`). `pair_weights` make a mean over the whole batch, so that shares of any split add up."""
+    answer (see `engine/pairs.py`). `pair_weights` make a mean over the whole batch in any split."""
     prompts, answers = [], []
     for pair in pairs:
         rows = [without_trailing_padding(ids, pad_token_id) for ids in (pair.chosen, pair.rejected)]
