@@ -2,8 +2,10 @@
 
 A batch holds the better and the worse answer of each pair one after the other. Both are always computed in the same
 pass, since the loss of a pair needs both scores; what they have in common at their beginning is computed once, where
-that is cheaper. So no split of a batch into passes changes the gradient. Behind each answer stands one more token that is
-never computed: the state that would predict it is that of the answer's end, and is scored.
+that is cheaper. So no split of a batch into passes changes the gradient.
+
+Behind each answer stands one more token, which is never computed: the state that would predict it is that of the
+answer's end, and is scored.
 
 Shapes: B rows, two per pair.
 """
