@@ -239,3 +239,16 @@ def test_the_command_prints_its_settings(capsys):
     said = capsys.readouterr().out
     assert "usage: posttrain sft" in said and "data.multiturn.messages_key: chat" in said
     assert "data.multiturn.enable: true    # command line, written `data.multiturn`" in said
+
+
+def test_rows_longer_than_learned_positions_are_refused(tiny_model, tmp_path):
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    from posttrain.models.loading import ModelError
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    shape = GPT2Config(vocab_size=len(tokenizer), n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ModelError, match=r"longest row has \d+ tokens, but .* positions for 8 only; lower data\.max_l"):
+        sft(tmp_path / "gpt2", tmp_path)

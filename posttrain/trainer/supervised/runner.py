@@ -73,7 +73,7 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     packed = "packed rows" if task.engine.packed else "padded rows"
     total = sum(weight.numel() for weight in weights)
     say(f"Model: {config.model.path}, {total:,} parameters{share}, {weights[0].dtype} on {device}, {packed}")
-    note = check_positions(task.engine.module, longest, f"the longest row has {longest} tokens (data.max_length)")
+    note = check_positions(task.engine.module, longest, f"the longest row has {longest} tokens")
     if note:
         say(f"note: {note}")
 
