@@ -121,7 +121,7 @@ def critic_model(config: PPOConfig, dtype: torch.dtype) -> torch.nn.Module:
     adapted = critic.lora_rank > 0
     whole = meta_model(model, dtype, path=critic.path, quantized=adapted and model.quantization is not None)
     if adapted:
-        whole = add_adapters(whole, critic, role="critic").get_base_model()  # pyright: ignore
+        whole = add_adapters(whole, critic, role="critic.").get_base_model()  # pyright: ignore
     return ValueModel(whole)
 
 

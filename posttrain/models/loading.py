@@ -34,29 +34,30 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def local_or_hub(path: str) -> str:
+def local_or_hub(path: str, setting: str = "model.path") -> str:
     """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id."""
     expanded = os.path.expandvars(os.path.expanduser(path))
     if Path(expanded).is_dir():
         if (Path(expanded) / ADAPTER_CONFIG).exists() and not (Path(expanded) / "config.json").exists():
             raise ModelError(
-                f"model.path={path}: the folder holds a LoRA adapter, not a model; give its base as the model and this "
+                f"{setting}={path}: the folder holds a LoRA adapter, not a model; give its base as the model and this "
                 "folder as model.lora_adapter_path, or name the run's checkpoint (.../global_step_N)"
             )
         if not (Path(expanded) / "config.json").exists():
-            raise ModelError(f"model.path={path}: the folder holds no config.json; give the folder of a model")
+            raise ModelError(f"{setting}={path}: the folder holds no config.json; give the folder of a model")
         return expanded
     looks_local = expanded.startswith(("/", ".", "~")) or expanded.count("/") > 1 or "\\" in expanded
     if looks_local or Path(expanded).exists():
-        raise ModelError(f"model.path={path}: no such folder; give one, or a hub id such as Qwen/Qwen2.5-0.5B")
+        raise ModelError(f"{setting}={path}: no such folder; give one, or a hub id such as Qwen/Qwen2.5-0.5B")
     return expanded
 
 
-def _explain(error: Exception, path: str, what: str) -> ModelError:
+def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
+    """The error of a library as one that says what to do."""
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
     return ModelError(
-        f"model.path={path}: {what} could not be loaded{offline}: {str(error).splitlines()[0]}\n"
-        f"  Without a reachable hub give a local folder: actor_rollout_ref.model.path=/path/to/{Path(path).name}\n"
+        f"{setting}={path}: {what} could not be loaded{offline}: {str(error).splitlines()[0]}\n"
+        f"  Without a reachable hub give a local folder, such as /path/to/{Path(path).name}\n"
         f"  (HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
     )
 
@@ -69,7 +70,7 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _explain(error, source, "the tokenizer") from error
+        raise explain_failure(error, source, "the tokenizer") from error
     if tokenizer.pad_token_id is None:  # any token will do: padding is masked everywhere
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -111,15 +112,15 @@ def load_causal_lm(
             **options,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _explain(error, source, "the model") from error
+        raise explain_failure(error, source, "the model") from error
     fuse_norms(model)
     fuse_layers(model)
-    _no_dropout(model)
+    without_dropout(model)
     keep_one_layout(model)
     return (model if quantization else model.to(device)).eval()  # pyright: ignore
 
 
-def _no_dropout(model: torch.nn.Module) -> None:
+def without_dropout(model: torch.nn.Module) -> None:
     """RL compares two passes over the same tokens, so no pass may be random."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -141,14 +142,16 @@ def can_pack(model: torch.nn.Module) -> bool:
     return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
 
 
-def check_positions(model: Any, longest: int) -> str | None:
-    """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them."""
+def check_positions(model: Any, longest: int, setting: str | None = None) -> str | None:
+    """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them.
+    `setting` is a supervised row's length in words."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if not limit or longest <= limit:
         return None
-    setting = f"data.max_prompt_length + data.max_response_length allow {longest} tokens"
+    advice = "lower data.max_length" if setting else "lower one of the two"
+    setting = setting or f"data.max_prompt_length + data.max_response_length allow {longest} tokens"
     if any(name.endswith(("wpe", "embed_positions")) for name, _ in model.named_modules()):
-        raise ModelError(f"{setting}, but this model has learned positions for {limit} only; lower one of the two")
+        raise ModelError(f"{setting}, but this model has learned positions for {limit} only; {advice}")
     return f"{setting}, but the model was made for {limit}."
 
 

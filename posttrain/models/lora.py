@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,27 +33,32 @@ def add_adapters(
     shape: AdapterShape,
     *,
     more: Mapping[str, Any] | None = None,
-    role: str = "actor_rollout_ref",
+    whole: Sequence[str] = (),
+    role: str = "actor_rollout_ref.",
 ) -> torch.nn.Module:
     """The model with adapters of `lora_rank`; only they are trained, in float32 even beside bfloat16 weights.
 
-    `more` are further fields of peft's configuration, from an adapter's own file.
+    `more` are further fields of peft's configuration, from an adapter's own file. Top modules named in `whole` (a head
+    that begins untrained) get no adapters and are trained themselves. `role` stands before the keys that errors name.
     """
     from peft import LoraConfig, get_peft_model
 
+    targets = find_targets(model, shape.target_modules, shape.exclude_modules, key=f"{role}model.target_modules")
     settings = LoraConfig(
         r=shape.lora_rank,
         lora_alpha=shape.lora_alpha,
         lora_dropout=0.0,  # RL compares passes over the same tokens: none may be random
-        target_modules=find_targets(
-            model, shape.target_modules, shape.exclude_modules, key=f"{role}.model.target_modules"
-        ),
-        task_type="CAUSAL_LM",
+        target_modules=[name for name in targets if name not in whole],
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **{name: value for name, value in (more or {}).items() if name in _FROM_FILES and value},
     )
     with warnings.catch_warnings():  # tied heads and transposed layers, which are seen to here
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`|fan_in_fan_out is set to")
-        return get_peft_model(model, settings)  # pyright: ignore
+        adapted = get_peft_model(model, settings)  # pyright: ignore
+    for name in whole:
+        if hasattr(model, name):
+            getattr(model, name).requires_grad_(True)
+    return adapted
 
 
 def policy_with_adapters(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:

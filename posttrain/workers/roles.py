@@ -44,7 +44,7 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     held = config.actor_rollout_ref.model.quantization if critic.model.lora_rank > 0 else None
     module: torch.nn.Module = _language_model(config, device, path=critic.model.path, quantization=held)
     if critic.model.lora_rank > 0:
-        module = add_adapters(module, critic.model, role="critic").get_base_model()  # pyright: ignore
+        module = add_adapters(module, critic.model, role="critic.").get_base_model()  # pyright: ignore
     module = ValueModel(module)
     settings = _settings(config, device, critic, critic.optim, critic.fsdp_config, total_steps)
     return FSDPEngine(module, settings)

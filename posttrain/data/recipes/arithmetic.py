@@ -39,6 +39,18 @@ def sft_rows(rows: Rows) -> Rows:
     return [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in rows]
 
 
+def pair_rows(rows: Rows) -> Rows:
+    """Pairs for reward models: the right sum (`chosen`), and another of the rows' sums that is off by 10 or more."""
+    sums = sorted({int(row["ground_truth"]) for row in rows})
+    pairs = []
+    for row in rows:
+        right = int(row["ground_truth"])
+        wrong = [value for value in sums if abs(value - right) >= 10]
+        drawn = wrong[int.from_bytes(_draw("wrong", row["prompt"])) % len(wrong)]
+        pairs.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(drawn)})
+    return pairs
+
+
 def write_files(folder: str | os.PathLike[str], data: dict[str, Rows], *, suffix: str = "json") -> dict[str, Path]:
     """Writes `train.SUFFIX` and `test.SUFFIX` (json or parquet) into the folder and gives their paths."""
     writers = {"json": _write_json, "parquet": _write_parquet}
