@@ -32,24 +32,25 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def local_or_hub(path: str) -> str:
+def local_or_hub(path: str, setting: str = "model.path") -> str:
     """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id."""
     expanded = os.path.expandvars(os.path.expanduser(path))
     if Path(expanded).is_dir():
         if not (Path(expanded) / "config.json").exists():
-            raise ModelError(f"model.path={path}: the folder holds no config.json; give the folder of a model")
+            raise ModelError(f"{setting}={path}: the folder holds no config.json; give the folder of a model")
         return expanded
     looks_local = expanded.startswith(("/", ".", "~")) or expanded.count("/") > 1 or "\\" in expanded
     if looks_local or Path(expanded).exists():
-        raise ModelError(f"model.path={path}: no such folder; give one, or a hub id such as Qwen/Qwen2.5-0.5B")
+        raise ModelError(f"{setting}={path}: no such folder; give one, or a hub id such as Qwen/Qwen2.5-0.5B")
     return expanded
 
 
-def _explain(error: Exception, path: str, what: str) -> ModelError:
+def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
+    """The error of a library as one that says what to do."""
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
     return ModelError(
-        f"model.path={path}: {what} could not be loaded{offline}: {str(error).splitlines()[0]}\n"
-        f"  Without a reachable hub give a local folder: actor_rollout_ref.model.path=/path/to/{Path(path).name}\n"
+        f"{setting}={path}: {what} could not be loaded{offline}: {str(error).splitlines()[0]}\n"
+        f"  Without a reachable hub give a local folder, such as /path/to/{Path(path).name}\n"
         f"  (HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
     )
 
@@ -62,7 +63,7 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _explain(error, source, "the tokenizer") from error
+        raise explain_failure(error, source, "the tokenizer") from error
     if tokenizer.pad_token_id is None:  # any token will do: padding is masked everywhere
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -91,13 +92,13 @@ def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _explain(error, source, "the model") from error
+        raise explain_failure(error, source, "the model") from error
     fuse_norms(model)
-    _no_dropout(model)
+    without_dropout(model)
     return model.to(device).eval()  # pyright: ignore
 
 
-def _no_dropout(model: torch.nn.Module) -> None:
+def without_dropout(model: torch.nn.Module) -> None:
     """RL compares two passes over the same tokens, so no pass may be random."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -1,0 +1,193 @@
+"""Reward models: any folder that `AutoModelForSequenceClassification` loads with one label, one score per row.
+
+A decoder's score is read at the row's last token that is not padding, as transformers does it; rows are packed end to
+end. Encoders, and decoders whose attention cannot be packed, go through their own forward pass on padded rows.
+
+Shapes: B rows, T packed tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from posttrain.kernels.packed_attention import PackedLayout, packed_rows
+from posttrain.models.forward import hidden_states, without_adapters
+from posttrain.models.loading import (
+    ModelError,
+    can_pack,
+    explain_failure,
+    local_or_hub,
+    needs_plain_attention,
+    silence_progress_bars,
+    without_dropout,
+)
+
+CLASSIFIER = "ForSequenceClassification"
+HEADS = ("score", "classifier", "classification_head", "logits_proj")
+"""What transformers calls the layer that gives the label; decoders call it `score`."""
+
+
+def load_scorer(
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    pad_token_id: int | None = None,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+    new_head: bool = False,
+    setting: str = "model.path",
+) -> Any:
+    """The model of `path` (a folder or a hub id), ready for `score_rows`. `setting` is named by errors.
+
+    `new_head=True` also takes a causal LM and gives it a score head of zeros, to be trained; otherwise a folder
+    without a trained head is refused. `pad_token_id` serves models whose own configuration has none.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from posttrain.models.attention import ATTENTION
+    from posttrain.models.norms import fuse_norms
+
+    silence_progress_bars()
+    source = local_or_hub(path, setting)
+    try:
+        settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        _lay_over(settings, override_config or {}, setting)
+        _one_label(settings, path, new_head, setting)
+        if settings.get_text_config().pad_token_id is None:
+            settings.get_text_config().pad_token_id = pad_token_id
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            source,
+            config=settings,
+            dtype=dtype,
+            attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise explain_failure(error, source, "the reward model", setting) from error
+    _settle_head(model, sorted(report["missing_keys"]), path, new_head, setting)
+    fuse_norms(model)
+    without_dropout(model)
+    return model.to(device).eval()
+
+
+def _lay_over(settings: Any, values: Mapping[str, Any], setting: str) -> None:
+    section = setting.rpartition(".")[0]
+    for key, value in values.items():
+        if not hasattr(settings, key):
+            raise ModelError(f"{section}.override_config.{key}: the model's config.json knows no such key")
+        setattr(settings, key, value)
+
+
+def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
+    """Refuses folders that cannot give one score, before weights are read; a new head gets one label."""
+    kinds = [str(name) for name in settings.architectures or []]
+    if any(CLASSIFIER in name for name in kinds):
+        if settings.num_labels != 1:
+            raise ModelError(
+                f"{setting}={path}: this classifier has {settings.num_labels} labels; a reward model gives one score "
+                "(num_labels=1)"
+            )
+    elif new_head:
+        settings.num_labels = 1
+    else:
+        raise ModelError(
+            f"{setting}={path}: this is {' / '.join(kinds) or 'a model of unknown kind'}, not a reward model; give "
+            "a sequence-classification folder with one label, such as `posttrain reward-model` writes"
+        )
+
+
+def _settle_head(model: Any, missing: list[str], path: str, new_head: bool, setting: str) -> None:
+    """A head that the folder did not hold becomes zero: all scores begin equal. Other weights must be there."""
+    head = [name for name in missing if name.split(".")[0] in HEADS]
+    if rest := [name for name in missing if name not in head]:
+        raise ModelError(f"{setting}={path}: the folder lacks weights of the model: {', '.join(rest[:5])}")
+    if head and not new_head:
+        raise ModelError(f"{setting}={path}: the folder holds no trained score head ({', '.join(head)} missing)")
+    for name, weight in model.named_parameters():
+        if name in head:
+            torch.nn.init.zeros_(weight)
+
+
+def packs_rows(model: torch.nn.Module) -> bool:
+    """Whether rows are packed: a causal decoder below a plain `score` head, with our attention."""
+    bare = without_adapters(model)
+    bidirectional = getattr(bare.config.get_text_config(), "use_bidirectional_attention", False)
+    return can_pack(bare) and not bidirectional and type(getattr(bare, "score", None)) is torch.nn.Linear
+
+
+def head_scores(model: Any, hidden_BE: torch.Tensor) -> torch.Tensor:
+    """(B,) scores of the rows' last hidden states, in float32 or better."""
+    return widened(without_adapters(model).score(hidden_BE).squeeze(-1))
+
+
+def widened(scores: torch.Tensor) -> torch.Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def without_trailing_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
+    """The row up to the token whose score counts. Where padding and end-of-text are one token, a row's own end goes
+    too: transformers cannot tell them apart, and what follows does not change a decoder's score."""
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_token_id:
+        end -= 1
+    return list(ids[:end])
+
+
+@torch.no_grad()
+def score_rows(
+    model: Any, rows: Sequence[Sequence[int]], *, token_budget: int = 16384, max_rows: int | None = None
+) -> torch.Tensor:
+    """(B,) scores of rows of token ids, on the CPU; passes hold up to `token_budget` tokens and `max_rows` rows."""
+    assert all(len(row) > 0 for row in rows), "a row without tokens has no score"
+    model.eval()
+    packed = packs_rows(model)
+    pad = without_adapters(model).config.get_text_config().pad_token_id
+    kept = [without_trailing_padding(row, pad) if packed else list(row) for row in rows]
+    scores_B = torch.zeros(len(rows))
+    for chosen in _passes([len(row) for row in kept], packed, token_budget, max_rows):
+        part = [kept[row] for row in chosen]
+        scores_B[chosen] = (_packed_scores(model, part) if packed else padded_scores(model, part)).float().cpu()
+    return scores_B
+
+
+def _passes(lengths: list[int], packed: bool, token_budget: int, max_rows: int | None) -> Iterator[list[int]]:
+    """Row numbers of each pass, long rows first; a padded row costs as much as the longest of its pass."""
+    chosen: list[int] = []
+    used = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        cost = lengths[row] if packed or not chosen else lengths[chosen[0]]
+        if chosen and (used + cost > token_budget or len(chosen) == max_rows):
+            yield chosen
+            chosen, used, cost = [], 0, lengths[row]
+        chosen.append(row)
+        used += cost
+    if chosen:
+        yield chosen
+
+
+def _packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    device = model.device
+    lengths = [len(row) for row in rows]
+    ids_T = torch.tensor([token for row in rows for token in row], device=device)
+    position_T = torch.cat([torch.arange(length, device=device) for length in lengths])
+    with packed_rows(PackedLayout(lengths, device, position_T=position_T)):
+        hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
+    return head_scores(model, hidden_TE[torch.tensor(lengths, device=device).cumsum(0) - 1])
+
+
+def padded_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """(B,) scores by the model's own forward pass over rows padded on the right."""
+    pad = without_adapters(model).config.get_text_config().pad_token_id
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad or 0)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+    output = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
+    return widened(output.logits.squeeze(-1))
