@@ -12,6 +12,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.ranges import RANGES
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.value_checks import VALUE_CHECKS
 
 _ACTOR = "actor_rollout_ref.actor"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
@@ -95,6 +96,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     _ranges,
     _batches,
     *ALGORITHM_CHECKS,
+    *VALUE_CHECKS,
     _data,
     _resume,
 ]
