@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from posttrain.config.schema import leaf_of, leaves, sections
@@ -71,7 +75,7 @@ DERIVED: dict[str, Any] = {
 }
 """Keys that set or check other settings, with their type; `derived.py` says how."""
 
-_SFT = "these are settings of the SFT trainer, which is not built in this version"
+_SFT = "these are settings of supervised training (`posttrain sft`)"
 NOT_BUILT: dict[str, str] = {
     "reward_model.reward_manager": "there is one manager; shaping and several rewards are set by reward.overlong_buffer "
     "and reward.functions",
@@ -94,6 +98,35 @@ NOT_BUILT: dict[str, str] = {
 """Key, or prefix that ends in a dot -> what is said about it."""
 
 
+@dataclass(frozen=True)
+class Spellings:
+    """The other spellings of one tree of settings, each as in the table of that name."""
+
+    moved: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    derived: Mapping[str, Any] = field(default_factory=dict)
+    not_built: Mapping[str, str] = field(default_factory=dict)
+
+
+PPO_SPELLINGS = Spellings(MOVED_SECTIONS, RENAMED, DERIVED, NOT_BUILT)
+_active: ContextVar[Spellings] = ContextVar("spellings", default=PPO_SPELLINGS)
+
+
+def spellings() -> Spellings:
+    """The spellings that keys are read by; the PPO family's outside `spelled`."""
+    return _active.get()
+
+
+@contextmanager
+def spelled(table: Spellings) -> Iterator[None]:
+    """Inside, keys are read by this table."""
+    before = _active.set(table)
+    try:
+        yield
+    finally:
+        _active.reset(before)
+
+
 class Canonical(NamedTuple):
     """What a spelling means."""
 
@@ -107,18 +140,18 @@ class Canonical(NamedTuple):
 
 def canonical(spelling: str) -> Canonical:
     """The canonical key of a spelling."""
-    key, note = spelling, ""
-    if leaf_of(key) is None and key not in RENAMED and key not in DERIVED:
-        for old, new in MOVED_SECTIONS.items():
+    key, note, table = spelling, "", spellings()
+    if leaf_of(key) is None and key not in table.renamed and key not in table.derived:
+        for old, new in table.moved.items():
             if key.startswith(old):
                 key = new + key[len(old) :]
                 if old == "actor_rollout.ref.":
                     note = f"`{spelling}` is read as `{key}` (an underscore, not a dot, before `ref`)."
                 break
-    key = RENAMED.get(key, key)
-    if key in DERIVED or leaf_of(key) is not None:
+    key = table.renamed.get(key, key)
+    if key in table.derived or leaf_of(key) is not None:
         return Canonical(key, note)
-    for prefix, reason in NOT_BUILT.items():
+    for prefix, reason in table.not_built.items():
         if key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)):
             return Canonical(None, not_built=reason)
     return Canonical(None)
@@ -126,7 +159,7 @@ def canonical(spelling: str) -> Canonical:
 
 def nearest(spelling: str) -> str:
     """Advice for an unknown key: the known spelling closest to it, or the sections there are."""
-    known = [*leaves(), *RENAMED, *DERIVED]
+    known = [*leaves(), *spellings().renamed, *spellings().derived]
     found = difflib.get_close_matches(spelling, known, n=1, cutoff=0.75)
     if not found:
         last = spelling.rsplit(".", 1)[-1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import RANGES
+from posttrain.config.ranges import RANGES, Range
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.value_checks import VALUE_CHECKS
@@ -30,13 +30,16 @@ def check(checked: Checked) -> tuple[list[Problem], list[str]]:
     return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
 
 
-def _choices(checked: Checked) -> Iterator[Finding]:
-    for key, known in CHOICES.items():
+def check_choices(
+    checked: Checked, choices: Mapping[str, tuple[str, ...]], elsewhere: Mapping[tuple[str, str], str]
+) -> Iterator[Finding]:
+    """Names that are not among those known; `elsewhere` answers names that other systems know."""
+    for key, known in choices.items():
         value = lookup(checked.config, key)
         if value is None or value in known:
             continue
-        if (key, value) in NOT_BUILT_VALUES:
-            yield checked.problem(f"`{key}={value}` cannot be used.", NOT_BUILT_VALUES[key, value], key)
+        if (key, value) in elsewhere:
+            yield checked.problem(f"`{key}={value}` cannot be used.", elsewhere[key, value], key)
         else:
             what = f"`{key}={value}` is not known; known: {', '.join(known)}."
             yield checked.problem(what, nearest_name(value, known), key)
@@ -46,15 +49,16 @@ def _choices(checked: Checked) -> Iterator[Finding]:
             yield checked.problem(what, nearest_name(name, LOGGERS), "trainer.logger")
 
 
-def _ranges(checked: Checked) -> Iterator[Finding]:
-    for key, (fits, text) in RANGES.items():
+def check_ranges(checked: Checked, ranges: Mapping[str, Range]) -> Iterator[Finding]:
+    """Numbers out of range, or not finite."""
+    for key, (fits, text) in ranges.items():
         value = lookup(checked.config, key)
         if value is not None and not fits(value):
             do = f"give a value that is {text} ({leaves()[key].sentence})"
             yield checked.problem(f"`{key}={value}` is out of range: it must be {text}.", do, key)
     for key, leaf in leaves().items():
         value = lookup(checked.config, key)
-        if leaf.hint is float and not math.isfinite(value) and key not in RANGES:
+        if leaf.hint is float and not math.isfinite(value) and key not in ranges:
             yield checked.problem(f"`{key}={value}` is not a finite number.", f"give a number ({leaf.sentence})", key)
 
 
@@ -83,7 +87,7 @@ def _data(checked: Checked) -> Iterator[Finding]:
             yield checked.problem(what, "give one weight per file", "data.train_weights", "data.train_files")
 
 
-def _resume(checked: Checked) -> Iterator[Finding]:
+def check_resume(checked: Checked) -> Iterator[Finding]:
     trainer = checked.config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         what = "trainer.resume_mode=resume_path, but trainer.resume_from_path names no checkpoint."
@@ -92,11 +96,11 @@ def _resume(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    _choices,
-    _ranges,
+    lambda checked: check_choices(checked, CHOICES, NOT_BUILT_VALUES),
+    lambda checked: check_ranges(checked, RANGES),
     _batches,
     *ALGORITHM_CHECKS,
     *VALUE_CHECKS,
     _data,
-    _resume,
+    check_resume,
 ]

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.config.problem import Problem
-from posttrain.config.root import PPOConfig
 
 
 @dataclass
 class Checked:
     """A typed configuration under examination."""
 
-    config: PPOConfig
+    config: Any
     explicit: set[str]
     """Canonical keys that the user set."""
     where: Callable[[str], str]

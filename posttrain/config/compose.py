@@ -66,10 +66,10 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def find_folders(line: CommandLine, cwd: Path) -> tuple[list[Path], str]:
+def find_folders(line: CommandLine, cwd: Path, main: str = MAIN) -> tuple[list[Path], str]:
     """(search path, name of the main file); raises ConfigError where a folder or file is missing."""
     folders: list[Path] = []
-    name = (line.config_name or MAIN).removesuffix(".yaml")
+    name = (line.config_name or main).removesuffix(".yaml")
     if os.sep in name and (cwd / f"{name}.yaml").is_file():
         folders.append((cwd / name).parent)
         name = Path(name).name
@@ -109,8 +109,8 @@ def _missing_file(name: str, folders: list[Path]) -> Problem:
     return Problem(f"There is no `{name}.yaml` in {searched}.", "command line, --config-name", do)
 
 
-def compose(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Composed:
-    """Hydra's tree for this main file and these group choices."""
+def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: str = MAIN) -> Composed:
+    """Hydra's tree for this main file and these group choices; a file without `defaults:` is laid over `main`."""
     import yaml
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -123,7 +123,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Com
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
         lay_over = "defaults" not in own
-        composed = _compose_once(folders, MAIN if lay_over else name, groups, cwd)
+        composed = _compose_once(folders, main if lay_over else name, groups, cwd)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([_composition_problem(error, chosen, cwd, folders, groups)]) from None
     if lay_over:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS
-from posttrain.config.merge import Entry, Merged
+from posttrain.config.merge import Merged
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
+from posttrain.config.settling import put as _put
+from posttrain.config.settling import set_default as _default
+from posttrain.config.settling import take as _take
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _MINI, _MICRO = f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -24,27 +25,6 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _group_size(merged)
     _accumulation(merged)
     _fit_mini_batch(merged)
-
-
-def _take(merged: Merged, key: str) -> Entry | None:
-    return merged.entries.pop(key, None)
-
-
-def _put(merged: Merged, key: str, value: Any, by: Entry) -> None:
-    """Set a key on behalf of a derived one, by the same ranks as if it had been written itself."""
-    old = merged.entries.get(key)
-    if old is not None and old.explicit and old.rank > by.rank:
-        return
-    if old is not None and old.explicit and old.rank == by.rank and old.value != value:
-        what = f"`{by.spelling}={by.value}` means `{key}={value}`, but `{old.spelling}={old.value}` is set too."
-        where = old.source if old.source == by.source else f"{by.source}, and {old.source}"
-        merged.problems.append(Problem(what, where, "keep one of them", (key,)))
-    merged.entries[key] = Entry(value, by.source, by.spelling, by.rank, by.explicit)
-
-
-def _default(merged: Merged, key: str, value: Any, why: str) -> None:
-    """A default that depends on the run; it does not count as set by the user."""
-    merged.entries[key] = Entry(value, f"default ({why})", key, -1, False)
 
 
 def _reward_kind(merged: Merged) -> None:

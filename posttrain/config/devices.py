@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-from posttrain.config.root import PPOConfig
+from typing import Any
 
 
 def gpus_present() -> int:
@@ -21,6 +20,6 @@ def gpus_present() -> int:
     return count
 
 
-def runs_on_cpu(config: PPOConfig) -> bool:
+def runs_on_cpu(config: Any) -> bool:
     """Whether the run will be on the CPU."""
     return config.trainer.device == "cpu" or (config.trainer.device == "auto" and gpus_present() == 0)

@@ -25,8 +25,11 @@ def _class_sentences(node: ast.ClassDef) -> dict[str, str]:
 
 
 def sentences_of(section: type) -> dict[str, str]:
-    """Field name -> sentence of a settings class; fields without one (nested sections) are absent."""
-    return _module_sentences(inspect.getfile(section)).get(section.__name__, {})
+    """Field name -> sentence of a settings class and its bases; fields without one (nested sections) are absent."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[:-1]):
+        found |= _module_sentences(inspect.getfile(kind)).get(kind.__name__, {})
+    return found
 
 
 def heading_of(section: type) -> str:

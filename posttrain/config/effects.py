@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from posttrain.config.choices import CRITIC_ESTIMATORS, ESTIMATORS, POLICY_LOSSES
 from posttrain.config.devices import runs_on_cpu
@@ -17,7 +17,7 @@ class Effect(NamedTuple):
     """Keys (or prefixes that end in a dot) that do nothing under a condition."""
 
     keys: tuple[str, ...]
-    idle: Callable[[PPOConfig], bool]
+    idle: Callable[[Any], bool]
     reason: str
 
 
@@ -217,12 +217,12 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def idle_settings(config: PPOConfig, explicit: set[str]) -> Iterator[str]:
+def idle_settings(config: Any, explicit: set[str], effects: Iterable[Effect] = EFFECTS) -> Iterator[str]:
     """One sentence for each set key that does nothing; a value that is the default anyway is not mentioned."""
     from posttrain.config.schema import leaves, lookup
 
     told: set[str] = set()
-    for keys, idle, reason in EFFECTS:
+    for keys, idle, reason in effects:
         prefixes = tuple(key for key in keys if key.endswith("."))
         hit = [key for key in sorted(explicit - told) if key in keys or key.startswith(prefixes)]
         hit = [key for key in hit if lookup(config, key) != leaves()[key].default]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.config.devices import gpus_present, runs_on_cpu
@@ -29,6 +29,27 @@ def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Probl
     """Everything on this machine that would stop the run."""
     folder = cwd or Path.cwd()
     return [problem for examine in _CHECKS for problem in examine(resolved, folder)]
+
+
+def check_supervised_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
+    """The same for the supervised trainers, whose model lies at `model`."""
+    folder = cwd or Path.cwd()
+    return [
+        *_data_files(resolved, folder),
+        *_model_folders(resolved, folder, "model"),
+        *_own_code(resolved, folder, ("model.external_lib",)),
+        *_workers(resolved, folder),
+        *_processes(),
+        *_folders(resolved, folder),
+    ]
+
+
+def _processes() -> Iterator[Problem]:
+    """torchrun with one process is a plain start; more would all write the same run."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdigit() and int(count) > 1:
+        what = f"torchrun started {count} processes; this version trains with one worker process."
+        yield Problem(what, "environment variable WORLD_SIZE", "use torchrun --nproc_per_node=1, or plain python")
 
 
 def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -55,8 +76,9 @@ def _how_to_make(name: str) -> str:
     return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
 
 
-def _model_folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    for key in (f"{_MODEL}.path", f"{_MODEL}.tokenizer_path", "critic.model.path", *_REWARD_MODEL):
+def _model_folders(resolved: Resolved, cwd: Path, model: str = _MODEL) -> Iterator[Problem]:
+    others = ("critic.model.path", *_REWARD_MODEL) if model == _MODEL else ()
+    for key in (f"{model}.path", f"{model}.tokenizer_path", *others):
         name = resolved.value(key)
         if name is None or name == "embedded":
             continue
@@ -66,7 +88,7 @@ def _model_folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
             if not (path / wanted).is_file():
                 what = f"`{key}`: the folder {name} holds no {wanted}."
                 yield Problem(what, where, "give a folder in Hugging Face format")
-            elif key in (f"{_MODEL}.path", _REWARD_MODEL[0]) and _lacks_tokenizer(resolved, key, path):
+            elif key in (f"{model}.path", _REWARD_MODEL[0]) and _lacks_tokenizer(resolved, key, path):
                 what = f"`{key}`: the folder {name} holds no tokenizer."
                 elsewhere = key.removesuffix("path") + "tokenizer_path"
                 do = f"copy tokenizer.json and tokenizer_config.json into it, or set {elsewhere}"
@@ -82,8 +104,10 @@ def _lacks_tokenizer(resolved: Resolved, key: str, folder: Path) -> bool:
     return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    for key in ("custom_reward_function.path", f"{_MODEL}.external_lib"):
+def _own_code(
+    resolved: Resolved, cwd: Path, keys: Sequence[str] = ("custom_reward_function.path", f"{_MODEL}.external_lib")
+) -> Iterator[Problem]:
+    for key in keys:
         name = resolved.value(key)
         if name is None:
             continue
@@ -129,14 +153,18 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     if nodes > 1:
         what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, but no cluster or head address is given."
         yield Problem(what, resolved.where("trainer.nnodes"), _THREE_FORMS)
+    if resolved.value("trainer.device") == "cuda" and present == 0:
+        what = "`trainer.device=cuda`, but this machine shows no GPU."
+        yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")
+
+
+def _parallel_rollout(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    wanted, nodes = resolved.value("trainer.n_gpus_per_node"), resolved.value("trainer.nnodes")
     size = resolved.value(f"{_ROLLOUT}.tensor_model_parallel_size")
     if size > 0 and (wanted * nodes) % size:
         parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
         what = f"`{parallel}={size}` does not divide the {wanted} x {nodes} = {wanted * nodes} worker(s)."
         yield Problem(what, resolved.where(parallel), "set a divisor of trainer.n_gpus_per_node x trainer.nnodes")
-    if resolved.value("trainer.device") == "cuda" and present == 0:
-        what = "`trainer.device=cuda`, but this machine shows no GPU."
-        yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")
 
 
 def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -158,5 +186,6 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _own_code,
     _rollout_engine,
     _workers,
+    _parallel_rollout,
     _folders,
 ]

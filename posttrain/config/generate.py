@@ -13,7 +13,9 @@ from typing import Any
 
 from posttrain.config.docs import heading_of
 from posttrain.config.presets import PRESETS
-from posttrain.config.schema import Leaf, leaves, sections
+from posttrain.config.schema import Leaf, leaves, sections, using
+from posttrain.config.supervised_tree import REWARD_MODEL, SFT
+from posttrain.config.tree import Tree
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -30,6 +32,12 @@ GROUPS: dict[str, str] = {
     "algorithm/rollout_correction": "algorithm.rollout_correction",
 }
 """Group file -> the section that the main file's defaults list places it at."""
+
+SUPERVISED: tuple[tuple[Tree, str, str], ...] = (
+    (SFT, "posttrain sft", "settings_sft.md"),
+    (REWARD_MODEL, "posttrain reward-model", "settings_reward_model.md"),
+)
+"""(tree, its command, its page in docs/)."""
 
 _MAIN_HEAD = f"""{_MADE}
 # The main file of every PPO-family run. Settings of the policy lie in the group files beside it; write them here,
@@ -57,6 +65,10 @@ def files() -> dict[Path, str]:
     for name, (sentence, values) in PRESETS.items():
         made[PACKAGE_TREE / f"{name}.yaml"] = _preset_text(sentence, values)
     made[DOCS_PAGE] = _docs_text()
+    for tree, command, page in SUPERVISED:
+        with using(tree.root):
+            made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command)
+            made[DOCS_PAGE.parent / page] = _page_head(command) + _section_tables()
     return made
 
 
@@ -127,14 +139,38 @@ def scalar(value: Any) -> str:
     return text.removesuffix("...").strip()
 
 
+def _whole_text(command: str) -> str:
+    """A tree in one file, without groups."""
+    head = f"{_MADE}\n# The settings of `{command}`; write them on the command line to change them.\n\n"
+    return head + "defaults:\n  - _self_\n\n" + _yaml(leaves().values(), "") + _HYDRA
+
+
+def _page_head(command: str) -> str:
+    return (
+        f"# Settings of `{command}`\n\nMade by `python -m posttrain.config.generate` from the classes in "
+        f"`posttrain/config/`. Every key with its default.\n`{command} KEY=VALUE ... --help` prints a run's values and "
+        "where each was set.\n\n"
+    )
+
+
 def _docs_text() -> str:
-    lines = [
+    head = [
         "# Settings",
         "",
         "Made by `python -m posttrain.config.generate` from the classes in `posttrain/config/`. Every key that",
         "`posttrain.trainer.main_ppo` takes, with its default. `posttrain config KEY=VALUE ...` prints a run's values.",
         "",
     ]
+    lines = ["## Presets", "", "| choice | sets |", "|---|---|"]
+    for name, (sentence, values) in PRESETS.items():
+        sets = ", ".join(f"`{key}={scalar(value)}`" for key, value in values.items())
+        lines.append(f"| `{name.replace('/', '=')}` | {sentence} {sets} |")
+    return "\n".join(head) + "\n" + _section_tables() + "\n".join(lines) + "\n"
+
+
+def _section_tables() -> str:
+    """One table per section, with key, default and sentence."""
+    lines: list[str] = []
     table = leaves()
     for name, section in sections().items():
         own = [leaf for key, leaf in table.items() if key.rsplit(".", 1)[0] == name]
@@ -145,10 +181,6 @@ def _docs_text() -> str:
             sentence = leaf.sentence.replace("|", "\\|")
             lines.append(f"| `{leaf.key}` | `{scalar(leaf.default)}` | {sentence} |")
         lines.append("")
-    lines += ["## Presets", "", "| choice | sets |", "|---|---|"]
-    for name, (sentence, values) in PRESETS.items():
-        sets = ", ".join(f"`{key}={scalar(value)}`" for key, value in values.items())
-        lines.append(f"| `{name.replace('/', '=')}` | {sentence} {sets} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import merge
-from posttrain.config.check import Checked, check
-from posttrain.config.commandline import CommandLine, add_override, no_arguments, parse_options
+from posttrain.config.aliases import spelled
+from posttrain.config.checked import Checked
+from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import compose, find_folders, flatten
-from posttrain.config.derived import derive
-from posttrain.config.effects import idle_settings
-from posttrain.config.names import check_names
+from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.schema import assign, build, leaves
+from posttrain.config.schema import assign, build, leaves, using
+from posttrain.config.tree import Tree
 
 _NOT_THE_USERS = ("default", "preset")
 
@@ -29,6 +29,7 @@ def load_config(
     provided: Iterable[str] = (),
     known_names: Mapping[str, tuple[str, ...]] | None = None,
     cwd: str | Path | None = None,
+    tree: Tree = PPO,
 ) -> Resolved:
     """The configuration that these arguments mean; raises ConfigError with all problems.
 
@@ -40,14 +41,28 @@ def load_config(
     provided: keys whose value the caller hands over as a Python object, such as "data.train_files".
     known_names: key -> names registered in this process besides the built-in ones, such as
         {"algorithm.adv_estimator": ("mine",)}.
+    tree: which program's settings these are.
     """
     folder = Path(cwd) if cwd is not None else Path.cwd()
+    with using(tree.root), spelled(tree.spellings):
+        return _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)
+
+
+def _load(
+    args: Sequence[str] | Mapping[str, Any],
+    labelled: Sequence[tuple[str, str]],
+    environment: bool,
+    provided: frozenset[str],
+    known_names: Mapping[str, tuple[str, ...]],
+    folder: Path,
+    tree: Tree,
+) -> Resolved:
     is_mapping = isinstance(args, Mapping)
     if not is_mapping and not args and not labelled:
-        raise ConfigError([no_arguments()])
+        raise ConfigError([tree.nothing_given()])
     line, overrides = parse_options([] if is_mapping else args)
     try:
-        folders, name = find_folders(line, folder)
+        folders, name = find_folders(line, folder, tree.main)
     except ConfigError as error:
         raise ConfigError(line.problems + error.problems) from None
 
@@ -59,7 +74,7 @@ def load_config(
     given = _from_mapping(args, line, is_group) if is_mapping else []
     choices = {group.lstrip("+").partition("=")[0]: group for group, _ in line.groups}  # of one group the last wins
     try:
-        composed = compose(folders, name, list(choices.values()), folder)
+        composed = compose(folders, name, list(choices.values()), folder, tree.main)
     except ConfigError as error:
         raise ConfigError(line.problems + error.problems) from None
 
@@ -76,10 +91,10 @@ def load_config(
         merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
     merge.resolve_references(merged)
     merge.convert_types(merged)
-    derive(merged, frozenset(provided))
-    check_names(merged, folder, known_names or {})
+    tree.derive(merged, provided)
+    tree.check_names(merged, folder, known_names)
     resolved = _finish(merged, line, composed.main_file)
-    return _judge(resolved, merged, frozenset(provided), environment, folder)
+    return _judge(resolved, merged, provided, environment, folder, tree)
 
 
 def _from_mapping(args: Mapping[str, Any], line: CommandLine, is_group: Any) -> list[tuple[str, Any]]:
@@ -112,24 +127,22 @@ def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved
 
 
 def _judge(
-    resolved: Resolved, merged: merge.Merged, provided: frozenset[str], environment: bool, cwd: Path
+    resolved: Resolved, merged: merge.Merged, provided: frozenset[str], environment: bool, cwd: Path, tree: Tree
 ) -> Resolved:
     """Run the checks of meaning (and of the machine); raise all problems at once."""
     seen = copy.deepcopy(resolved.config)
     for key in provided:
         assign(seen, key, "given in Python")  # so that no check takes it for unset
-    found, notes = check(Checked(seen, resolved.explicit, resolved.where))
+    found, notes = tree.check(Checked(seen, resolved.explicit, resolved.where))
     problems: list[Problem] = list(merged.problems)
     known = {key for problem in problems for key in problem.keys} | merged.bad
     problems += [problem for problem in found if not known.intersection(problem.keys)]
     if environment:
-        from posttrain.config.environment import check_environment
-
-        problems += check_environment(resolved, cwd)
+        problems += tree.environment(resolved, cwd)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     for section in dict.fromkeys(key.split(".")[0] for key in resolved.extra):
         resolved.notes.append(f"The section `{section}` is your own: it is read only through ${{{section}.KEY}}.")
-    resolved.notes += [*notes, *idle_settings(seen, resolved.explicit)]
+    resolved.notes += [*notes, *tree.idle(seen, resolved.explicit)]
     resolved.notes = list(dict.fromkeys(resolved.notes))
     return resolved

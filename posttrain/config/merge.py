@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.aliases import DERIVED, MOVED_SECTIONS, canonical, nearest
+from posttrain.config.aliases import canonical, nearest, spellings
 from posttrain.config.compose import Composed, Layer, flatten
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
@@ -20,6 +20,8 @@ _PATH_KEYS = (
     "data.val_files",
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.model.tokenizer_path",
+    "model.path",
+    "model.tokenizer_path",
     "critic.model.path",
     "reward_model.model.path",
     "reward_model.model.tokenizer_path",
@@ -142,7 +144,7 @@ def _contradicts(key: str, old: Entry, new: Entry) -> bool:
     leaf = leaf_of(key)
     if leaf is not None and leaf.free_keys:
         return False
-    hint = leaf.hint if leaf is not None else DERIVED[key]
+    hint = leaf.hint if leaf is not None else spellings().derived[key]
     try:
         return convert(old.value, hint) != convert(new.value, hint)
     except WrongValue:
@@ -164,7 +166,7 @@ def _inside(merged: Merged, leaf_key: str, key: str, value: Any) -> dict[str, An
 
 def _not_a_setting(merged: Merged, key: str, value: Any, source: str, rank: int, explicit: bool, reason: str) -> None:
     """A key that is no setting: a section, a feature that is not built, or unknown."""
-    is_section = key in sections() or f"{key}." in MOVED_SECTIONS
+    is_section = key in sections() or f"{key}." in spellings().moved
     if is_section and value in (None, {}):
         return
     if is_section and isinstance(value, str) and value.startswith("{"):
@@ -267,7 +269,8 @@ def convert_types(merged: Merged) -> None:
     """Give every entry its declared type; a value that does not fit is a problem and falls back to the default."""
     for key in list(merged.entries):
         entry = merged.entries[key]
-        hint = DERIVED[key] if key in DERIVED else leaves()[key].hint
+        derived = spellings().derived
+        hint = derived[key] if key in derived else leaves()[key].hint
         try:
             if key in merged.bad:
                 raise WrongValue("")

@@ -35,6 +35,28 @@ _OPTIM: dict[str, Range] = {
     "lr_warmup_steps_ratio": _SHARE,
     "min_lr_ratio": _SHARE,
 }
+OPTIM_RANGES: dict[str, Range] = {**_OPTIM, "clip_grad": _POSITIVE}
+PAIR_LOSS_RANGES: dict[str, Range] = {"center_coef": _ZERO_OR_MORE}
+MODEL_RANGES: dict[str, Range] = {"lora_rank": _ZERO_OR_MORE, "lora_alpha": _POSITIVE}
+TRAINER_RANGES: dict[str, Range] = {
+    "total_epochs": _ONE_OR_MORE,
+    "total_training_steps": _ONE_OR_MORE,
+    "save_freq": _COUNT_OR_ALL,
+    "test_freq": _COUNT_OR_ALL,
+    "max_ckpt_to_keep": _ONE_OR_MORE,
+    "n_gpus_per_node": _ONE_OR_MORE,
+    "nnodes": _ONE_OR_MORE,
+    "max_bad_steps": _ONE_OR_MORE,
+}
+ROW_RANGES: dict[str, Range] = {
+    **{
+        name: _ONE_OR_MORE
+        for name in ("train_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu", "max_length")
+    },
+    "train_max_samples": _COUNT_OR_ALL,
+    "val_max_samples": _COUNT_OR_ALL,
+}
+"""Of the supervised trainers' `data`."""
 _UPDATE: dict[str, Range] = {
     "ppo_mini_batch_size": _ONE_OR_MORE,
     "ppo_micro_batch_size_per_gpu": _ONE_OR_MORE,
@@ -89,7 +111,7 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "val_max_samples": _COUNT_OR_ALL,
         "train_weights": _WEIGHTS,
     },
-    "actor_rollout_ref.model": {"lora_rank": _ZERO_OR_MORE, "lora_alpha": _POSITIVE},
+    "actor_rollout_ref.model": MODEL_RANGES,
     "actor_rollout_ref.actor": _ACTOR,
     "actor_rollout_ref.rollout": _ROLLOUT,
     "critic": {**_UPDATE, "cliprange_value": _POSITIVE},
@@ -108,15 +130,8 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "max_length": _at_least(2),
     },
     "trainer": {
-        "total_epochs": _ONE_OR_MORE,
-        "total_training_steps": _ONE_OR_MORE,
-        "save_freq": _COUNT_OR_ALL,
-        "test_freq": _COUNT_OR_ALL,
-        "max_ckpt_to_keep": _ONE_OR_MORE,
-        "n_gpus_per_node": _ONE_OR_MORE,
-        "nnodes": _ONE_OR_MORE,
+        **TRAINER_RANGES,
         "critic_warmup": _ZERO_OR_MORE,
-        "max_bad_steps": _ONE_OR_MORE,
         "rollout_mismatch_tol": _POSITIVE,
     },
     "tracking": {"samples_freq": _ZERO_OR_MORE, "samples_max_gb": _POSITIVE},

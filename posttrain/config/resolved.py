@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
 
 
@@ -13,7 +12,8 @@ from posttrain.config.schema import leaves, lookup
 class Resolved:
     """What `load_config` gives."""
 
-    config: PPOConfig
+    config: Any
+    """The typed tree: a PPOConfig, SFTConfig or RewardModelConfig."""
     sources: dict[str, str]
     """Canonical key -> "command line", "config/grpo.yaml", "flag --lr", ..., "default"; with the spelling if
     another."""
@@ -38,7 +38,7 @@ class Resolved:
 
     def values(self) -> dict[str, Any]:
         """All values by canonical key."""
-        return {key: lookup(self.config, key) for key in leaves()}
+        return {key: lookup(self.config, key) for key in leaves(type(self.config))}
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""

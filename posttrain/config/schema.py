@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.docs import sentences_of
 from posttrain.config.root import PPOConfig
+
+_root: ContextVar[type[Section]] = ContextVar("root", default=PPOConfig)
+
+
+@contextmanager
+def using(root: type[Section]) -> Iterator[None]:
+    """Inside, the tables below are those of this tree of settings; elsewhere they are the PPO family's."""
+    before = _root.set(root)
+    try:
+        yield
+    finally:
+        _root.reset(before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +42,23 @@ class Leaf:
         return typing.get_origin(self.hint) is dict
 
 
-@cache
-def leaves() -> dict[str, Leaf]:
+def leaves(root: type[Section] | None = None) -> dict[str, Leaf]:
     """Every setting by its canonical key, in the order of the classes."""
-    return {leaf.key: leaf for leaf in _walk(PPOConfig(), "")}
+    return _leaves(root or _root.get())
 
 
 @cache
-def sections() -> dict[str, type[Section]]:
+def _leaves(root: type[Section]) -> dict[str, Leaf]:
+    return {leaf.key: leaf for leaf in _walk(root(), "")}
+
+
+def sections(root: type[Section] | None = None) -> dict[str, type[Section]]:
     """Every section by its dotted name."""
+    return _sections(root or _root.get())
+
+
+@cache
+def _sections(root: type[Section]) -> dict[str, type[Section]]:
     found: dict[str, type[Section]] = {}
 
     def visit(section: Section, name: str) -> None:
@@ -45,7 +68,7 @@ def sections() -> dict[str, type[Section]]:
                 found[name + field.name] = type(value)
                 visit(value, f"{name}{field.name}.")
 
-    visit(PPOConfig(), "")
+    visit(root(), "")
     return found
 
 
@@ -75,15 +98,15 @@ def leaf_of(key: str) -> Leaf | None:
     return None
 
 
-def build(values: dict[str, Any]) -> PPOConfig:
+def build(values: dict[str, Any]) -> Any:
     """The typed tree with these values by canonical key; the others keep their defaults."""
-    config = PPOConfig()
+    config = _root.get()()
     for key, value in values.items():
         assign(config, key, value)
     return config
 
 
-def assign(config: PPOConfig, key: str, value: Any) -> None:
+def assign(config: Section, key: str, value: Any) -> None:
     """Set one canonical key of a typed tree."""
     *path, name = key.split(".")
     section: Any = config
@@ -92,7 +115,7 @@ def assign(config: PPOConfig, key: str, value: Any) -> None:
     setattr(section, name, value)
 
 
-def lookup(config: PPOConfig, key: str) -> Any:
+def lookup(config: Section, key: str) -> Any:
     """The value of one canonical key of a typed tree."""
     value: Any = config
     for part in key.split("."):

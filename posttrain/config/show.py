@@ -37,7 +37,7 @@ def to_yaml(resolved: Resolved) -> str:
 def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, sentences: bool = True) -> str:
     """Every key (under `prefix`; or only those that are not at their default) with value, source and sentence."""
     lines = [f"# defaults from {resolved.main_file}"]
-    for key, leaf in leaves().items():
+    for key, leaf in leaves(type(resolved.config)).items():
         source = resolved.where(key)
         if not key.startswith(prefix) or (changed_only and source == "default"):
             continue

@@ -1,0 +1,207 @@
+"""The trees `sft_trainer` and `reward_model_trainer`: other spellings, derived settings, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.aliases import Spellings
+from posttrain.config.check import check_choices, check_ranges, check_resume
+from posttrain.config.checked import Checked, Finding
+from posttrain.config.commandline import CUT_SHORT
+from posttrain.config.devices import runs_on_cpu
+from posttrain.config.effects import Effect, idle_settings
+from posttrain.config.merge import Merged
+from posttrain.config.problem import Problem
+from posttrain.config.ranges import MODEL_RANGES, OPTIM_RANGES, PAIR_LOSS_RANGES, ROW_RANGES, TRAINER_RANGES
+from posttrain.config.resolved import Resolved
+from posttrain.config.reward_trainer import RewardTrainerConfig
+from posttrain.config.settling import put, set_default, take
+from posttrain.config.sft import SFTConfig
+from posttrain.config.tree import Tree
+
+_MICRO, _BATCH = "data.micro_batch_size_per_gpu", "data.train_batch_size"
+_ACCUMULATION = "training.gradient_accumulation_steps"
+_PER_DEVICE = "training.per_device_train_batch_size"
+
+_RENAMED: dict[str, str] = {
+    "training.learning_rate": "optim.lr",
+    "training.num_train_epochs": "trainer.total_epochs",
+    "training.max_steps": "trainer.total_training_steps",
+    "training.weight_decay": "optim.weight_decay",
+    "training.warmup_ratio": "optim.lr_warmup_steps_ratio",
+    "training.warmup_steps": "optim.lr_warmup_steps",
+    "training.lr_scheduler_type": "optim.lr_scheduler_type",
+    "training.max_grad_norm": "optim.clip_grad",
+    "training.save_steps": "trainer.save_freq",
+    "training.eval_steps": "trainer.test_freq",
+    "training.seed": "trainer.seed",
+    "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+    "optim.lr_scheduler": "optim.lr_scheduler_type",
+    "optim.grad_clip": "optim.clip_grad",
+    "model.partial_pretrain": "model.path",
+    "model.strategy": "fsdp.strategy",
+    "use_remove_padding": "model.use_remove_padding",
+}
+_SFT_RENAMED: dict[str, str] = {
+    **_RENAMED,
+    "data.messages_key": "data.multiturn.messages_key",
+    "data.tools_key": "data.multiturn.tools_key",
+}
+_DERIVED: dict[str, Any] = {_PER_DEVICE: int, _ACCUMULATION: int}
+_NOT_BUILT: dict[str, str] = {
+    "ulysses_sequence_parallel_size": "sequence parallelism is not built in this version; remove the key",
+    "model.fsdp_config.": "this version trains with one worker process, with nothing to shard; remove the key",
+    "actor_rollout_ref.": "these are settings of RL (`posttrain.trainer.main_ppo`); here the model is `model.*`, the "
+    "optimizer `optim.*`",
+}
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "data.truncation": ("error", "drop", "left", "right"),
+    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
+    "fsdp.strategy": ("fsdp", "fsdp2"),
+    "trainer.export_hf": ("last", "all", "none"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+}
+_RANGES = {
+    **{f"data.{name}": limits for name, limits in ROW_RANGES.items()},
+    **{f"model.{name}": limits for name, limits in MODEL_RANGES.items()},
+    **{f"optim.{name}": limits for name, limits in OPTIM_RANGES.items()},
+    **{f"trainer.{name}": limits for name, limits in TRAINER_RANGES.items()},
+}
+_EFFECTS: tuple[Effect, ...] = (
+    Effect(("optim.min_lr_ratio",), lambda c: c.optim.lr_scheduler_type == "constant", "the schedule is constant"),
+    Effect(("optim.lr_warmup_steps_ratio",), lambda c: c.optim.lr_warmup_steps >= 0, "optim.lr_warmup_steps is set"),
+    Effect(
+        ("model.lora_alpha", "model.target_modules"),
+        lambda c: c.model.lora_rank == 0,
+        "model.lora_rank is 0, so that there are no adapters",
+    ),
+    Effect(("trainer.deterministic",), runs_on_cpu, "runs on the CPU are deterministic anyway"),
+    Effect(
+        ("data.val_max_samples", "trainer.test_freq", "trainer.val_before_train"),
+        lambda c: c.data.val_files is None,
+        "there is no validation file (data.val_files)",
+    ),
+    Effect(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is False"),
+    Effect(
+        ("trainer.resume_from_path",),
+        lambda c: c.trainer.resume_mode != "resume_path",
+        "trainer.resume_mode is not resume_path",
+    ),
+)
+_SFT_EFFECTS: tuple[Effect, ...] = (
+    *_EFFECTS,
+    Effect(
+        ("data.prompt_key", "data.prompt_dict_keys", "data.response_key", "data.response_dict_keys"),
+        lambda c: c.data.multiturn.enable is True,
+        "rows are read as conversations (data.multiturn.enable)",
+    ),
+    Effect(
+        ("data.multiturn.messages_key", "data.multiturn.tools_key"),
+        lambda c: c.data.multiturn.enable is False,
+        "data.multiturn.enable is False",
+    ),
+)
+
+
+def _nothing_given(command: str, keys: str) -> Callable[[], Problem]:
+    do = (
+        f"give at least model.path=MODEL and data.train_files=FILE ({keys}); `{command} model.path=embedded "
+        "data.train_files=embedded data.val_files=embedded` runs on the built-in task. "
+        f"If you did give keys: {CUT_SHORT}."
+    )
+    return lambda: Problem("No argument was given, so there is nothing to train.", "command line", do)
+
+
+def _derive(merged: Merged, provided: frozenset[str]) -> None:
+    _rows_per_step(merged)
+    for key, what in {"model.path": "model", "data.train_files": "data"}.items():
+        if merged.value(key) is None and key not in provided and key not in merged.bad:
+            set_default(merged, key, "embedded", "nothing was named")
+            merged.note(f"No {what} named: what posttrain brings along (`embedded`) serves; set {key} to use your own.")
+
+
+def _derive_sft(merged: Merged, provided: frozenset[str]) -> None:
+    whole = take(merged, "data.multiturn")
+    if whole is not None:
+        put(merged, "data.multiturn.enable", whole.value, whole)
+    _derive(merged, provided)
+    if merged.value("data.train_files") == "embedded" and not merged.is_set("data.response_key"):
+        set_default(merged, "data.response_key", "ground_truth", "the embedded data's column")
+
+
+def _rows_per_step(merged: Merged) -> None:
+    """Rows per optimizer step = rows per pass x accumulation x workers, in the form that Transformers has."""
+    per_device, accumulation = take(merged, _PER_DEVICE), take(merged, _ACCUMULATION)
+    if per_device is None and accumulation is None:
+        return
+    first = per_device or accumulation
+    assert first is not None
+    if per_device is not None:
+        put(merged, _MICRO, per_device.value, per_device)
+    micro, steps = merged.value(_MICRO), accumulation.value if accumulation else 1
+    if micro is None or micro < 1 or steps < 1:
+        what = f"`{first.spelling}={first.value}`: rows per pass and accumulation steps must both be 1 or more."
+        do = f"set {_PER_DEVICE} and {_ACCUMULATION}, or {_BATCH} alone"
+        merged.problems.append(Problem(what, first.source, do, (_MICRO, _BATCH)))
+        return
+    workers = merged.value("trainer.n_gpus_per_node") * merged.value("trainer.nnodes")
+    rows = micro * steps * workers
+    put(merged, _BATCH, rows, first)
+    merged.note(f"{_BATCH}={rows}: {micro} rows per pass x {steps} accumulation steps x {workers} worker(s).")
+
+
+def _notes(checked: Checked) -> Iterator[Finding]:
+    if checked.config.data.val_files is None:
+        yield "No validation file is set (data.val_files): the run makes no validation."
+
+
+def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem], list[str]]]:
+    def check(checked: Checked) -> tuple[list[Problem], list[str]]:
+        findings = [
+            *check_choices(checked, _CHOICES, {}),
+            *check_ranges(checked, ranges),
+            *check_resume(checked),
+            *_notes(checked),
+        ]
+        return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
+
+    return check
+
+
+def _environment(resolved: Resolved, cwd: Path | None) -> list[Problem]:
+    from posttrain.config.environment import check_supervised_environment
+
+    return check_supervised_environment(resolved, cwd)
+
+
+def _no_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
+    """No setting of these trees names something that a file of the user's registers."""
+
+
+SFT = Tree(
+    main="sft_trainer",
+    root=SFTConfig,
+    spellings=Spellings({}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
+    nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
+    derive=_derive_sft,
+    check_names=_no_names,
+    check=_check(_RANGES),
+    idle=lambda config, explicit: idle_settings(config, explicit, _SFT_EFFECTS),
+    environment=_environment,
+)
+REWARD_MODEL = Tree(
+    main="reward_model_trainer",
+    root=RewardTrainerConfig,
+    spellings=Spellings({}, _RENAMED, _DERIVED, _NOT_BUILT),
+    nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
+    derive=_derive,
+    check_names=_no_names,
+    check=_check({**_RANGES, **{f"loss.{name}": limits for name, limits in PAIR_LOSS_RANGES.items()}}),
+    idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
+    environment=_environment,
+)
