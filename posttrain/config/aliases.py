@@ -77,8 +77,8 @@ DERIVED: dict[str, Any] = {
 
 _SFT = "these are settings of supervised training (`posttrain sft`)"
 NOT_BUILT: dict[str, str] = {
-    "reward_model.reward_manager": "there is one manager; shaping and several rewards are set by reward.overlong_buffer "
-    "and reward.functions",
+    "reward_model.reward_manager": "there is one manager; shaping and several rewards are set by "
+    "reward.overlong_buffer and reward.functions",
     "reward_model.enable_resource_pool": "this version runs all roles in one process; remove the key",
     f"{_ACTOR}.megatron_config.": "the Megatron engine is not built in this version; the nearest is "
     f"{_ACTOR}.strategy=fsdp2 without parallel sizes",

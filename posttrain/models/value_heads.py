@@ -1,7 +1,7 @@
 """Value heads that other trainers leave beside a causal LM's weights: one linear layer from hidden state to score.
 
-Known names: `v_head.summary` (TRL, LLaMA-Factory), `v_head`, `value_head`, `score` and `reward_head`, in the model's own
-safetensors files or in `value_head.safetensors` beside them.
+Known names: `v_head.summary` (TRL, LLaMA-Factory), `v_head`, `value_head`, `score` and `reward_head`, in the model's
+own safetensors files or in `value_head.safetensors` beside them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     reward = reward_model.weight x model + reward_model.function_weight x function
 
-A function that nobody named (the built-in scorer of the rows' data source) has weight 0: it only tells whether responses
-are right. A response that one of the counted two could not score gets `reward.failure_score`, and its error says why.
+A function that nobody named (the built-in scorer of the rows' data source) has weight 0: it only tells whether
+responses are right. A response that one of the counted two could not score gets `reward.failure_score`, and its error
+says why.
 """
 
 from __future__ import annotations

@@ -391,7 +391,8 @@ class RayPPOTrainer:
             raise TrainingStopped(
                 f"{self.bad_steps} updates in a row were skipped because loss or gradient was not finite "
                 "(trainer.max_bad_steps). Lower actor_rollout_ref.actor.optim.lr (or critic.optim.lr), or look at the "
-                f"samples for rewards that are not numbers. The run continues from its last checkpoint in {self.run.checkpoints}."
+                "samples for rewards that are not numbers. The run continues from its last checkpoint in "
+                f"{self.run.checkpoints}."
             )
 
     # -- validation, saving, leaving ------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from posttrain.models.loading import ModelError
 from posttrain.protocol import DataProto
 
 TEMPLATE_TODO = (
-    "give a tokenizer folder that has one: reward_model.model.tokenizer_path=FOLDER (or put chat_template.jinja into the "
-    "reward model's folder)"
+    "give a tokenizer folder that has one: reward_model.model.tokenizer_path=FOLDER (or put chat_template.jinja into "
+    "the reward model's folder)"
 )
 
 

@@ -79,8 +79,8 @@ class RewardModelWorker:
             except Unreadable as error:
                 roles = ", ".join(message["role"] for message in messages)
                 raise UserError(
-                    f"reward_model.model.path={self.config.model.path}: {error}\n  The first prompt has the roles {roles}; "
-                    "change the data (or data.system_prompt), or give another tokenizer and template by "
+                    f"reward_model.model.path={self.config.model.path}: {error}\n  The first prompt has the roles "
+                    f"{roles}; change the data (or data.system_prompt), or give another tokenizer and template by "
                     "reward_model.model.tokenizer_path=FOLDER"
                 ) from error
 

@@ -12,7 +12,7 @@ LOUD = "{% for m in messages %}[{{ m['role'] | upper }}] {{ m['content'] }}\n{% 
 
 
 def write_reward_model(folder: Path, *, seed: int = 0, tokenizer: Any = None, labels: int = 1, **settings: Any) -> Path:
-    """An untrained Qwen2 classifier whose scores differ from row to row, with the byte tokenizer unless one is given."""
+    """An untrained Qwen2 classifier whose scores differ from row to row; with the byte tokenizer if none is given."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     from posttrain.models.embedded import byte_tokenizer
