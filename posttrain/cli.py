@@ -20,6 +20,18 @@ def train(args: Arguments) -> int:
     return launch.main(args)
 
 
+def sft(args: Arguments) -> int:
+    from posttrain.trainer import fsdp_sft_trainer
+
+    return fsdp_sft_trainer.main(args)
+
+
+def reward_model(args: Arguments) -> int:
+    from posttrain.trainer import reward_model_trainer
+
+    return reward_model_trainer.main(args)
+
+
 def config(args: Arguments) -> int:
     from posttrain import launch
 
@@ -126,6 +138,8 @@ def version(args: Arguments) -> int:
 
 VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "train": (train, "train with the flags of train.sh and any key=value"),
+    "sft": (sft, "fine-tune on prompts with responses, or on conversations"),
+    "reward-model": (reward_model, "train a reward model on pairs of a better and a worse answer"),
     "config": (config, "print every setting that a run would use, and where it came from"),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
@@ -169,7 +183,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _usage() -> str:
-    verbs = "\n".join(f"  {name:<9} {text}" for name, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {name:<12} {text}" for name, (_, text) in VERBS.items())
     return (
         f"usage: posttrain VERB [arguments]\n\nRL post-training of language models.\n\n{verbs}\n\n"
         "`posttrain VERB --help` says more."

@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.data.fields import Messages
 from posttrain.data.rows import DataError
 
-HINT = "use an instruct model's tokenizer (actor_rollout_ref.model.tokenizer_path), or prompts that are plain strings."
+HINT = "use an instruct model's tokenizer (model.tokenizer_path), or prompts that are plain strings."
 
 
 class ChatRenderer:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypedDict
 
 from tqdm import tqdm
@@ -11,7 +10,7 @@ from tqdm import tqdm
 from posttrain.config.data import DataConfig
 from posttrain.data.chat import ChatRenderer
 from posttrain.data.fields import Messages, PromptFields, fields_of
-from posttrain.data.rows import DataError, RowTable, load_rows, table_of_rows
+from posttrain.data.rows import DataError, RowTable, read_table
 
 SPLITS = ("train", "val")
 TRUNCATIONS = ("error", "left", "right")
@@ -86,19 +85,7 @@ class PromptDataset:
         limit = int(self.config[f"{self.split}_max_samples"])
         if limit == 0:
             raise DataError(f"data.{self.split}_max_samples is 0; give a positive number, or -1 for all rows.")
-        if files_or_rows is None or isinstance(files_or_rows, str | os.PathLike):
-            return load_rows(files_or_rows, limit=limit, setting=self._name)
-        if (
-            not isinstance(files_or_rows, Iterable)
-            or isinstance(files_or_rows, Mapping)
-            or hasattr(files_or_rows, "columns")
-        ):
-            kind = type(files_or_rows).__name__
-            raise DataError(f"Data of type {kind} is not known; give paths, or a list of dicts (one per row).")
-        values = list(files_or_rows)
-        if values and all(isinstance(value, str | os.PathLike) for value in values):
-            return load_rows(values, limit=limit, setting=self._name)
-        return table_of_rows(values, limit=limit)
+        return read_table(files_or_rows, limit=limit, setting=self._name)
 
     def _tokenize(self, table: RowTable, fields: list[PromptFields]) -> list[PromptItem]:
         items: list[PromptItem] = []

@@ -32,8 +32,8 @@ class PromptFields:
 
 def fields_of(table: RowTable, row: int, *, prompt_key: str, data_source: str | None) -> PromptFields:
     """The roles of one row; `data_source` serves rows that do not name one."""
-    values = {name: value for name, value in table.rows[row].items() if not _is_missing(value)}
-    _refuse_media(table, row)
+    values = {name: value for name, value in table.rows[row].items() if not is_missing(value)}
+    refuse_media(table, row)
     ground_truth, response = values.get("ground_truth"), values.get("response")
     reward_model = values.get("reward_model")
     if ground_truth is None and isinstance(reward_model, dict):
@@ -41,7 +41,7 @@ def fields_of(table: RowTable, row: int, *, prompt_key: str, data_source: str | 
     truth_is_response = ground_truth is None and response is not None
     own_source = values.get("data_source")
     return PromptFields(
-        prompt=_prompt_of(table, row, prompt_key),
+        prompt=prompt_of(table, row, prompt_key),
         data_source=data_source if own_source is None else own_source,
         ground_truth=response if truth_is_response else ground_truth,
         response=response,
@@ -50,7 +50,7 @@ def fields_of(table: RowTable, row: int, *, prompt_key: str, data_source: str | 
     )
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
     """Null, or the NaN that stands for it in tables that know no null."""
     return value is None or (isinstance(value, float) and value != value)
 
@@ -65,23 +65,28 @@ def _extra_info(values: dict[str, Any], prompt_key: str) -> dict[str, Any] | Non
     return {**others, **(own or {})} or None
 
 
-def _prompt_of(table: RowTable, row: int, prompt_key: str) -> str | Messages:
+def prompt_of(table: RowTable, row: int, prompt_key: str) -> str | Messages:
+    """The text or the messages in the column `prompt_key`, checked."""
     values = table.rows[row]
     prompt = values.get(prompt_key)
-    if _is_missing(prompt) or prompt in ("", []):
-        what = "is missing" if prompt_key not in values else "is null" if _is_missing(prompt) else "is empty"
+    if is_missing(prompt) or prompt in ("", []):
+        what = "is missing" if prompt_key not in values else "is null" if is_missing(prompt) else "is empty"
         raise DataError(
             f"The prompt of {table.where(row)} {what}: column '{prompt_key}' (data.prompt_key), which every row needs. "
             f"The row has: {', '.join(values) or 'no columns'}."
         )
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+    if isinstance(prompt, list) and is_messages(prompt):
         return [_message(table, row, number, message) for number, message in enumerate(prompt, start=1)]
     raise DataError(
         f"The prompt of {table.where(row)} is a {type(prompt).__name__}; "
         "it must be a string or a list of messages such as {'role': 'user', 'content': '...'}."
     )
+
+
+def is_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
 def _message(table: RowTable, row: int, number: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +109,8 @@ def _message(table: RowTable, row: int, number: int, message: dict[str, Any]) ->
     return message
 
 
-def _refuse_media(table: RowTable, row: int) -> None:
+def refuse_media(table: RowTable, row: int) -> None:
+    """Rows with images, video or sound are errors."""
     for name in MEDIA_COLUMNS:
         value = table.rows[row].get(name)
         # Lists of nulls or empty values are what mixed files leave in text rows.

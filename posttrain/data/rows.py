@@ -80,6 +80,23 @@ def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files")
     return table
 
 
+def read_table(files_or_rows: Any, *, limit: int = -1, setting: str = "data.train_files") -> RowTable:
+    """Rows of one path, of a list of paths, or given as dicts."""
+    if files_or_rows is None or isinstance(files_or_rows, str | os.PathLike):
+        return load_rows(files_or_rows, limit=limit, setting=setting)
+    if (
+        not isinstance(files_or_rows, Iterable)
+        or isinstance(files_or_rows, Mapping)
+        or hasattr(files_or_rows, "columns")
+    ):
+        kind = type(files_or_rows).__name__
+        raise DataError(f"Data of type {kind} is not known; give paths, or a list of dicts (one per row).")
+    values = list(files_or_rows)
+    if values and all(isinstance(value, str | os.PathLike) for value in values):
+        return load_rows(values, limit=limit, setting=setting)
+    return table_of_rows(values, limit=limit)
+
+
 def table_of_rows(rows: Iterable[Any], *, limit: int = -1, name: str = "the given rows") -> RowTable:
     """A table of rows that are in memory already."""
     table = RowTable()

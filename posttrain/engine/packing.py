@@ -77,7 +77,7 @@ class Rows:
     """Input of one forward pass, and where the response tokens are in it.
 
     `predict_N` are the (flattened) places whose hidden state predicts a response token, `label_N` those tokens, and
-    `slot_N` their places in a (B, R) tensor.
+    `slot_N` their places in a (B, R) tensor. `last_B` are the places of the rows' last tokens.
     """
 
     input_ids: torch.Tensor
@@ -87,6 +87,7 @@ class Rows:
     predict_N: torch.Tensor
     label_N: torch.Tensor
     slot_N: torch.Tensor
+    last_B: torch.Tensor
     shape: tuple[int, int]
 
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
@@ -103,7 +104,8 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     row_N, col_N = real_BR.nonzero(as_tuple=True)
     predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, slots, (rows, width))
+    last_B = torch.arange(rows, device=device) * ids_BS.shape[1] + start + real_BR.sum(-1) - 1
+    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, slots, last_B, (rows, width))
 
 
 def packed_units(data: DataProto, units: list[int], device: torch.device) -> Rows:
@@ -130,7 +132,9 @@ def packed_units(data: DataProto, units: list[int], device: torch.device) -> Row
     position_T = position_BS[kept_BS]
     layout = PackedLayout(lengths.tolist(), device, segment_T=segment_T, position_T=position_T)
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, before_BR[real_BR], labels, slots, (rows, width))
+    last_B = place_BS[torch.arange(rows, device=device), start + real_BR.sum(-1) - 1]
+    ids_T, predict_N, shape = ids_BS[kept_BS], before_BR[real_BR], (rows, width)
+    return Rows(ids_T[None], position_T[None], None, layout, predict_N, labels, slots, last_B, shape)
 
 
 def _tensors(data: DataProto, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -124,14 +124,15 @@ def can_pack(model: torch.nn.Module) -> bool:
     return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
 
 
-def check_positions(model: Any, longest: int) -> str | None:
-    """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them."""
+def check_positions(model: Any, longest: int, setting: str | None = None) -> str | None:
+    """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them.
+    `setting` says what allows rows of that length."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if not limit or longest <= limit:
         return None
-    setting = f"data.max_prompt_length + data.max_response_length allow {longest} tokens"
+    setting = setting or f"data.max_prompt_length + data.max_response_length allow {longest} tokens"
     if any(name.endswith(("wpe", "embed_positions")) for name, _ in model.named_modules()):
-        raise ModelError(f"{setting}, but this model has learned positions for {limit} only; lower one of the two")
+        raise ModelError(f"{setting}, but this model has learned positions for {limit} only; lower it")
     return f"{setting}, but the model was made for {limit}."
 
 

@@ -135,8 +135,17 @@ class Progress:
         with self._bar.external_write_mode(file=stream):
             yield
 
-    def step(self, line: str, advice: Sequence[str] = (), *, reward: float | None = None, quiet: bool = False) -> None:
-        """One step is done: print its line and its advice (unless `quiet`), and move the bar."""
+    def step(
+        self,
+        line: str,
+        advice: Sequence[str] = (),
+        *,
+        reward: float | None = None,
+        loss: float | None = None,
+        quiet: bool = False,
+    ) -> None:
+        """One step is done: print its line and its advice (unless `quiet`), and move the bar, reward or loss beside
+        it."""
         self._done += 1
         if not quiet:
             say(f"step {self._done}/{self._total}: {line}")
@@ -144,8 +153,9 @@ class Progress:
             if not quiet and self._is_news(sentence):
                 say(f"  ! {sentence}")
         if self._bar is not None:
-            if reward is not None:
-                self._bar.set_postfix_str(f"reward {reward:.3f}", refresh=False)
+            for name, value in (("reward", reward), ("loss", loss)):
+                if value is not None:
+                    self._bar.set_postfix_str(f"{name} {value:.3f}", refresh=False)
             self._bar.update(1)
 
     def _is_news(self, sentence: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from posttrain.algorithms import aggregation_weights
+from posttrain.data.spans import TrainedRow
 from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
@@ -15,12 +16,26 @@ from posttrain.rollout.generate import to_batch
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
-def sft_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
-    """(prompt ids, response ids) pairs as a batch whose response tokens all count."""
-    outputs = [Output(row, list(response), [0.0] * len(response), "stop") for row, (_, response) in enumerate(pairs)]
-    batch = to_batch([prompt for prompt, _ in pairs], outputs, pad_token_id)
-    weights = aggregation_weights(batch.batch["response_mask"], "token-mean")
-    return batch.union(DataProto.from_dict(tensors={"loss_weights": weights}))
+def pair_row(pair: Pair) -> TrainedRow:
+    """(prompt ids, response ids) as a row whose response tokens are all trained."""
+    prompt, response = pair
+    return TrainedRow([*prompt, *response], [False] * len(prompt) + [True] * len(response))
+
+
+def sft_batch(rows: Sequence[TrainedRow], pad_token_id: int) -> DataProto:
+    """Rows as a batch: what precedes the first trained token is the prompt, what follows the last one is left out.
+
+    `response_mask` marks the trained tokens; `loss_weights` make their mean over the whole batch.
+    """
+    bounds = [(1 + row.trained[1:].index(True), len(row.ids) - row.trained[::-1].index(True)) for row in rows]
+    responses = [row.ids[start:end] for row, (start, end) in zip(rows, bounds, strict=True)]
+    outputs = [Output(number, ids, [0.0] * len(ids), "stop") for number, ids in enumerate(responses)]
+    prompts = [row.ids[:start] for row, (start, _) in zip(rows, bounds, strict=True)]
+    batch = to_batch(prompts, outputs, pad_token_id)
+    mask = batch.batch["response_mask"]
+    for number, (row, (start, end)) in enumerate(zip(rows, bounds, strict=True)):
+        mask[number, : end - start] = torch.tensor(row.trained[start:end])
+    return batch.union(DataProto.from_dict(tensors={"loss_weights": aggregation_weights(mask, "token-mean")}))
 
 
 def sft_step(engine: TrainEngine, batch: DataProto) -> dict[str, float]:
@@ -54,7 +69,7 @@ def fit_pairs(
         if len(order) < batch_size:
             order = torch.randperm(len(pairs), generator=generator)
         chosen, order = order[:batch_size].tolist(), order[batch_size:]
-        loss = sft_step(engine, sft_batch([pairs[i] for i in chosen], pad_token_id))["loss"]
+        loss = sft_step(engine, sft_batch([pair_row(pairs[i]) for i in chosen], pad_token_id))["loss"]
         if on_step is not None:
             on_step(step, loss)
     return loss

@@ -39,6 +39,22 @@ def sft_rows(rows: Rows) -> Rows:
     return [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in rows]
 
 
+def pair_rows(rows: Rows) -> Rows:
+    """Pairs of the right sum (`chosen`) and a wrong one (`rejected`) for reward models; two wrong ones per sum.
+
+    One wrong sum is off by 1 to 9, the other has a wrong ten; both depend on the row alone.
+    """
+    pairs = []
+    for row in rows:
+        right = int(row["ground_truth"])
+        for kind, size in (("unit", 1), ("ten", 10)):
+            draw = int.from_bytes(_draw(kind, row["prompt"]))
+            off = size * (1 + draw // 2 % (9 if size == 1 else 4))
+            wrong = right - off if draw % 2 and right >= off else right + off
+            pairs.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)})
+    return pairs
+
+
 def write_files(folder: str | os.PathLike[str], data: dict[str, Rows], *, suffix: str = "json") -> dict[str, Path]:
     """Writes `train.SUFFIX` and `test.SUFFIX` (json or parquet) into the folder and gives their paths."""
     writers = {"json": _write_json, "parquet": _write_parquet}

@@ -14,11 +14,11 @@ from posttrain.errors import UserError
 KEY = "actor_rollout_ref.model.external_lib"
 
 
-def import_external(name: str) -> ModuleType:
+def import_external(name: str, key: str = KEY) -> ModuleType:
     """The imported module; a path ending in `.py` is loaded as a file, anything else from the working folder first."""
     try:
         if name.endswith(".py"):
-            return _import_file(Path(name).expanduser())
+            return _import_file(Path(name).expanduser(), key)
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(name)
@@ -27,14 +27,14 @@ def import_external(name: str) -> ModuleType:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
-            f"{KEY}={name}: importing it failed in {frame.filename}, line {frame.lineno}: "
+            f"{key}={name}: importing it failed in {frame.filename}, line {frame.lineno}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
-        raise UserError(f"{KEY}={path}: no such file")
+        raise UserError(f"{key}={path}: no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

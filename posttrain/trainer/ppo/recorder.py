@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.checkpoint.rng import capture_rng
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
 from posttrain.tracking.curve import before_after, text_plot
 from posttrain.tracking.diagnosis import RunFacts, diagnose
-from posttrain.tracking.loggers import open_loggers, read_metrics
+from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import step_metrics
-from posttrain.tracking.progress import Progress, say
+from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.samples import thin_samples, write_samples
-from posttrain.trainer.ppo.rundirs import write_status
+from posttrain.trainer.run_writer import RunWriter
 
 
-class Recorder:
-    """Writes one run. Enter it before the first step; `total_steps` is the run's length."""
+class Recorder(RunWriter):
+    """Writes a run of the PPO family."""
 
     def __init__(
         self,
@@ -37,12 +29,8 @@ class Recorder:
         grouped: bool,
         kl_on: bool,
     ) -> None:
-        self.stored_config = stored_config.to_dict()
-        self.config, self.run, self.total_steps = config, run, total_steps
-        self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
-        self.history: list[dict[str, Any]] = []
+        super().__init__(config, run, total_steps, stored_config=stored_config)
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
-        self.timing: dict[str, float] = {}
         actor = config.actor_rollout_ref.actor
         self.facts = RunFacts(
             kl_on=kl_on,
@@ -53,42 +41,6 @@ class Recorder:
             loss_agg_mode=actor.loss_agg_mode,
             grouped=grouped,
         )
-        self._stack = ExitStack()
-
-    def start(self, step: int) -> None:
-        """Open loggers and the bar; `step` steps are done already, what lies beyond them is cut off."""
-        self.step = step
-        self.run.truncate_after(step if step else -1)
-        self.run.write_config(self.stored_config)
-        self.history = (
-            [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
-        )
-        names = [name for name in self.config.trainer.logger if name != "console"]
-        first = step + 1 if step else 0
-        self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say)
-        self._stack.callback(self.loggers.close)
-        self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
-        write_status(self.run, "running", step, self.total_steps)
-
-    def close(self, status: str) -> None:
-        try:
-            write_status(self.run, status, self.step, self.total_steps)
-        except OSError as error:  # a full disk: what ended the run matters more
-            say(f"{self.run.path / 'status.json'} could not be written: {error}.")
-        finally:
-            self._stack.close()
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Adds the time of a stage to this step's timings."""
-        started = time.perf_counter()
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            error.add_note(name)
-            raise
-        finally:
-            self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
 
     def finish_step(self, step: int, batch: DataProto, update: dict[str, float], validation: dict[str, float]) -> None:
         """Metrics, samples and the line of a finished step."""
@@ -116,21 +68,6 @@ class Recorder:
         )
         say(f"validation at step {step}: {shown}")
 
-    def save(
-        self,
-        step: int,
-        *,
-        tensors: dict[str, dict[str, torch.Tensor]],
-        state: dict[str, Any],
-        export: Callable[[Path], None] | None,
-    ) -> Path:
-        """An atomic checkpoint of step `step`."""
-        path = self.checkpoints.save(
-            step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
-        )
-        say(f"saved {path}")
-        return path
-
     def _metric(self, step: int) -> float | None:
         """The validation metric of this step by which the best checkpoint is chosen."""
         latest = next((metrics for at, metrics, _ in reversed(self.validations) if at == step), None)
@@ -154,9 +91,7 @@ class Recorder:
                     [(b["prompt"], b["response"], b["score"], a["response"], a["score"]) for b, a in list(pairs)[:5]]
                 )
             )
-        best = self.checkpoints.best()
-        if best is not None:
-            say(f"best checkpoint by validation: global_step_{best[0]} ({best[1]:.3f})")
+        self.say_best(lambda number: f"{number:.3f}")
         say(f"The run is in {self.run.path}: metrics.jsonl, samples/, logs/run.log, checkpoints/.")
 
     def _curve(self) -> tuple[str, list[tuple[int, float]]]:

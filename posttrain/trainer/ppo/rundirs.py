@@ -16,21 +16,25 @@ from posttrain.tracking.rundir import RunDirectory
 Say = Callable[[str], object]
 
 
-def open_run_directory(config: PPOConfig, say: Say) -> tuple[RunDirectory, bool]:
-    """The opened directory, and whether the run in it goes on. Never mixes two runs."""
+def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tuple[RunDirectory, bool]:
+    """The opened directory, and whether the run in it goes on. Never mixes two runs.
+
+    `stem` begins the names of runs that have none of their own; null takes the estimator's name.
+    """
+    stem = stem or _stem(config)
     trainer = config.trainer
     root = Path(trainer.default_local_dir)
     if trainer.experiment_name is not None:
         run = RunDirectory(root, trainer.project_name, trainer.experiment_name, on_note=say).open()
         return run, _continues(run, config, say)
-    number = _newest_number(root / trainer.project_name, _stem(config))
+    number = _newest_number(root / trainer.project_name, stem)
     if number and trainer.resume_mode == "auto":
-        run = RunDirectory(root, trainer.project_name, f"{_stem(config)}-{number}", on_note=say)
+        run = RunDirectory(root, trainer.project_name, f"{stem}-{number}", on_note=say)
         if not _is_finished(run, config) and not run.changed_settings(config.to_dict()):
             run.open()
             say(f"Continuing the unfinished run {run.path} (the settings are the same).")
             return run, _continues(run, config, say)
-    run = RunDirectory(root, trainer.project_name, f"{_stem(config)}-{number + 1}", on_note=say)
+    run = RunDirectory(root, trainer.project_name, f"{stem}-{number + 1}", on_note=say)
     return run.open(), False
 
 
@@ -43,7 +47,7 @@ def _newest_number(folder: Path, stem: str) -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def _continues(run: RunDirectory, config: PPOConfig, say: Say) -> bool:
+def _continues(run: RunDirectory, config: Any, say: Say) -> bool:
     if not run.holds_run():
         return False
     if config.trainer.resume_mode == "disable":
@@ -78,7 +82,7 @@ def write_status(run: RunDirectory, status: str, step: int, total_steps: int) ->
     replace_file(run.path / "status.json", text.encode())
 
 
-def _is_finished(run: RunDirectory, config: PPOConfig) -> bool:
+def _is_finished(run: RunDirectory, config: Any) -> bool:
     status = read_status(run)
     wanted = config.trainer.total_training_steps or 0
     return status.get("status") == "finished" and wanted <= int(status.get("total_steps", 0))

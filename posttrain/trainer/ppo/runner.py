@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from posttrain.checkpoint.errors import disk_words
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward import RewardConfig
 from posttrain.config.root import PPOConfig
 from posttrain.data.dataset import PromptDataset
-from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
@@ -29,6 +22,7 @@ from posttrain.rewards.types import RewardError, RewardSpec
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
+from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, RunResult
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.ppo.rundirs import open_run_directory
@@ -53,22 +47,8 @@ def run_training(
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        try:
-            trainer = _build(stack, resolved, config, run, reward, data, val_data)
-            return trainer.fit()
-        except torch.OutOfMemoryError as error:
-            raise UserError(_memory_words(config, error)) from error
-        except UserError:
-            raise  # its text says it all
-        except OSError as error:
-            words = disk_words(error, run.path)
-            if words is None:
-                _write_crash(run)
-                raise
-            raise UserError(words) from error
-        except Exception:
-            _write_crash(run)
-            raise
+        with errors_in_words(run, lambda error: _memory_words(config, error)):
+            return _build(stack, resolved, config, run, reward, data, val_data).fit()
 
 
 def _build(
@@ -78,7 +58,7 @@ def _build(
     _load_external(config)
     spec = resolve_reward(config.custom_reward_function, functions=config.reward.functions, function=reward)
     device = pick_device(config.trainer.device)
-    _prepare_torch(config, device)
+    prepare_torch(config, device)
     _fill_embedded(config, data)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     train = PromptDataset(data if data is not None else config.data.train_files, tokenizer, config.data)
@@ -134,15 +114,6 @@ def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset
     return not any(rows.rows_without_truth for rows in data if rows is not None)
 
 
-def _prepare_torch(config: PPOConfig, device: torch.device) -> None:
-    torch.manual_seed(config.trainer.seed)
-    if config.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    say(f"Device: {device} ({what})")
-
-
 def _load_external(config: PPOConfig) -> None:
     """Import the user's module, which may register estimators, losses or samplers."""
     name = config.actor_rollout_ref.model.external_lib
@@ -172,20 +143,10 @@ def _fill_embedded(config: PPOConfig, data: Any) -> None:
 def _memory_words(config: PPOConfig, error: Exception) -> str:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    stage = f" in the stage {error.__notes__[0]}" if getattr(error, "__notes__", None) else ""
     return (
-        f"Out of memory{stage}: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
+        f"{out_of_memory(error)}"
         f"  actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} (tokens at once)\n"
         f"  actor_rollout_ref.rollout.n={rollout.n}, rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
         f"  actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}\n"
         f"  actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing} (true recomputes activations)"
     )
-
-
-def _write_crash(run: RunDirectory) -> None:
-    path = run.crash / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    try:
-        path.write_text(traceback.format_exc())
-    except OSError:
-        return  # the original error matters more than its copy
-    say(f"The run failed; the traceback is in {Path(path)}. The same command continues from the newest checkpoint.")

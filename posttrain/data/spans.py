@@ -1,0 +1,181 @@
+"""Which tokens of a conversation the assistant wrote: exact spans under any chat template, or a clear refusal.
+
+A conversation is rendered as a whole, and up to each assistant turn with the generation prompt behind it, which is what
+the model will be given when it has to write that turn. What the template writes from there to the end of the turn is
+trained: the turn's text and the token that ends it, but nothing after that token (the newline of ChatML).
+
+A template that shows a turn differently once others follow (Qwen3 drops the thoughts of earlier turns) makes several
+rows of one conversation, each trained on its last turn, in the very context that the model will see. A template that
+does not write what it was given, or starts turns elsewhere than its generation prompt ends, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from posttrain.data.fields import Messages
+from posttrain.data.rows import DataError
+
+Span = tuple[int, int]
+ASSISTANT = "assistant"
+_QUESTION, _ANSWER = "What is asked?", "Answered7so."
+
+
+@dataclass
+class TrainedRow:
+    """Token ids and, for each, whether it is trained."""
+
+    ids: list[int]
+    trained: list[bool]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return self.trained.index(True)
+
+
+class SpanFinder:
+    """Conversations to trained rows. `split` counts conversations that became several rows, `reworded` turns whose
+    white space the template changed, `unclosed` turns without a token that ends them."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
+        self.special = _special_ids(tokenizer)
+        self.split = self.reworded = self.unclosed = 0
+        self._probe()
+
+    # -- the template as such -------------------------------------------------------------------------------------
+    def _render(self, messages: Messages, where: str, *, generation: bool, tools: Any = None) -> str:
+        options = {**self.template_kwargs, "add_generation_prompt": generation}
+        if tools is not None:
+            options["tools"] = tools
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as error:  # templates raise errors of their own making, such as an unsupported role
+            raise DataError(f"The chat template refused {where}: {error}") from error
+
+    def _probe(self) -> None:
+        """Refuses a template that begins assistant turns with more than its generation prompt."""
+        messages = [{"role": "user", "content": _QUESTION}]
+        try:
+            prompt = self._render(messages, "a question", generation=True)
+            whole = self._render([*messages, {"role": ASSISTANT, "content": _ANSWER}], "an answer", generation=False)
+        except DataError:
+            return  # it wants other conversations than this; those of the data are tried one by one
+        head, found, _ = whole[len(prompt) :].partition(_ANSWER)
+        if not (whole.startswith(prompt) and found and head):
+            return
+        if self.special.intersection(self._encode([head])[0]) or ASSISTANT in head.lower():
+            raise DataError(
+                f"The chat template has no generation prompt: it writes {head!r} before an assistant turn, but nothing "
+                "of it when it is asked to begin one (add_generation_prompt). Take a template that does, by "
+                "model.tokenizer_path."
+            )
+
+    # -- conversations --------------------------------------------------------------------------------------------
+    def rows(self, messages: Messages, where: str, tools: Any = None) -> list[TrainedRow]:
+        """The rows of one conversation, usually one; `where` serves errors."""
+        turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not turns:
+            raise DataError(
+                f"The conversation of {where} has no assistant turn, so that there is nothing to learn from it."
+            )
+        rendered = [self._turn(messages, turn, where, tools) for turn in turns]
+        spans = [(len(prompt), len(text)) for prompt, text in rendered]
+        whole = rendered[-1][1]  # nothing trained sees what follows the last assistant turn
+        if all(whole.startswith(text) for _, text in rendered):
+            return [self._row(whole, spans)]
+        self.split += 1
+        return [self._row(text, [span]) for (_, text), span in zip(rendered, spans, strict=True)]
+
+    def _turn(self, messages: Messages, turn: int, where: str, tools: Any) -> tuple[str, str]:
+        """(text up to where the assistant begins, text up to the end of its turn), as the model will see it then."""
+        name = f"message {turn + 1} of the conversation of {where}"
+        prompt = self._render(messages[:turn], f"what precedes {name}", generation=True, tools=tools)
+        text = self._render(messages[: turn + 1], name, generation=False, tools=tools)
+        if not text.startswith(prompt):
+            at = _common(prompt, text)
+            raise DataError(
+                f"The chat template shows {name} differently from what it asks the model to continue: after "
+                f"{text[:at][-40:]!r} comes {text[at:][:40]!r} in the turn, but {prompt[at:][:40]!r} when it is asked "
+                "to begin one. Trained on this, the model would begin elsewhere than it is asked to. Set "
+                "data.apply_chat_template_kwargs, or take another template by model.tokenizer_path."
+            )
+        self._same_words(str(messages[turn].get("content") or ""), text[len(prompt) :], name)
+        return prompt, text
+
+    def _same_words(self, content: str, written: str, name: str) -> None:
+        if content in written:
+            return
+        if "".join(content.split()) not in "".join(written.split()):
+            raise DataError(
+                f"The chat template does not write {name} as it is: it was given {content[:60]!r} and writes "
+                f"{written[:60]!r}. Take a template that keeps it (model.tokenizer_path), or write the data as the "
+                "template does."
+            )
+        self.reworded += 1
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+    def _row(self, text: str, spans: Sequence[Span]) -> TrainedRow:
+        """The text's tokens, those of the spans trained."""
+        edges = sorted({edge for span in spans for edge in span} - {0, len(text)})
+        ids, places = self._cut(text, edges)
+        token_at = dict(zip([0, *edges, len(text)], [0, *places, len(ids)], strict=True))
+        trained = [False] * len(ids)
+        for start, end in spans:
+            for at in range(token_at[start], self._closed(ids, token_at[start], token_at[end])):
+                trained[at] = True
+        return TrainedRow(ids, trained)
+
+    def _closed(self, ids: list[int], start: int, end: int) -> int:
+        """Where training ends in the turn of tokens `start` to `end`: behind its last special token, if only white
+        space follows that; a turn without one is trained whole."""
+        last = next((at for at in range(end - 1, start - 1, -1) if ids[at] in self.special), None)
+        if last is None or self._decode(ids[last + 1 : end]).strip():
+            self.unclosed += 1
+            return end
+        return last + 1
+
+    def _cut(self, text: str, edges: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(ids, token number of each edge), so that no token crosses an edge.
+
+        Where tokens would cross (a generation prompt that ends in a space), prompt and response are tokenized apart, as
+        they are when a model writes.
+        """
+        cuts = [0, *edges, len(text)]
+        whole, *pieces = self._encode([text, *(text[a:b] for a, b in pairwise(cuts))])
+        joined = [token for piece in pieces for token in piece]
+        by_pieces = [sum(map(len, pieces[: count + 1])) for count in range(len(edges))]
+        if joined == whole:
+            return whole, by_pieces
+        beginnings = self._encode([text[:edge] for edge in edges])
+        if all(whole[: len(ids)] == ids for ids in beginnings):  # pieces differ only in how a text begins
+            return whole, [len(ids) for ids in beginnings]
+        if self._decode(joined) != self._decode(whole):
+            raise DataError(
+                "This tokenizer cannot cut a rendered conversation where an assistant turn begins or ends: tokens "
+                f"cross that place, and cut there the text reads differently ({text[:60]!r} ...)."
+            )
+        return joined, by_pieces
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+
+
+def _common(left: str, right: str) -> int:
+    """Length of the common beginning."""
+    for at, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return at
+    return min(len(left), len(right))

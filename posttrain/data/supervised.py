@@ -1,0 +1,174 @@
+"""SFTDataset: prompts with responses, or conversations, as token ids with the assistant's tokens marked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from posttrain.config.sft import SFTDataConfig
+from posttrain.data.chat import HINT, ChatRenderer
+from posttrain.data.fields import Messages, is_messages, is_missing, prompt_of, refuse_media
+from posttrain.data.limits import Limit
+from posttrain.data.rows import DataError, RowTable, read_table
+from posttrain.data.spans import ASSISTANT, SpanFinder, TrainedRow
+
+PROGRESS_FROM_ROWS = 5_000
+
+
+class SFTDataset:
+    """Rows ready for training. Example: `SFTDataset("train.parquet", tokenizer, config.data)[0].ids`.
+
+    `files_or_rows` is one path, a list of paths, or rows in memory. `notes` holds sentences for the start of a run.
+    """
+
+    def __init__(self, files_or_rows: Any, tokenizer: Any, config: SFTDataConfig, *, split: str = "train") -> None:
+        self.config, self.split, self.tokenizer = config, split, tokenizer
+        self.notes: list[str] = []
+        self._chat = ChatRenderer(
+            tokenizer, system_prompt=config.system_prompt, template_kwargs=config.apply_chat_template_kwargs
+        )
+        self._spans = SpanFinder(tokenizer, config.apply_chat_template_kwargs) if self._chat.has_template else None
+        table = read_table(files_or_rows, limit=int(config[f"{split}_max_samples"]), setting=f"data.{split}_files")
+        self.multiturn = _is_multiturn(table, config)
+        limit = Limit(config.max_length, config.truncation, f"{split} rows")
+        self._rows: list[TrainedRow] = []
+        hidden = True if len(table) < PROGRESS_FROM_ROWS else None  # None: shown on a terminal only
+        for row in tqdm(range(len(table)), desc=f"tokenizing {split} rows", disable=hidden):
+            for made in self._tokenize(table, row):
+                ids, trained = limit.fit((made.ids, made.trained), table.where(row))
+                if any(trained[1:]):  # a first token has nothing to be predicted from
+                    self._rows.append(TrainedRow(ids, trained))
+        self._note(limit, len(table))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> TrainedRow:
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[TrainedRow]:
+        return iter(self._rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row.ids) for row in self._rows)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """(trained tokens, all tokens) of one epoch."""
+        return sum(sum(row.trained) for row in self._rows), sum(len(row.ids) for row in self._rows)
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+    def _tokenize(self, table: RowTable, row: int) -> list[TrainedRow]:
+        refuse_media(table, row)
+        where = table.where(row)
+        if self.multiturn:
+            messages = prompt_of(table, row, self.config.multiturn.messages_key)
+            if isinstance(messages, str):
+                raise DataError(f"The conversation of {where} is a string; it must be a list of messages.")
+            return self._conversation(messages, where, _tools(table, row, self.config.multiturn.tools_key))
+        prompt = self._prompt(table, row)
+        response = _text_at(table, row, "response", self.config.response_key, self.config.response_dict_keys)
+        if self._spans is None:
+            return [self._plain(prompt, response, where)]
+        return self._conversation([*self._chat.messages(prompt), {"role": ASSISTANT, "content": response}], where)
+
+    def _conversation(self, messages: Messages, where: str, tools: Any = None) -> list[TrainedRow]:
+        if self._spans is None:
+            raise DataError(f"{where.capitalize()} holds chat messages, but the tokenizer has no chat template; {HINT}")
+        return self._spans.rows(messages, where, tools)
+
+    def _prompt(self, table: RowTable, row: int) -> str | Messages:
+        if self.config.prompt_dict_keys:
+            return _text_at(table, row, "prompt", self.config.prompt_key, self.config.prompt_dict_keys)
+        return prompt_of(table, row, self.config.prompt_key)
+
+    def _plain(self, prompt: str | Messages, response: str, where: str) -> TrainedRow:
+        """Without a template: the prompt as it is, the response behind it, and the token that ends a text."""
+        if not isinstance(prompt, str):
+            raise DataError(f"The prompt of {where} is chat messages, but the tokenizer has no chat template; {HINT}")
+        if self.tokenizer.eos_token_id is None:
+            raise DataError("The tokenizer has neither a chat template nor an end token to teach a model to stop.")
+        before = self._chat.encode([prompt])[0]
+        if before and before[-1] == self.tokenizer.eos_token_id:  # some tokenizers end every text; it goes on here
+            before = before[:-1]
+        after = self.tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [*before, *after, self.tokenizer.eos_token_id]
+        return TrainedRow(ids, [False] * len(before) + [True] * (len(ids) - len(before)))
+
+    # -- words ----------------------------------------------------------------------------------------------------
+    def _note(self, limit: Limit, count: int) -> None:
+        name, spans = f"{self.split} rows", self._spans
+        self.notes += [*self._chat.notes, *limit.notes()]
+        if not self._rows:
+            raise DataError(
+                f"None of the {count} {name} has a token to learn within data.max_length={limit.length}; raise it, or "
+                "set data.truncation=left."
+            )
+        if limit.emptied:
+            self.notes.append(f"{limit.emptied} {name} were cut down to nothing that is trained, and left out.")
+        if spans is None:
+            self.notes.append("The tokenizer has no chat template: a row is prompt, response and end token.")
+            return
+        if spans.split:
+            self.notes.append(
+                f"The chat template rewrites earlier turns: {spans.split} of {count} {name} became one row per "
+                "assistant turn, each in the context that the model will see."
+            )
+        if spans.reworded:
+            self.notes.append(
+                f"The chat template changes the white space of {spans.reworded} assistant turns of the {name}; what it "
+                "writes is trained."
+            )
+        if spans.unclosed:
+            self.notes.append(
+                f"{spans.unclosed} assistant turns of the {name} end without a special token: they do not teach the "
+                "model to stop."
+            )
+
+
+def _is_multiturn(table: RowTable, config: SFTDataConfig) -> bool:
+    if config.multiturn.enable is not None:
+        return config.multiturn.enable
+    first = table.rows[0]
+    return config.multiturn.messages_key in first and config.response_key not in first
+
+
+def _tools(table: RowTable, row: int, key: str) -> Any:
+    value = table.rows[row].get(key)
+    if is_missing(value) or value == []:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"Column '{key}' of {table.where(row)} is not valid JSON: {error}") from error
+    if not is_messages(value):
+        raise DataError(f"Column '{key}' of {table.where(row)} must be a list of tools (mappings).")
+    return value
+
+
+def _text_at(table: RowTable, row: int, what: str, key: str, inner: list[str] | None) -> str:
+    """The text in a column, or at `inner` keys of the mapping in it."""
+    values, where = table.rows[row], table.where(row)
+    value: Any = values.get(key)
+    path = f"column '{key}' (data.{what}_key)"
+    if key not in values:
+        raise DataError(f"The {what} of {where} is missing: {path}. The row has: {', '.join(values) or 'no columns'}.")
+    for name in inner or []:
+        if not isinstance(value, dict) or name not in value:
+            inside = f"; it has: {', '.join(value)}" if isinstance(value, dict) else ""
+            raise DataError(f"The {what} of {where}: {path} has no '{name}' (data.{what}_dict_keys){inside}.")
+        value, path = value[name], f"{path}, '{name}'"
+    if is_missing(value) or value == "":
+        raise DataError(f"The {what} of {where} is empty: {path}.")
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise DataError(
+            f"The {what} of {where} is a {type(value).__name__}, not a text: {path}. "
+            f"data.{what}_dict_keys names keys inside a mapping; data.multiturn.enable=true reads conversations."
+        )
+    return str(value)

@@ -1,0 +1,63 @@
+"""How a run begins and ends whatever it trains: its device, its external module, and errors turned into words."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.checkpoint.errors import disk_words
+from posttrain.errors import UserError
+from posttrain.tracking.progress import say
+from posttrain.tracking.rundir import RunDirectory
+
+
+def prepare_torch(config: Any, device: torch.device) -> None:
+    """Seed and determinism as `trainer` says, and the device in words."""
+    torch.manual_seed(config.trainer.seed)
+    if config.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    say(f"Device: {device} ({what})")
+
+
+@contextmanager
+def errors_in_words(run: RunDirectory, memory_words: Callable[[Exception], str]) -> Iterator[None]:
+    """Memory and disk errors say what to do; any other leaves its traceback in the run directory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(memory_words(error)) from error
+    except UserError:
+        raise  # its text says it all
+    except OSError as error:
+        words = disk_words(error, run.path)
+        if words is None:
+            _write_crash(run)
+            raise
+        raise UserError(words) from error
+    except Exception:
+        _write_crash(run)
+        raise
+
+
+def out_of_memory(error: Exception) -> str:
+    """The first line of the words about it."""
+    stage = f" in the stage {error.__notes__[0]}" if getattr(error, "__notes__", None) else ""
+    return f"Out of memory{stage}: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
+
+
+def _write_crash(run: RunDirectory) -> None:
+    path = run.crash / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    try:
+        path.write_text(traceback.format_exc())
+    except OSError:
+        return  # the original error matters more than its copy
+    say(f"The run failed; the traceback is in {Path(path)}. The same command continues from the newest checkpoint.")

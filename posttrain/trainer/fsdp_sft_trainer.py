@@ -1,0 +1,61 @@
+"""The entry of supervised fine-tuning: `python -m posttrain.trainer.fsdp_sft_trainer key=value ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.trainer.supervised.entry import run_cli, settings_of
+
+USAGE = """usage: posttrain sft key=value ... [--config-path DIR --config-name NAME] [--cfg job]
+
+Fine-tunes a causal language model on prompts with responses, or on conversations. The settings, each followed by where
+its value comes from:
+"""
+
+
+def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None, val_data: Any = None) -> Any:
+    """One training from arguments, a mapping of settings or a resolved configuration; rows may be given in Python."""
+    from posttrain.config.supervised_tree import SFT
+
+    resolved = settings_of(config, SFT, data=data, val_data=val_data)
+    from posttrain.data.supervised import SFTDataset
+    from posttrain.trainer.supervised.runner import run_supervised
+    from posttrain.trainer.supervised.sft_task import SFTTask
+
+    return run_supervised(
+        resolved,
+        stem="sft",
+        make_data=lambda rows, tokenizer, settings, split: SFTDataset(rows, tokenizer, settings, split=split),
+        make_task=SFTTask,
+        words=_words,
+        embedded_files=_embedded_files,
+        data=data,
+        val_data=val_data,
+    )
+
+
+def _embedded_files(folder: Path) -> dict[str, Path]:
+    return {"train": folder / "train.json", "test": folder / "test.json"}
+
+
+def _words(train: Any, val: Any, steps: int) -> str:
+    trained, whole = train.tokens
+    kind = "conversations" if train.multiturn else "prompts with responses"
+    held_out = f"{len(val)} rows are held out" if val is not None else "no rows are held out"
+    return (
+        f"SFT: {steps} optimizer steps on {len(train)} rows ({kind}); an epoch has {whole} tokens, {trained} of them "
+        f"the assistant's, which are trained; {held_out}."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from posttrain.config.supervised_tree import SFT
+
+    return run_cli(sys.argv[1:] if argv is None else argv, SFT, USAGE, run_sft)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The entry of reward-model training: `python -m posttrain.trainer.reward_model_trainer key=value ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.trainer.supervised.entry import run_cli, settings_of
+
+USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
+
+Trains a reward model (a sequence classifier with one label) on pairs of a better and a worse answer. The settings, each
+followed by where its value comes from:
+"""
+
+
+def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None, val_data: Any = None) -> Any:
+    """One training from arguments, a mapping of settings or a resolved configuration; rows may be given in Python."""
+    from posttrain.config.supervised_tree import REWARD_MODEL
+
+    resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
+    from posttrain.data.pairs import PairDataset
+    from posttrain.trainer.supervised.pair_task import PairTask
+    from posttrain.trainer.supervised.runner import run_supervised
+
+    return run_supervised(
+        resolved,
+        stem="reward-model",
+        make_data=lambda rows, tokenizer, settings, split: PairDataset(rows, tokenizer, settings, split=split),
+        make_task=PairTask,
+        words=_words,
+        embedded_files=_embedded_files,
+        data=data,
+        val_data=val_data,
+    )
+
+
+def _embedded_files(folder: Path) -> dict[str, Path]:
+    """Pairs of a right and a wrong sum, made from the embedded sums."""
+    import json
+
+    from posttrain.data.recipes.arithmetic import pair_rows, write_files
+
+    paths = {name: folder / "pairs" / f"{name}.json" for name in ("train", "test")}
+    if not all(path.exists() for path in paths.values()):
+        sums = {name: json.loads((folder / f"{name}.json").read_text()) for name in paths}
+        write_files(folder / "pairs", {name: pair_rows(rows) for name, rows in sums.items()})
+    return paths
+
+
+def _words(train: Any, val: Any, steps: int) -> str:
+    held_out = f"{len(val)} pairs are held out" if val is not None else "no pairs are held out"
+    return f"Reward model: {steps} optimizer steps on {len(train)} pairs; {held_out}."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from posttrain.config.supervised_tree import REWARD_MODEL
+
+    return run_cli(sys.argv[1:] if argv is None else argv, REWARD_MODEL, USAGE, run_reward_model)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""RunWriter: what every kind of run leaves behind alike: settings, metrics, status, checkpoints, a bar, timings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.checkpoint.manager import CheckpointManager
+from posttrain.checkpoint.rng import capture_rng
+from posttrain.tracking.loggers import open_loggers, read_metrics
+from posttrain.tracking.progress import Progress, say
+from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.rundirs import write_status
+
+
+class RunWriter:
+    """Writes one run. `start` it before the first step; `total_steps` is the run's length."""
+
+    def __init__(self, config: Any, run: RunDirectory, total_steps: int, *, stored_config: Any) -> None:
+        self.stored_config = stored_config.to_dict()
+        self.config, self.run, self.total_steps = config, run, total_steps
+        self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
+        self.history: list[dict[str, Any]] = []
+        self.timing: dict[str, float] = {}
+        self._stack = ExitStack()
+
+    def start(self, step: int) -> None:
+        """Open loggers and the bar; `step` steps are done already, what lies beyond them is cut off."""
+        self.step = step
+        self.run.truncate_after(step if step else -1)
+        self.run.write_config(self.stored_config)
+        self.history = (
+            [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
+        )
+        names = [name for name in self.config.trainer.logger if name != "console"]
+        first = step + 1 if step else 0
+        self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say)
+        self._stack.callback(self.loggers.close)
+        self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
+        write_status(self.run, "running", step, self.total_steps)
+
+    def close(self, status: str) -> None:
+        try:
+            write_status(self.run, status, self.step, self.total_steps)
+        except OSError as error:  # a full disk: what ended the run matters more
+            say(f"{self.run.path / 'status.json'} could not be written: {error}.")
+        finally:
+            self._stack.close()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time of a stage to this step's timings."""
+        started = time.perf_counter()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            error.add_note(name)
+            raise
+        finally:
+            self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
+
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: dict[str, dict[str, torch.Tensor]],
+        state: dict[str, Any],
+        export: Callable[[Path], None] | None,
+    ) -> Path:
+        """An atomic checkpoint of step `step`."""
+        path = self.checkpoints.save(
+            step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
+        )
+        say(f"saved {path}")
+        return path
+
+    def _metric(self, step: int) -> float | None:
+        """The number of this step by which the best checkpoint is chosen, largest best; None if it has none."""
+        return None
+
+    def say_best(self, words: Callable[[float], str]) -> None:
+        """Name the best checkpoint; `words` shows its number."""
+        best = self.checkpoints.best()
+        if best is not None:
+            say(f"best checkpoint by validation: global_step_{best[0]} ({words(best[1])})")

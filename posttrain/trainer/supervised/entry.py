@@ -1,0 +1,46 @@
+"""The command lines of the supervised trainers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.config import Resolved, load_config
+from posttrain.config.tree import Tree
+from posttrain.errors import UserError
+
+
+def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, data: Any, val_data: Any) -> Resolved:
+    """A checked configuration from whatever a caller has; rows given in Python need no files."""
+    if isinstance(config, Resolved):
+        return config
+    given = {"data.train_files": data, "data.val_files": val_data}
+    provided = [key for key, rows in given.items() if rows is not None]
+    arguments = config.to_dict() if isinstance(config, tree.root) else config
+    return load_config(arguments, environment=True, provided=provided, tree=tree)
+
+
+def run_cli(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any]) -> int:
+    """The exit status; errors meant for users are printed as they are."""
+    try:
+        shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
+        resolved = load_config(list(args), environment=not shows, tree=tree)
+        if resolved.show is not None:
+            print(usage + "\n" + resolved.describe() if resolved.show == "help" else resolved.to_yaml(), end="")
+            return 0
+        print(f"Configuration: {resolved.main_file} and the command line")
+        _quiet_environment()
+        return run(resolved).exit_status
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _quiet_environment() -> None:
+    from posttrain.trainer.constants_ppo import apply_environment
+
+    apply_environment()

@@ -1,0 +1,147 @@
+"""A reward model learns to score the better answer of a pair above the worse one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.bradley_terry import bradley_terry_loss
+from posttrain.config.reward_trainer import RewardTrainerConfig
+from posttrain.data.pairs import Pair, PairDataset
+from posttrain.data.sampler import sequential_batches
+from posttrain.engine.pairs import PairEngine
+from posttrain.models.forward import without_adapters
+from posttrain.models.loading import resolve_dtype
+from posttrain.models.lora import add_adapters
+from posttrain.models.scorer import load_scorer, without_trailing_padding
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
+from posttrain.trainer.supervised.settings import engine_settings
+from posttrain.trainer.supervised.task import Metrics, Task
+
+
+def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
+    """Two rows per pair, the better first; `prompts` is what both have in common. `pair_weights` make a mean over the
+    whole batch, so that losses of any split add up to it."""
+    prompts, answers = [], []
+    for pair in pairs:
+        rows = [without_trailing_padding(ids, pad_token_id) for ids in (pair.chosen, pair.rejected)]
+        shared = _common(*rows)
+        prompts += [rows[0][:shared]] * 2
+        answers += [row[shared:] for row in rows]
+    outputs = [Output(number, ids, [0.0] * len(ids), "stop") for number, ids in enumerate(answers)]
+    batch = to_batch(prompts, outputs, pad_token_id)
+    margins = torch.tensor([pair.margin for pair in pairs for _ in range(2)])
+    weights = torch.full((2 * len(pairs),), 1.0 / len(pairs), dtype=torch.float64)
+    return batch.union(DataProto.from_dict(tensors={"margins": margins, "pair_weights": weights}))
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Tokens that both begin with; at least one token of each is left over."""
+    most = min(len(left), len(right)) - 1
+    return next((at for at in range(most) if left[at] != right[at]), most)
+
+
+class PairTask(Task):
+    """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
+
+    curve = "val/accuracy"
+
+    def __init__(
+        self,
+        config: RewardTrainerConfig,
+        *,
+        tokenizer: Any,
+        train: PairDataset,
+        val: PairDataset | None,
+        device: torch.device,
+        total_steps: int,
+    ) -> None:
+        self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
+        model = config.model
+        module = load_scorer(
+            str(model.path),
+            device,
+            resolve_dtype(model.dtype, device),
+            pad_token_id=tokenizer.pad_token_id,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+            new_head=True,
+        )
+        self.pad_token_id = module.config.get_text_config().pad_token_id
+        if model.lora_rank > 0:
+            module = with_trained_head(add_adapters(module, model))
+        self.engine = PairEngine(module, engine_settings(config, device, total_steps))
+
+    def train_step(self, rows: list[int]) -> Metrics:
+        batch = pair_batch([self.train[row] for row in rows], self.pad_token_id)
+        total, leads = 0.0, []
+
+        def loss(micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            nonlocal total
+            losses, lead = self._losses(micro, outputs["scores"][:, 0])
+            share = (losses * micro.batch["pair_weights"][::2].to(losses.dtype)).sum()
+            total += float(share.detach())
+            leads.append(lead.detach().cpu())
+            return share
+
+        metrics = self.engine.update(batch, loss)
+        lead = torch.cat(leads)
+        tokens = float(batch.batch["attention_mask"].sum())
+        return {**metrics, "loss": total, **_of_leads(lead), "rows": float(len(lead)), "tokens": tokens}
+
+    def _losses(self, micro: DataProto, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """((P,) losses, (P,) by how much the better answer leads)."""
+        chosen, rejected = scores[::2], scores[1::2]
+        margins = micro.batch["margins"][::2].to(scores)
+        return bradley_terry_loss(
+            chosen, rejected, margins, center_coef=self.config.loss.center_coef
+        ), chosen - rejected
+
+    def validate(self) -> Metrics | None:
+        if self.val is None:
+            return None
+        losses, leads, scores = [], [], []
+        for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+            batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
+            found = self.engine.scores(batch).double()
+            part, lead = self._losses(batch, found)
+            losses.append(part), leads.append(lead), scores.append(found)
+        lead = torch.cat(leads)
+        made = {
+            "loss": float(torch.cat(losses).mean()),
+            **_of_leads(lead),
+            "score_mean": float(torch.cat(scores).mean()),
+        }
+        return {f"val/{name}": value for name, value in made.items()}
+
+    def line(self, metrics: Mapping[str, float]) -> str:
+        return (
+            f"loss {metrics['train/loss']:.4f}, accuracy {metrics['train/accuracy']:.3f}, margin "
+            f"{metrics['train/margin']:.3f}, grad norm {metrics['train/grad_norm']:.3g}, lr "
+            f"{metrics['train/lr']:.3g}, {metrics['perf/throughput']:.0f} tokens/s"
+        )
+
+    def validation_line(self, metrics: Mapping[str, float]) -> str:
+        return f"accuracy {metrics['val/accuracy']:.3f}, margin {metrics['val/margin']:.3f}, loss {metrics['val/loss']:.4f}"
+
+    def goodness(self, validation: Mapping[str, float]) -> float:
+        return validation["val/accuracy"]
+
+
+def _of_leads(lead: torch.Tensor) -> Metrics:
+    """Share of pairs whose better answer leads (equal scores count half), and the mean lead."""
+    right = (lead > 0).double() + 0.5 * (lead == 0).double()
+    return {"accuracy": float(right.mean()), "margin": float(lead.double().mean())}
+
+
+def with_trained_head(module: torch.nn.Module) -> torch.nn.Module:
+    """Adapters freeze everything else; the score head is new and must learn."""
+    bare: Any = without_adapters(module)
+    head = getattr(bare, "score", None) or getattr(bare, "classifier", None)
+    assert head is not None
+    head.requires_grad_(True)
+    return module

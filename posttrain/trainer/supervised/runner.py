@@ -1,0 +1,113 @@
+"""From a resolved configuration to a finished supervised run: directory, data, task, loop, and tidy ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config.resolved import Resolved
+from posttrain.models.loading import check_positions, load_tokenizer
+from posttrain.tracking.progress import say, tee_output
+from posttrain.trainer.embedded import ensure_embedded
+from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.ppo.ray_trainer import RunResult
+from posttrain.trainer.ppo.rundirs import open_run_directory
+from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
+from posttrain.trainer.supervised.task import Task
+from posttrain.workers.roles import pick_device
+
+MakeData = Callable[[Any, Any, Any, str], Any]
+"""(files or rows, tokenizer, config.data, split) -> a data set with `notes`."""
+
+
+def run_supervised(
+    resolved: Resolved,
+    *,
+    stem: str,
+    make_data: MakeData,
+    make_task: Callable[..., Task],
+    words: Callable[[Any, Any, int], str],
+    embedded_files: Callable[[Path], dict[str, Path]],
+    data: Any = None,
+    val_data: Any = None,
+) -> RunResult:
+    """One whole run. `words(train, val, steps)` describes it at the start; `data` and `val_data` stand in for files."""
+    config = copy.deepcopy(resolved.config)
+    with ExitStack() as stack:
+        run, _ = open_run_directory(config, say, stem=stem)
+        stack.callback(run.close)
+        stack.enter_context(tee_output(run.log))
+        say(f"Run directory: {run.path}")
+        for note in resolved.notes:
+            say(f"note: {note}")
+        with errors_in_words(run, lambda error: _memory_words(config, error)):
+            stored = copy.deepcopy(config)
+            _load_external(config)
+            device = pick_device(config.trainer.device)
+            prepare_torch(config, device)
+            _fill_embedded(config, data, embedded_files)
+            tokenizer = load_tokenizer(config.model)
+            train = make_data(config.data.train_files if data is None else data, tokenizer, config.data, "train")
+            held_out = config.data.val_files if val_data is None else val_data
+            val = None if held_out is None else make_data(held_out, tokenizer, config.data, "val")
+            for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
+                say(f"note: {note}")
+            batch, steps = count_steps(config, len(train))
+            if batch < config.data.train_batch_size:
+                say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
+            task = make_task(config, tokenizer=tokenizer, train=train, val=val, device=device, total_steps=steps)
+            say(words(train, val, steps))
+            _say_model(config, task, device, max(train.longest, val.longest if val else 0))
+            return SupervisedTrainer(config, task, run, stored_config=stored).fit()
+
+
+def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:
+    weights = list(task.engine.module.parameters())
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    share = f", {trained:,} of them trained" * (trained < sum(weight.numel() for weight in weights))
+    packed = "packed rows" if task.engine.packed else "padded rows"
+    total = sum(weight.numel() for weight in weights)
+    say(f"Model: {config.model.path}, {total:,} parameters{share}, {weights[0].dtype} on {device}, {packed}")
+    note = check_positions(task.engine.module, longest, f"the longest row has {longest} tokens (data.max_length)")
+    if note:
+        say(f"note: {note}")
+
+
+def _load_external(config: Any) -> None:
+    if config.model.external_lib:
+        from posttrain.trainer.ppo.external import import_external
+
+        import_external(config.model.external_lib, "model.external_lib")
+        say(f"Loaded {config.model.external_lib}.")
+
+
+def _fill_embedded(config: Any, data: Any, embedded_files: Callable[[Path], dict[str, Path]]) -> None:
+    """Replace `embedded` by the model and the files that posttrain makes itself."""
+    wants_model = config.model.path in (None, "embedded")
+    wants_train = data is None and config.data.train_files in (None, "embedded")
+    if not (wants_model or wants_train or config.data.val_files == "embedded"):
+        return
+    folder = ensure_embedded(say, model=wants_model)
+    if wants_model:
+        config.model.path = str(folder / "model")
+    files = embedded_files(folder)
+    if wants_train:
+        config.data.train_files = str(files["train"])
+    if config.data.val_files == "embedded":
+        config.data.val_files = str(files["test"])
+
+
+def _memory_words(config: Any, error: Exception) -> str:
+    data, model = config.data, config.model
+    return (
+        f"{out_of_memory(error)}"
+        f"  data.max_token_len_per_gpu={data.max_token_len_per_gpu} (tokens at once)\n"
+        f"  data.max_length={data.max_length} (longest row)\n"
+        f"  model.enable_gradient_checkpointing={model.enable_gradient_checkpointing} (true recomputes activations)\n"
+        f"  model.lora_rank={model.lora_rank} (above 0: only adapters have optimizer state)"
+    )

@@ -1,0 +1,75 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of the assistant's tokens, over the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from posttrain.config.sft import SFTConfig
+from posttrain.data.sampler import sequential_batches
+from posttrain.data.supervised import SFTDataset
+from posttrain.engine.fsdp import FSDPEngine
+from posttrain.models.loading import load_causal_lm, resolve_dtype
+from posttrain.models.lora import add_adapters
+from posttrain.trainer.sft import sft_batch, sft_step
+from posttrain.trainer.supervised.settings import engine_settings
+from posttrain.trainer.supervised.task import Metrics, Task
+
+
+class SFTTask(Task):
+    """A causal language model that learns the assistant's turns."""
+
+    curve = "val/loss"
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        *,
+        tokenizer: Any,
+        train: SFTDataset,
+        val: SFTDataset | None,
+        device: torch.device,
+        total_steps: int,
+    ) -> None:
+        self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
+        module = load_causal_lm(config.model, dtype=resolve_dtype(config.model.dtype, device), device=device)
+        if config.model.lora_rank > 0:
+            module = add_adapters(module, config.model)
+        self.engine = FSDPEngine(module, engine_settings(config, device, total_steps))
+
+    def train_step(self, rows: list[int]) -> Metrics:
+        batch = sft_batch([self.train[row] for row in rows], self.tokenizer.pad_token_id)
+        counts = {
+            "tokens": float(batch.batch["attention_mask"].sum()),
+            "trained_tokens": float(batch.batch["response_mask"].sum()),
+            "rows": float(len(batch)),
+        }
+        return {**sft_step(self.engine, batch), **counts}
+
+    def validate(self) -> Metrics | None:
+        if self.val is None:
+            return None
+        total, count = 0.0, 0
+        for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+            batch = sft_batch([self.val[row] for row in rows], self.tokenizer.pad_token_id)
+            log_probs, mask = self.engine.log_probs(batch)["log_probs"], batch.batch["response_mask"]
+            total -= float((log_probs.double() * mask).sum())
+            count += int(mask.sum())
+        loss = total / count
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), "val/trained_tokens": float(count)}
+
+    def line(self, metrics: Mapping[str, float]) -> str:
+        return (
+            f"loss {metrics['train/loss']:.4f}, grad norm {metrics['train/grad_norm']:.3g}, lr "
+            f"{metrics['train/lr']:.3g}, {metrics['train/trained_tokens']:.0f} trained of "
+            f"{metrics['perf/total_num_tokens']:.0f} tokens, {metrics['perf/throughput']:.0f} tokens/s"
+        )
+
+    def validation_line(self, metrics: Mapping[str, float]) -> str:
+        return f"loss {metrics['val/loss']:.4f}, perplexity {metrics['val/perplexity']:.4g}"
+
+    def goodness(self, validation: Mapping[str, float]) -> float:
+        return -validation["val/loss"]

@@ -1,0 +1,48 @@
+"""The contract between the supervised loop and what it trains."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.engine.fsdp import FSDPEngine
+
+Metrics = dict[str, float]
+
+
+class Task(ABC):
+    """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
+
+    engine: FSDPEngine
+    tokenizer: Any
+    rows: int
+    curve: str
+
+    @abstractmethod
+    def train_step(self, rows: list[int]) -> Metrics:
+        """One optimizer step on these rows; gives `loss`, the engine's metrics, `tokens` and the task's own."""
+
+    @abstractmethod
+    def validate(self) -> Metrics | None:
+        """Metrics of the held-out rows by their logged names; None where there are none."""
+
+    @abstractmethod
+    def line(self, metrics: Mapping[str, float]) -> str:
+        """A step's metrics on one line."""
+
+    @abstractmethod
+    def validation_line(self, metrics: Mapping[str, float]) -> str:
+        """A validation's metrics on one line."""
+
+    @abstractmethod
+    def goodness(self, validation: Mapping[str, float]) -> float:
+        """By which the best checkpoint is chosen, largest best."""
+
+    def export(self, folder: Path) -> None:
+        """A Hugging Face folder: weights (adapters folded in), configuration, tokenizer and chat template."""
+        module: Any = self.engine.module
+        base = module.get_base_model() if hasattr(module, "peft_config") else module
+        base.save_pretrained(folder, state_dict=dict(self.engine.export_weights()))
+        self.tokenizer.save_pretrained(folder)
