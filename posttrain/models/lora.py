@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -10,8 +10,11 @@ import torch
 from posttrain.config.model import ModelConfig
 
 
-def add_adapters(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
-    """The model with adapters of `lora_rank`; only they are trained, in float32 even beside bfloat16 weights."""
+def add_adapters(model: torch.nn.Module, config: ModelConfig, *, whole: Sequence[str] = ()) -> torch.nn.Module:
+    """The model with adapters of `lora_rank`; only they are trained, in float32 even beside bfloat16 weights.
+
+    Top modules named in `whole` (a head that begins untrained) get no adapters and are trained themselves.
+    """
     from peft import LoraConfig, get_peft_model
 
     targets = config.target_modules
@@ -20,16 +23,21 @@ def add_adapters(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
+        exclude_modules=list(whole) or None,
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
     try:
-        return get_peft_model(model, settings)  # pyright: ignore
+        adapted = get_peft_model(model, settings)  # pyright: ignore
     except ValueError as error:
         names = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
         raise ValueError(
             f"actor_rollout_ref.model.target_modules={targets}: {error}\n"
             f"  linear modules of this model: {', '.join(names)}"
         ) from error
+    for name in whole:
+        if hasattr(model, name):
+            getattr(model, name).requires_grad_(True)
+    return adapted
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Shapes: B rows, T packed tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,14 +63,15 @@ def load_scorer(
         _one_label(settings, path, new_head or value_head is not None, setting)
         if settings.get_text_config().pad_token_id is None:
             settings.get_text_config().pad_token_id = pad_token_id
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            source,
-            config=settings,
-            dtype=dtype,
-            attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        with _no_report():
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                source,
+                config=settings,
+                dtype=dtype,
+                attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the reward model", setting) from error
     _settle_head(model, sorted(report["missing_keys"]), path, new_head or value_head is not None, setting)
@@ -78,6 +80,19 @@ def load_scorer(
     fuse_norms(model)
     without_dropout(model)
     return model.to(device).eval()
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """transformers prints a table of missing weights; what matters of it is said by `_settle_head`."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _lay_over(settings: Any, values: Mapping[str, Any], setting: str) -> None:

@@ -40,18 +40,14 @@ def sft_rows(rows: Rows) -> Rows:
 
 
 def pair_rows(rows: Rows) -> Rows:
-    """Pairs of the right sum (`chosen`) and a wrong one (`rejected`) for reward models; two wrong ones per sum.
-
-    One wrong sum is off by 1 to 9, the other has a wrong ten; both depend on the row alone.
-    """
+    """Pairs for reward models: the right sum (`chosen`), and another of the rows' sums that is off by 10 or more."""
+    sums = sorted({int(row["ground_truth"]) for row in rows})
     pairs = []
     for row in rows:
         right = int(row["ground_truth"])
-        for kind, size in (("unit", 1), ("ten", 10)):
-            draw = int.from_bytes(_draw(kind, row["prompt"]))
-            off = size * (1 + draw // 2 % (9 if size == 1 else 4))
-            wrong = right - off if draw % 2 and right >= off else right + off
-            pairs.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)})
+        wrong = [value for value in sums if abs(value - right) >= 10]
+        drawn = wrong[int.from_bytes(_draw("wrong", row["prompt"])) % len(wrong)]
+        pairs.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(drawn)})
     return pairs
 
 

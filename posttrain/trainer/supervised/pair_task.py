@@ -12,10 +12,9 @@ from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.engine.pairs import PairEngine
-from posttrain.models.forward import without_adapters
 from posttrain.models.loading import resolve_dtype
 from posttrain.models.lora import add_adapters
-from posttrain.models.scorer import load_scorer, without_trailing_padding
+from posttrain.models.scorer import HEADS, load_scorer, without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -49,6 +48,7 @@ class PairTask(Task):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
     curve = "val/accuracy"
+    engine: PairEngine
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PairTask(Task):
         )
         self.pad_token_id = module.config.get_text_config().pad_token_id
         if model.lora_rank > 0:
-            module = with_trained_head(add_adapters(module, model))
+            module = add_adapters(module, model, whole=HEADS)
         self.engine = PairEngine(module, engine_settings(config, device, total_steps))
 
     def train_step(self, rows: list[int]) -> Metrics:
@@ -97,9 +97,8 @@ class PairTask(Task):
         """((P,) losses, (P,) by how much the better answer leads)."""
         chosen, rejected = scores[::2], scores[1::2]
         margins = micro.batch["margins"][::2].to(scores)
-        return bradley_terry_loss(
-            chosen, rejected, margins, center_coef=self.config.loss.center_coef
-        ), chosen - rejected
+        losses = bradley_terry_loss(chosen, rejected, margins, center_coef=self.config.loss.center_coef)
+        return losses, chosen - rejected
 
     def validate(self) -> Metrics | None:
         if self.val is None:
@@ -109,13 +108,11 @@ class PairTask(Task):
             batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
             found = self.engine.scores(batch).double()
             part, lead = self._losses(batch, found)
-            losses.append(part), leads.append(lead), scores.append(found)
-        lead = torch.cat(leads)
-        made = {
-            "loss": float(torch.cat(losses).mean()),
-            **_of_leads(lead),
-            "score_mean": float(torch.cat(scores).mean()),
-        }
+            losses.append(part)
+            leads.append(lead)
+            scores.append(found)
+        loss, mean = float(torch.cat(losses).mean()), float(torch.cat(scores).mean())
+        made = {"loss": loss, **_of_leads(torch.cat(leads)), "score_mean": mean}
         return {f"val/{name}": value for name, value in made.items()}
 
     def line(self, metrics: Mapping[str, float]) -> str:
@@ -126,7 +123,8 @@ class PairTask(Task):
         )
 
     def validation_line(self, metrics: Mapping[str, float]) -> str:
-        return f"accuracy {metrics['val/accuracy']:.3f}, margin {metrics['val/margin']:.3f}, loss {metrics['val/loss']:.4f}"
+        accuracy, margin = metrics["val/accuracy"], metrics["val/margin"]
+        return f"accuracy {accuracy:.3f}, margin {margin:.3f}, loss {metrics['val/loss']:.4f}"
 
     def goodness(self, validation: Mapping[str, float]) -> float:
         return validation["val/accuracy"]
@@ -136,12 +134,3 @@ def _of_leads(lead: torch.Tensor) -> Metrics:
     """Share of pairs whose better answer leads (equal scores count half), and the mean lead."""
     right = (lead > 0).double() + 0.5 * (lead == 0).double()
     return {"accuracy": float(right.mean()), "margin": float(lead.double().mean())}
-
-
-def with_trained_head(module: torch.nn.Module) -> torch.nn.Module:
-    """Adapters freeze everything else; the score head is new and must learn."""
-    bare: Any = without_adapters(module)
-    head = getattr(bare, "score", None) or getattr(bare, "classifier", None)
-    assert head is not None
-    head.requires_grad_(True)
-    return module
