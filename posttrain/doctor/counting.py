@@ -18,8 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from posttrain.config.model import ModelConfig
 from posttrain.config.reward_model import RewardModelModelConfig
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
+from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
+from posttrain.kernels.train import can_train
+from posttrain.kernels.whole_step import COLUMNS
 from posttrain.models.decoder import KNOWN
 from posttrain.models.forward import decoder_of, head_of, hidden_states, token_log_probs
+from posttrain.models.fused_layer import fuse_layers
 from posttrain.models.loading import ModelError, local_or_hub, needs_plain_attention
 from posttrain.models.lora import add_adapters
 from posttrain.models.norms import fuse_norms
@@ -65,6 +69,7 @@ def meta_model(config: ModelConfig, dtype: torch.dtype, *, path: str | None = No
             settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
         )
     fuse_norms(model)
+    fuse_layers(model)
     return model.eval()
 
 
@@ -181,9 +186,15 @@ def saved_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> tuple[int
     return sum(found.values()), result
 
 
+def _layout(model: torch.nn.Module, rows: int, length: int, device: str) -> PackedLayout | None:
+    """Rows end to end, where compiled kernels take them so: they keep less than transformers' own layers."""
+    return PackedLayout([length] * rows) if device == "cpu" and can_train(next(model.parameters())) else None
+
+
 def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
     """Log-probs (or values) of rows that are all response: the largest pass of this many tokens."""
-    ids = torch.zeros(rows, length, dtype=torch.long, device=META)
+    packed = active_layout() is not None
+    ids = torch.zeros((1, rows * length) if packed else (rows, length), dtype=torch.long, device=META)
     # With a mask transformers does not look into the positions for packed rows, which have no contents here.
     hidden = hidden_states(model, ids, ids, torch.ones_like(ids))
     hidden_NE = hidden.flatten(0, 1).index_select(0, ids.flatten())
@@ -196,9 +207,9 @@ def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
     return token_log_probs(model, hidden_NE, ids.flatten()[: len(hidden_NE)], 1.0)[0]
 
 
-def scoring_peak(model: torch.nn.Module, rows: int, length: int) -> int:
+def scoring_peak(model: torch.nn.Module, rows: int, length: int, device: str) -> int:
     """Most bytes alive in a pass without gradient, besides the weights."""
-    with torch.no_grad(), LiveBytes(model) as live:
+    with torch.no_grad(), packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
         _outputs(model, rows, length)
     return live.peak
 
@@ -211,7 +222,7 @@ def rewarding_peak(model: torch.nn.Module, rows: int, length: int) -> int:
     return live.peak
 
 
-def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing: bool) -> tuple[int, int]:
+def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing: bool, device: str) -> tuple[int, int]:
     """(activations kept for the backward pass, most bytes alive in both passes besides weights and summed gradients).
 
     Gradients of low-precision weights are summed in their masters after the backward pass, so they stay alive in it.
@@ -220,7 +231,7 @@ def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     model.train(checkpointing)
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
-    with LiveBytes(model) as live:
+    with packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
         activations, out = saved_bytes(model, lambda: _outputs(model, rows, length))
         out.backward(torch.empty_like(out))
         del out
@@ -255,7 +266,8 @@ def packed_bytes(model: Any) -> int:
     widths = [part.weight.shape for part in linear]
     itemsize = next(model.parameters()).itemsize
     rows = sum(shape[0] for shape in widths[:7])  # a tile of rows between the products of a layer
-    return (sum(shape.numel() for shape in widths) + 64 * rows) * itemsize
+    head = -(-model.config.vocab_size // COLUMNS) * COLUMNS * model.config.hidden_size
+    return (sum(shape.numel() for shape in widths) + head + 64 * rows) * itemsize
 
 
 def layer_count(model: Any) -> int:

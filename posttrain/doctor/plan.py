@@ -257,7 +257,7 @@ def _sampling(config: PPOConfig) -> Sampling:
 
 def _scoring(config: PPOConfig, device: Device, shape: Shape, counter: Counter, roles: dict[str, Any]) -> int:
     return max(
-        counter(config, device, role, counting.scoring_peak, shape.micro_rows(settings), shape.longest)
+        counter(config, device, role, counting.scoring_peak, shape.micro_rows(settings), shape.longest, device.kind)
         for role, settings in roles.items()
     )
 
@@ -279,7 +279,9 @@ def _backward(
     rows, checkpointing = shape.micro_rows(settings), config.actor_rollout_ref.model.enable_gradient_checkpointing
     if role == "critic" and config.critic.model.enable_gradient_checkpointing is not None:
         checkpointing = config.critic.model.enable_gradient_checkpointing
-    activations, peak = counter(config, device, role, counting.training_bytes, rows, shape.longest, checkpointing)
+    activations, peak = counter(
+        config, device, role, counting.training_bytes, rows, shape.longest, checkpointing, device.kind
+    )
     has_masters = held.optimizer > 2 * held.gradients
     # A single micro-batch's gradients go to the masters after its backward pass; several are summed during it.
     summed = 0 if has_masters and rows == shape.mini_rows else held.gradients

@@ -13,6 +13,7 @@ from posttrain.engine.base import LossFn, TrainEngine
 from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, Unit, packed_units, padded_rows, plan_micro_batches, plan_units
 from posttrain.kernels.packed_attention import packed_rows
+from posttrain.kernels.train import can_train
 from posttrain.models.forward import hidden_states, token_log_probs
 from posttrain.models.loading import can_pack
 from posttrain.models.lora import merged_state
@@ -76,7 +77,8 @@ class FSDPEngine(TrainEngine):
         """The units of rows of each forward pass."""
         settings = self.settings
         share = self.packed and settings.share_prompts
-        units, tokens = plan_units(data, share=share, width=self.width, max_rows=settings.max_rows)
+        all_pairs = not can_train(next(self.module.parameters()))
+        units, tokens = plan_units(data, share=share, width=self.width, all_pairs=all_pairs, max_rows=settings.max_rows)
         return plan_micro_batches(units, tokens, token_budget=settings.token_budget, max_rows=settings.max_rows)
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:

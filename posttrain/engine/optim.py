@@ -42,7 +42,8 @@ class Optimizer:
         plain = [master for master in self.masters if master.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         betas = (config.betas[0], config.betas[1])
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps)
+        groups = [group for group in groups if group["params"]]
+        self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
         self.steps_done = 0
 
     def gather_gradients(self) -> None:
@@ -88,7 +89,7 @@ class Optimizer:
         """AdamW's state of one master, made as zeros before the first step so that there is always one to load into."""
         state = self.adam.state[master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"] = torch.zeros_like(master)
             state["exp_avg_sq"] = torch.zeros_like(master)
         return state

@@ -17,11 +17,12 @@ Unit = list[int]
 
 
 def plan_units(
-    data: DataProto, *, share: bool, width: int = 0, max_rows: int | None = None
+    data: DataProto, *, share: bool, width: int = 0, all_pairs: bool = True, max_rows: int | None = None
 ) -> tuple[list[Unit], list[int]]:
     """(units, tokens of each). Prompts are shared where a pass over a model of that width becomes cheaper by it.
 
-    The responses of a unit are one sequence: its matrix products take fewer tokens, its attention takes more pairs.
+    The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
+    pairs of a sequence takes more of them; one that skips what is not seen takes fewer.
     """
     response_width = data.batch["responses"].shape[1]
     mask = data.batch["attention_mask"]
@@ -33,7 +34,7 @@ def plan_units(
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             together = prompt[part[0]] + sum(total[row] - prompt[row] for row in part)
-            cheaper = _cost(together, width) <= sum(_cost(total[row], width) for row in part)
+            cheaper = not all_pairs or _cost(together, width) <= sum(_cost(total[row], width) for row in part)
             units += [part] if cheaper else [[row] for row in part]
     tokens = [prompt[unit[0]] + sum(total[row] - prompt[row] for row in unit) for unit in units]
     return units, tokens

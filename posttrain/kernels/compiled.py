@@ -22,7 +22,7 @@ import torch
 from posttrain.cache import cache_folder
 
 FOLDER = Path(__file__).parent / "cpu"
-SOURCES = ("decode.cpp", "step.cpp")
+SOURCES = ("decode.cpp", "step.cpp", "train.cpp")
 # No flag here lets the compiler reorder a sum, except where the source asks for it.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -32,8 +32,18 @@ _SIGNATURES = {
     "silu_mul": [_POINTER] * 2 + [_LONG, _LONG, _INT],
     "sample": [_POINTER] * 7 + [_LONG, _LONG, _INT],
     "run_layers": [_POINTER] * 8,
+    "run_steps": [_POINTER] * 7,
     "pack": [_POINTER] * 2 + [_LONG, _LONG, _INT, _INT],
     "can_multiply": [],
+}
+_TRAIN_SIGNATURES = {  # float32 only
+    "train_attention": [_POINTER] * 7,
+    "train_attention_backward": [_POINTER] * 11,
+    "norm_forward": [_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT],
+    "norm_backward": [_POINTER] * 7 + [_LONG, _LONG, _INT],
+    "split_heads": [_POINTER] * 7,
+    "join_heads": [_POINTER] * 7,
+    "gate_backward": [_POINTER] * 4 + [_LONG, _LONG, _INT],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -54,7 +64,7 @@ def kernel(name: str, tensor: torch.Tensor):
     if tensor.device.type != "cpu" or tensor.dtype not in _SUFFIXES:
         return None
     functions = _functions()
-    return functions[f"{name}_{_SUFFIXES[tensor.dtype]}"] if functions else None
+    return functions.get(f"{name}_{_SUFFIXES[tensor.dtype]}") if functions else None
 
 
 def why_not() -> str | None:
@@ -75,8 +85,8 @@ def _functions() -> dict[str, Any] | None:
         _problem = f"{error}".strip().splitlines()[0]
         return None
     found = {}
-    for name, arguments in _SIGNATURES.items():
-        for suffix in _SUFFIXES.values():
+    for name, arguments in {**_SIGNATURES, **_TRAIN_SIGNATURES}.items():
+        for suffix in _SUFFIXES.values() if name in _SIGNATURES else ("f32",):
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, _INT if name == "can_multiply" else None
             found[f"{name}_{suffix}"] = function
@@ -96,7 +106,7 @@ def _library() -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     texts = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h")]
     key = hashlib.sha256("\0".join([*texts, *FLAGS, version, _processor()]).encode()).hexdigest()[:20]
-    target = cache_folder() / "kernels" / f"decode-{key}.so"
+    target = cache_folder() / "kernels" / f"cpu-{key}.so"
     if not target.exists():
         print("Compiling the CPU kernels (once, a few seconds) ...", file=sys.stderr, flush=True)
         _compile(compiler, target)
@@ -118,7 +128,7 @@ def _compile(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     wide = ["-mprefer-vector-width=512"] if "avx512f" in _processor() else []
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        linked, objects = Path(folder) / "decode.so", [str(Path(folder) / f"{name}.o") for name in SOURCES]
+        linked, objects = Path(folder) / "cpu.so", [str(Path(folder) / f"{name}.o") for name in SOURCES]
         steps = [
             [compiler, *FLAGS, "-march=native", *wide, "-c", str(FOLDER / name), "-o", made]
             for name, made in zip(SOURCES, objects, strict=True)

@@ -3,7 +3,8 @@
 Every row attends to itself only; responses to one prompt may share it, so that it is computed once. Rows are gathered
 into a few rectangles of similar length, and each rectangle is one call of torch's own attention: rows are padded on
 the right there, and under a causal mask padding on the right is never seen by a real token, so no mask is built for
-rows that share nothing. Linear layers around it work on the packed tokens alone.
+rows that share nothing. Linear layers around it work on the packed tokens alone. In float32 on a CPU a compiled kernel
+takes the packed tokens as they are.
 
 Shapes: T packed tokens, H heads, D head size; a rectangle has R rows of length L; S slots are the places of all
 rectangles, padding included.
@@ -17,6 +18,8 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+
+from posttrain.kernels.train import PackedAttention, Sight, can_train
 
 SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length opens the next rectangle
 
@@ -54,6 +57,7 @@ class PackedLayout:
         slot_T[token_S[real_S]] = real_S.nonzero().squeeze(1)
         self.token_S, self.slot_T = token_S.to(device), slot_T.to(device)
         self.real_S = None if bool(real_S.all()) else real_S.to(device)
+        self.segment_T = segment_T
         self.segment_S = None if segment_T is None else segment_T.to(device)[self.token_S]
         self.position_S = None if position_T is None else position_T.to(device)[self.token_S]
 
@@ -65,6 +69,11 @@ class PackedLayout:
             count = int((lengths >= SHORTEST_SHARE * lengths[0]).sum())
             yield by_length[start : start + count]
             start += count
+
+    @cached_property
+    def sight(self) -> Sight:
+        """Who sees whom, as the compiled kernels read it."""
+        return Sight.of(self.lengths.tolist(), None if self.segment_T is None else self.segment_T.cpu().numpy())
 
     @cached_property
     def masks(self) -> dict[int | None, list[torch.Tensor | None]]:
@@ -137,6 +146,10 @@ def packed_attention(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Attention output (T, H, D). Keys and values may have fewer heads than queries (grouped-query attention)."""
+    narrow = sliding_window is not None and sliding_window < int(layout.lengths.max())
+    if can_train(query_THD) and not narrow:
+        factor = query_THD.shape[-1] ** -0.5 if scale is None else scale
+        return PackedAttention.apply(query_THD, key_THD, value_THD, layout.sight, factor)  # pyright: ignore
     slots = [_ToSlots.apply(x, layout) for x in (query_THD, key_THD, value_THD)]
     pieces, start = [], 0
     for box, (rows, length) in enumerate(layout.shapes):

@@ -1,4 +1,5 @@
-"""All layers of a decoder in one call of a compiled kernel (cpu/step.cpp), over weights laid out for its products.
+"""All layers of a decoder, or many steps of decoding, in one call of a compiled kernel (cpu/step.cpp), over weights
+laid out for its products.
 
 The twin is the layer-by-layer path of `posttrain/models/decoder.py`, which serves wherever this cannot.
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from posttrain.kernels.compiled import AttentionLayout, kernel
@@ -38,6 +40,15 @@ class LayerWeights:
     window: int | None
 
 
+@dataclass
+class EndWeights:
+    """What lies before and after the layers."""
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "qkv_bias", "out", "gate_up", "down", "before", "between")),
@@ -51,6 +62,53 @@ class _Model(ctypes.Structure):
         *((name, _LONG) for name in ("layers", "width", "hidden")),
         *((name, _POINTER) for name in ("layer", "cosine", "sine")),
     )
+
+
+class _Ends(ctypes.Structure):
+    _fields_ = (*((name, _POINTER) for name in ("embedding", "norm", "head", "logits")), ("vocabulary", _LONG))
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        *((name, _LONG) for name in ("rows", "steps", "stop_at_end")),
+        *((name, _POINTER) for name in ("last", "positions", "counts", "limits", "seeds", "temperatures", "greedy")),
+        *((name, _POINTER) for name in ("stops", "stop_starts", "stop_ids", "tokens", "log_probs", "ended")),
+    )
+
+
+@dataclass
+class DecodeRows:
+    """Rows that decode on their own for a number of steps; what they made is written into the same arrays.
+
+    B rows, S steps, N blocks of a row. `ended` is 1 for a row that came to a stop token and 2 at its limit.
+    """
+
+    last: np.ndarray  # (B,) int64, the newest token
+    positions: np.ndarray  # (B,) int32, where it will stand
+    counts: np.ndarray  # (B,) int64, tokens generated
+    limits: np.ndarray  # (B,) int64
+    seeds: np.ndarray  # (B,) uint64
+    temperatures: np.ndarray  # (B,) float32
+    greedy: np.ndarray  # (B,) uint8
+    stops: np.ndarray  # (B,) int32, which set of stop tokens
+    stop_sets: Sequence[Sequence[int]]
+    table: np.ndarray  # (B, N) int32
+    starts: np.ndarray  # (B, N) int32
+    steps: int
+    stop_at_end: bool
+    tokens: np.ndarray = field(init=False)  # (B, S) int64
+    log_probs: np.ndarray = field(init=False)  # (B, S) float32
+    ended: np.ndarray = field(init=False)  # (B,) uint8
+
+    def __post_init__(self) -> None:
+        rows = len(self.last)
+        self.tokens, self.log_probs = np.zeros((rows, self.steps), np.int64), np.zeros((rows, self.steps), np.float32)
+        self.ended = np.zeros(rows, np.uint8)
+
+    @property
+    def longest(self) -> int:
+        """Positions that may be reached."""
+        return int(self.positions.max()) + self.steps
 
 
 class _Workspace(ctypes.Structure):
@@ -83,18 +141,27 @@ class WholeStep:
     """Packed copies of all layers' weights, valid until the weights change."""
 
     def __init__(
-        self, layers: Sequence[LayerWeights], *, heads: int, key_heads: int, size: int, scale: float, epsilon: float
+        self,
+        layers: Sequence[LayerWeights],
+        ends: EndWeights,
+        *,
+        heads: int,
+        key_heads: int,
+        size: int,
+        scale: float,
+        epsilon: float,
     ) -> None:
         self.heads, self.key_heads, self.size, self.scale, self.epsilon = heads, key_heads, size, scale, epsilon
         self.width, self.hidden = layers[0].qkv.shape[1], layers[0].down.shape[1]
-        self.like = layers[0].qkv
+        self.like, self.ends = layers[0].qkv, ends
         self.kept: list[torch.Tensor | None] = []  # what the pointers below point to
         matrices = [getattr(weights, name) for weights in layers for name in MATRICES]
-        room = zeros_in_large_pages([sum(map(packed_size, matrices))], self.like.dtype)
-        self.room = iter(room.split([packed_size(weight) for weight in matrices]))
+        sizes = [packed_size(weight) for weight in (*matrices, ends.head)]
+        self.room = iter(zeros_in_large_pages([sum(sizes)], self.like.dtype).split(sizes))
         self.layers = (_Layer * len(layers))()
         for place, weights in zip(self.layers, layers, strict=True):
             self._fill(place, weights)
+        self.head = pack(ends.head, next(self.room))
         self.work: dict[str, torch.Tensor] = {}
 
     def _fill(self, place: _Layer, weights: LayerWeights) -> None:
@@ -116,29 +183,57 @@ class WholeStep:
         rotation: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """All layers, into `residual_TE`; keys and values enter the caches."""
-        for place, (keys, values) in zip(self.layers, caches, strict=True):
-            place.keys, place.values = keys.data_ptr(), values.data_ptr()
-        tokens, size = len(residual_TE), self.size
-        columns = (self.heads + 2 * self.key_heads) * size
-        layout = AttentionLayout(
-            tokens, len(step.tile_starts) - 1, step.table_RN.shape[1],
-            self.heads, self.key_heads, size, 0, torch.get_num_threads(),
-            self.scale, self.epsilon, *(columns, size) * 3,
-        )  # fmt: skip
-        model = _Model(
-            len(self.layers), self.width, self.hidden, ctypes.addressof(self.layers), *(x.data_ptr() for x in rotation)
-        )
-        work = _Workspace(residual_TE.data_ptr(), *(x.data_ptr() for x in self._workspace(tokens, columns)))
+        tokens = len(residual_TE)
+        layout = self._layout(tokens, len(step.tile_starts) - 1, step.table_RN.shape[1])
+        model, work = self._model(caches, rotation), self._workspace(residual_TE)
         lists = (step.table_RN, step.starts_RN, step.rows_T, step.positions_T, step.tile_starts)
         function = kernel("run_layers", residual_TE)
         assert function is not None
         pointers = (ctypes.addressof(x) for x in (model, work, layout))
         function(*pointers, *(x.data_ptr() for x in lists))
 
-    def _workspace(self, tokens: int, columns: int) -> list[torch.Tensor]:
+    def decode(
+        self, rows: DecodeRows, caches: Sequence[LayerCache], rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Embeds, computes, samples and ends rows, step after step."""
+        count, size = len(rows.last), self.ends.head.shape[0]
+        residual, logits = self.like.new_empty(count, self.width), self.like.new_empty(count, size)
+        layout = self._layout(count, count, rows.table.shape[1])
+        model, work = self._model(caches, rotation), self._workspace(residual)
+        tensors = (self.ends.embedding, self.ends.norm, self.head, logits)
+        ends = _Ends(*(x.data_ptr() for x in tensors), size)
+        stop_sets = [np.unique(np.asarray(ids, np.int64)) for ids in rows.stop_sets]
+        stop_starts = np.cumsum([0, *map(len, stop_sets)], dtype=np.int64)
+        stop_ids = np.concatenate([*stop_sets, np.zeros(1, np.int64)])
+        settings = (rows.limits, rows.seeds, rows.temperatures, rows.greedy, rows.stops, stop_starts, stop_ids)
+        arrays = (rows.last, rows.positions, rows.counts, *settings, rows.tokens, rows.log_probs, rows.ended)
+        of = _Rows(count, rows.steps, rows.stop_at_end, *(array.ctypes.data for array in arrays))
+        function = kernel("run_steps", self.like)
+        assert function is not None
+        pointers = [ctypes.addressof(x) for x in (model, work, layout)]
+        function(
+            *pointers, rows.table.ctypes.data, rows.starts.ctypes.data, ctypes.addressof(ends), ctypes.addressof(of)
+        )
+
+    def _layout(self, tokens: int, tiles: int, table_width: int) -> AttentionLayout:
+        columns = (self.heads + 2 * self.key_heads) * self.size
+        return AttentionLayout(
+            tokens, tiles, table_width,
+            self.heads, self.key_heads, self.size, 0, torch.get_num_threads(),
+            self.scale, self.epsilon, *(columns, self.size) * 3,
+        )  # fmt: skip
+
+    def _model(self, caches: Sequence[LayerCache], rotation: tuple[torch.Tensor, torch.Tensor]) -> _Model:
+        for place, (keys, values) in zip(self.layers, caches, strict=True):
+            place.keys, place.values = keys.data_ptr(), values.data_ptr()
+        layers = ctypes.addressof(self.layers)
+        return _Model(len(self.layers), self.width, self.hidden, layers, *(x.data_ptr() for x in rotation))
+
+    def _workspace(self, residual_TE: torch.Tensor) -> _Workspace:
         """Room for this many tokens, padded to whole tiles of rows. Zeros: the padding is computed with."""
-        rows = -(-tokens // ROWS) * ROWS
+        rows = -(-len(residual_TE) // ROWS) * ROWS
+        columns = (self.heads + 2 * self.key_heads) * self.size
         widths = {"x": self.width, "qkv": columns, "attended": self.heads * self.size, "gated": self.hidden}
         if not self.work or len(self.work["x"]) < rows:
             self.work = {name: self.like.new_zeros(rows, width) for name, width in widths.items()}
-        return list(self.work.values())
+        return _Workspace(residual_TE.data_ptr(), *(x.data_ptr() for x in self.work.values()))

@@ -6,7 +6,7 @@ nothing is ever copied. Private (the trainer's weights move, or adapters are fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ class Arena:
         parameters = [getattr(base_layer(part), kind) for part in parts]
         if any(parameter is None for parameter in parameters):
             return None
-        whole = _whole(parameters) if self.share else None
+        whole = end_to_end(parameters) if self.share else None
         if whole is None:
             whole = torch.cat([parameter.data for parameter in parameters])
         start = 0
@@ -128,8 +128,8 @@ class Arena:
             own.copy_(tensor)
 
 
-def _whole(parameters: list[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor that these already lie in end to end (a second engine on the same module), if there is one."""
+def end_to_end(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor that these lie in end to end, if there is one."""
     first = parameters[0]
     rows, ends = sum(map(len, parameters)), first.data_ptr()
     for parameter in parameters:

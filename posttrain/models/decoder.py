@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.decode import LayerCache, StepTokens, add_rms_norm, attention, silu_mul
-from posttrain.kernels.whole_step import LayerWeights, WholeStep, can_run_whole
+from posttrain.kernels.whole_step import DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import Arena, Projection, base_layer
 from posttrain.models.forward import head_of, without_adapters
 
@@ -128,6 +128,14 @@ class FastDecoder:
             residual_TE, added_TE = residual_TE[wanted_N], added_TE[wanted_N]
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
 
+    def decode(self, rows: DecodeRows, caches: Caches) -> bool:
+        """Let the rows decode for their number of steps, if weights are laid out for it; whether that was done."""
+        if self.whole is None:
+            return False
+        found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
+        self.whole.decode(rows, found, self._rotation(rows.longest, self.embedding.device))
+        return True
+
     def _attend(self, layer: _Layer, qkv: torch.Tensor, cache: LayerCache, step: StepTokens, rotation) -> torch.Tensor:
         heads = qkv.unflatten(1, (-1, self.size))
         query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
@@ -162,7 +170,8 @@ class FastDecoder:
         if not adapted and self._plain_biases() and can_run_whole(self.layers[0].weights()):
             sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
             weights = [layer.weights() for layer in self.layers]
-            self.whole = WholeStep(weights, **sizes, scale=self.scale, epsilon=self.epsilon)
+            ends = EndWeights(self.embedding, self.norm, self.head.weight)
+            self.whole = WholeStep(weights, ends, **sizes, scale=self.scale, epsilon=self.epsilon)
             self.head.pack()
             return
         for projection in self._projections():
@@ -175,8 +184,9 @@ class FastDecoder:
             projection.packed = None
 
     def _plain_biases(self) -> bool:
-        """Whether no product but the first has a bias."""
-        return not any(p.bias is not None for layer in self.layers for p in (layer.out, layer.gate_up, layer.down))
+        """Whether no product but the first of a layer has a bias."""
+        products = [p for layer in self.layers for p in (layer.out, layer.gate_up, layer.down)]
+        return all(product.bias is None for product in (*products, self.head))
 
     def _projections(self) -> Iterator[Projection]:
         for layer in self.layers:

@@ -78,6 +78,7 @@ def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.models.attention import ATTENTION
+    from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
 
     silence_progress_bars()
@@ -98,6 +99,7 @@ def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the model") from error
     fuse_norms(model)
+    fuse_layers(model)
     without_dropout(model)
     return model.to(device).eval()  # pyright: ignore
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from posttrain.kernels.decode import LayerCache, StepTokens, attention
+from posttrain.kernels.whole_step import DecodeRows
 from posttrain.models.forward import decoder_of, logits_of
 
 Answer = Callable[..., torch.Tensor]
@@ -61,6 +62,10 @@ class PagedDecoder:
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return logits_of(self.module, hidden_NE)
+
+    def decode(self, rows: DecodeRows, caches: Callable[[int, int, int], LayerCache]) -> bool:
+        """Never: the module is called once per token."""
+        return False
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

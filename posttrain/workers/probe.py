@@ -30,12 +30,12 @@ class WeightProbe:
         generator = torch.Generator().manual_seed(20240203)
         self.rows = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=generator).tolist()
         self.pad = tokenizer.pad_token_id
+        self.batch = _rows_batch([row[:1] for row in self.rows], [row[1:] for row in self.rows], self.pad)
 
     def compare(self, trainer: FSDPEngine, rollout: RolloutEngine) -> dict[str, float]:
         """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
-        batch = _rows_batch([row[:1] for row in self.rows], [row[1:] for row in self.rows], self.pad)
         theirs = torch.stack(rollout.score(self.rows))
-        ours = trainer.log_probs(batch)["log_probs"]
+        ours = trainer.log_probs(self.batch)["log_probs"]
         gap = float((ours - theirs).abs().max())
         dtype = next(trainer.module.parameters()).dtype
         tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.5

@@ -79,7 +79,7 @@ def test_S3_53_activations_and_peak_are_those_of_a_real_update(tiny_model, case,
     """Activations within 10% of torch's saved tensors, the peak within 5% of all tensors that were alive."""
     dtype, adapters = CASES[case]
     config = ModelConfig(path=str(tiny_model), **adapters)
-    planned, peak = counting.training_bytes(counting.actor_model(config, dtype), ROWS, LENGTH, checkpointing)
+    planned, peak = counting.training_bytes(counting.actor_model(config, dtype), ROWS, LENGTH, checkpointing, "cpu")
     engine = real_engine(config, dtype, gradient_checkpointing=checkpointing)
     batch = full_rows()
     engine._backward(batch, loss, 1.0)  # from here on the sums of the gradients exist
@@ -98,7 +98,7 @@ def test_a_pass_without_gradient_takes_what_is_planned(tiny_model):
     engine = real_engine(config, torch.float32)
     with LiveBytes(engine.module) as live:
         engine.log_probs(full_rows())
-    planned = counting.scoring_peak(counting.actor_model(config, torch.float32), ROWS, LENGTH)
+    planned = counting.scoring_peak(counting.actor_model(config, torch.float32), ROWS, LENGTH, "cpu")
     assert planned == pytest.approx(live.peak, rel=0.05)
 
 

@@ -288,3 +288,31 @@ def test_sleep_gives_back_and_the_next_request_takes_again():
     engine.abort([0])
     engine.sleep()
     assert len(generate(engine, [[1, 2]], [Sampling(max_tokens=4)], [0])[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("slots", [64, 3])
+def test_several_tokens_in_one_step_change_no_sample(slots):
+    """Ragged limits, stop tokens, own temperatures, greedy rows among sampled ones, and rows that wait for a slot."""
+    if not multiplies("float32"):
+        pytest.skip("this processor has not the instructions that the whole step is written for")
+    samplings = [
+        Sampling(max_tokens=16 + 9 * row, temperature=0.5 + 0.3 * row, greedy=row == 2, stop_token_ids=stops)
+        for row, stops in enumerate([(), (7, 3), (), (1, 2, 3), (), (50,)])
+    ]
+    found = {}
+    for tokens in (1, 64):
+        engine = native(tiny("qwen2"), max_num_seqs=slots)
+        engine.tokens_per_step, steps = tokens, 0
+        outputs = []
+        for row, (prompt, sampling) in enumerate(zip(PROMPTS, samplings, strict=True)):
+            engine.submit(Request(row, prompt, sampling, seed=100 + row))
+        while engine.has_work():
+            outputs += engine.step()
+            steps += 1
+        found[tokens] = sorted(outputs, key=lambda output: output.id), steps, engine.response_tokens
+    (single, steps, made), (several, fewer, made_together) = found[1], found[64]
+    assert fewer < steps / 3 and made == made_together
+    for a, b in zip(single, several, strict=True):
+        assert (a.token_ids, a.finish_reason, a.versions) == (b.token_ids, b.finish_reason, b.versions)
+        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=0, atol=1e-5)
+    assert {output.finish_reason for output in several} == {"stop", "length"}

@@ -4,6 +4,7 @@
 // that serves where there is no compiler, and that tests compare it with.
 
 #include "attention.h"
+#include "sampling.h"
 
 namespace {
 
@@ -28,44 +29,17 @@ template <typename T> void silu_mul(const T *gate_up, T *out, int64_t tokens, in
   }
 }
 
-// One token per row: the most likely one, or the first at which the cumulative probability exceeds the row's uniform number.
+// One token per row, from the logits `source[row]`.
 template <typename T>
 void sample(const T *logits, const int64_t *source, const float *temperature, const uint8_t *greedy, const double *uniform,
             int64_t *token, float *log_prob, int64_t rows, int64_t size, int threads) {
-  constexpr int64_t PART = 512;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> weight(size);
-    std::vector<double> parts((size + PART - 1) / PART);
+    SampleScratch scratch(size);
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-      const T *x = logits + source[row] * size;
-      float heat = 1.0f / temperature[row], top = load(x[0]);
-#pragma omp simd reduction(max : top)
-      for (int64_t v = 1; v < size; v++) top = load(x[v]) > top ? load(x[v]) : top;
-      for (int64_t v = 0; v < size; v++) weight[v] = exp_of((load(x[v]) - top) * heat);
-      double total = 0;
-      for (size_t p = 0; p < parts.size(); p++) {
-        float sum = 0;
-        int64_t end = std::min<int64_t>(size, (p + 1) * PART);
-#pragma omp simd reduction(+ : sum)
-        for (int64_t v = p * PART; v < end; v++) sum += weight[v];
-        total += parts[p] = sum;
-      }
-      int64_t chosen = 0;
-      if (greedy[row]) {
-        while (load(x[chosen]) != top && chosen < size - 1) chosen++;
-      } else {
-        double left = uniform[row] * total;
-        size_t p = 0;
-        while (p + 1 < parts.size() && left >= parts[p]) left -= parts[p++];
-        chosen = p * PART;
-        int64_t last = std::min<int64_t>(size, (p + 1) * PART) - 1;
-        while (chosen < last && left >= weight[chosen]) left -= weight[chosen++];
-      }
-      token[row] = chosen;
-      log_prob[row] = (load(x[chosen]) - top) * heat - float(std::log(total));
-    }
+    for (int64_t row = 0; row < rows; row++)
+      token[row] = sample_row(logits + source[row] * size, size, temperature[row], greedy[row], uniform[row], scratch,
+                              log_prob + row);
   }
 }
 

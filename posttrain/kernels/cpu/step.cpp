@@ -1,140 +1,13 @@
-// All layers of a decoder in one call: matrix products over weights that were laid out for them, and all that lies between.
+// All layers of a decoder in one call, and many steps of decoding in one call.
 //
-// One team of threads does the whole step, so that nothing is started and nothing waits for Python in between. Columns of a
-// product are cut into tiles of 32; the weights of a tile lie end to end in the order in which they are used. A tile of the
-// gated product holds 16 columns of the gate and the same 16 of the other factor, which meet where they are computed.
+// One team of threads does the whole of it, so that nothing is started and nothing waits for Python in between.
 
-#include "attention.h"
-
-#ifdef __AMX_BF16__
-#include <immintrin.h>
-#endif
+#include "products.h"
+#include "sampling.h"
 #include <sys/syscall.h>
 #include <unistd.h>
 
 namespace {
-
-constexpr int COLUMNS = 32, ROWS = 64; // a tile of a product; rows are padded to multiples of ROWS
-
-enum Finish { PLAIN, ADD, GATE };
-
-template <typename T> struct Product {
-  const T *weight; // packed
-  const T *bias;   // or null
-  int64_t inner, outer; // width of the input; columns of the result before gating
-};
-
-typedef float Vector __attribute__((vector_size(64)));
-
-inline Vector same(float x) { return Vector{} + x; }
-
-// 8 rows x 32 columns, float32.
-inline void block_product(const float *x, int64_t stride, const float *weight, int64_t inner, float *to) {
-  Vector sum[8][2] = {};
-  const Vector *w = (const Vector *)weight;
-  for (int64_t k = 0; k < inner; k++) {
-    Vector w0 = w[2 * k], w1 = w[2 * k + 1];
-    for (int r = 0; r < 8; r++) {
-      Vector a = same(x[r * stride + k]);
-      sum[r][0] += a * w0;
-      sum[r][1] += a * w1;
-    }
-  }
-  for (int r = 0; r < 8; r++)
-    for (int half = 0; half < 2; half++) *(Vector *)(to + r * COLUMNS + half * 16) = sum[r][half];
-}
-
-// ROWS x 32 columns into `to`.
-inline void tile_product(const float *x, int64_t stride, const float *weight, int64_t inner, float *to) {
-  for (int r = 0; r < ROWS; r += 8) block_product(x + r * stride, stride, weight, inner, to + r * COLUMNS);
-}
-
-inline void open_tiles(float) {}
-inline void close_tiles(float) {}
-
-#ifdef __AMX_BF16__
-struct TileShapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-inline void open_tiles(bf16) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = 64, shapes.rows[tile] = 16;
-  _tile_loadconfig(&shapes);
-}
-inline void close_tiles(bf16) { _tile_release(); }
-
-// ROWS x 32 columns: 32 rows at a time, four sums of 16 x 16.
-inline void tile_product(const bf16 *x, int64_t stride, const bf16 *weight, int64_t inner, float *to) {
-  for (int r = 0; r < ROWS; r += 32) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    const bf16 *a = x + r * stride, *w = weight;
-    for (int64_t k = 0; k < inner; k += 32, w += 2 * 512) {
-      if (r == 0) // weights come from far away, once: ask for those of four steps ahead
-        for (int line = 0; line < 32; line++) __builtin_prefetch((const char *)(w + 4 * 1024) + 64 * line);
-      _tile_loadd(4, a + k, stride * 2);
-      _tile_loadd(5, a + 16 * stride + k, stride * 2);
-      _tile_loadd(6, w, 64);
-      _tile_loadd(7, w + 512, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    float *out = to + r * COLUMNS;
-    _tile_stored(0, out, COLUMNS * 4);
-    _tile_stored(1, out + 16, COLUMNS * 4);
-    _tile_stored(2, out + 16 * COLUMNS, COLUMNS * 4);
-    _tile_stored(3, out + 16 * COLUMNS + 16, COLUMNS * 4);
-  }
-}
-#else
-inline void open_tiles(bf16) {}
-inline void close_tiles(bf16) {}
-inline void tile_product(const bf16 *, int64_t, const bf16 *, int64_t, float *) {}
-#endif
-
-// As low precision would have it between two operations.
-inline float rounded(float x, float) { return x; }
-inline float rounded(float x, bf16) {
-  bf16 low;
-  store(&low, x);
-  return load(low);
-}
-
-// Inside a parallel region: out = x * weight (PLAIN), out += x * weight (ADD), or out = silu(gate) * up (GATE).
-template <Finish FINISH, typename T>
-void multiply(const Product<T> &product, const T *x, int64_t rows, T *out, int64_t out_stride) {
-  int64_t tiles = (product.outer + COLUMNS - 1) / COLUMNS, parts = (rows + ROWS - 1) / ROWS;
-  alignas(64) float sum[ROWS * COLUMNS];
-#pragma omp for collapse(2) schedule(static)
-  for (int64_t tile = 0; tile < tiles; tile++)
-    for (int64_t part = 0; part < parts; part++) {
-      int64_t first = part * ROWS;
-      const T *weight = product.weight + tile * COLUMNS * product.inner;
-      tile_product(x + first * product.inner, product.inner, weight, product.inner, sum);
-      int64_t count = std::min<int64_t>(ROWS, rows - first);
-      for (int64_t r = 0; r < count; r++) {
-        const float *s = sum + r * COLUMNS;
-        if (FINISH == GATE) {
-          T *to = out + (first + r) * out_stride + tile * 16;
-          for (int c = 0; c < 16; c++) store(to + c, silu(rounded(s[c], T{})) * rounded(s[16 + c], T{}));
-          continue;
-        }
-        int64_t column = tile * COLUMNS, wide = std::min<int64_t>(COLUMNS, product.outer - column);
-        T *to = out + (first + r) * out_stride + column;
-        for (int64_t c = 0; c < wide; c++) {
-          float y = s[c] + (product.bias ? load(product.bias[column + c]) : 0.0f);
-          store(to + c, FINISH == ADD ? load(to[c]) + rounded(y, T{}) : y);
-        }
-      }
-    }
-}
 
 struct Layer { // mirrored by kernels/whole_step.py
   void *qkv, *qkv_bias, *out, *gate_up, *down, *before, *between, *query_norm, *key_norm, *keys, *values;
@@ -158,68 +31,127 @@ void norm_rows(const T *residual, const void *weight, T *x, int64_t rows, int64_
     rms_norm_row(residual + row * size, (const T *)weight, x + row * size, size, epsilon);
 }
 
-template <typename T>
-void run_layers(const Model &model, const Workspace &work, const Layout &given, const int32_t *table, const int32_t *starts,
-                const int32_t *rows, const int32_t *positions, const int32_t *tile_starts) {
+// The tokens of a step: which row of the table each belongs to, where it stands there, runs of tokens of one row.
+struct Tokens {
+  const int32_t *table, *starts, *rows, *positions, *tile_starts;
+};
+
+// Inside a parallel region: all layers, into the residual.
+template <typename T> void team_layers(const Model &model, const Workspace &work, const Layout &given, const Tokens &of) {
   int64_t tokens = given.tokens, width = model.width, heads = int64_t(given.query_heads) * given.size;
   int64_t keys = int64_t(given.key_heads) * given.size, all = heads + 2 * keys;
   T *residual = (T *)work.residual, *x = (T *)work.x, *qkv = (T *)work.qkv;
   T *attended = (T *)work.attended, *gated = (T *)work.gated;
-#pragma omp parallel num_threads(given.threads)
+  for (int64_t number = 0; number < model.layers; number++) {
+    const Layer &layer = model.layer[number];
+    Layout at = given;
+    at.window = int32_t(layer.window);
+    Cache<T> cache{(T *)layer.keys, (T *)layer.values, of.table, of.starts, at.table_width, at.key_heads, at.size};
+    Heads<T> parts{qkv,
+                   qkv + heads,
+                   qkv + heads + keys,
+                   model.cosine,
+                   model.sine,
+                   (const T *)layer.query_norm,
+                   (const T *)layer.key_norm,
+                   of.rows,
+                   of.positions,
+                   of.tile_starts,
+                   attended};
+    norm_rows(residual, layer.before, x, tokens, width, at.epsilon);
+    multiply<PLAIN>(Product<T>{(T *)layer.qkv, (T *)layer.qkv_bias, width, all}, x, tokens, qkv, all);
+    place_tokens(at, parts, cache);
+    attend_tokens(at, parts, cache);
+    multiply<ADD>(Product<T>{(T *)layer.out, nullptr, heads, width}, attended, tokens, residual, width);
+    norm_rows(residual, layer.between, x, tokens, width, at.epsilon);
+    multiply<GATE>(Product<T>{(T *)layer.gate_up, nullptr, width, 2 * model.hidden}, x, tokens, gated, model.hidden);
+    multiply<ADD>(Product<T>{(T *)layer.down, nullptr, model.hidden, width}, gated, tokens, residual, width);
+  }
+}
+
+template <typename T>
+void run_layers(const Model &model, const Workspace &work, const Layout &at, const Tokens &of) {
+#pragma omp parallel num_threads(at.threads)
   {
     open_tiles(T{});
-    for (int64_t number = 0; number < model.layers; number++) {
-      const Layer &layer = model.layer[number];
-      Layout at = given;
-      at.window = int32_t(layer.window);
-      Cache<T> cache{(T *)layer.keys, (T *)layer.values, table, starts, at.table_width, at.key_heads, at.size};
-      Heads<T> parts{qkv,
-                     qkv + heads,
-                     qkv + heads + keys,
-                     model.cosine,
-                     model.sine,
-                     (const T *)layer.query_norm,
-                     (const T *)layer.key_norm,
-                     rows,
-                     positions,
-                     tile_starts,
-                     attended};
-      norm_rows(residual, layer.before, x, tokens, width, at.epsilon);
-      multiply<PLAIN>(Product<T>{(T *)layer.qkv, (T *)layer.qkv_bias, width, all}, x, tokens, qkv, all);
-      place_tokens(at, parts, cache);
-      attend_tokens(at, parts, cache);
-      multiply<ADD>(Product<T>{(T *)layer.out, nullptr, heads, width}, attended, tokens, residual, width);
-      norm_rows(residual, layer.between, x, tokens, width, at.epsilon);
-      multiply<GATE>(Product<T>{(T *)layer.gate_up, nullptr, width, 2 * model.hidden}, x, tokens, gated, model.hidden);
-      multiply<ADD>(Product<T>{(T *)layer.down, nullptr, model.hidden, width}, gated, tokens, residual, width);
-    }
+    team_layers<T>(model, work, at, of);
     close_tiles(T{});
   }
 }
 
-// Where column c of tile t comes from among the rows of the weight, or -1: the gate and the other factor take turns.
-inline int64_t source_row(int64_t tile, int c, int64_t outer, bool gated) {
-  if (gated) return c < 16 ? tile * 16 + c : outer / 2 + tile * 16 + c - 16;
-  int64_t row = tile * COLUMNS + c;
-  return row < outer ? row : -1;
-}
+struct Ends { // what lies around the layers; mirrored by kernels/whole_step.py
+  void *embedding, *norm, *head, *logits;
+  int64_t vocabulary;
+};
 
-inline int64_t place_of(float, int64_t k, int c) { return k * COLUMNS + c; }
-// Pairs of neighbouring inputs side by side, 16 columns x 32 inputs to a tile of the processor, two such tiles in turn.
-inline int64_t place_of(bf16, int64_t k, int c) {
-  return (k / 32) * 1024 + (c / 16) * 512 + (k % 32 / 2) * 32 + (c % 16) * 2 + k % 2;
-}
+struct Rows { // mirrored by kernels/whole_step.py
+  int64_t rows, steps; // at most so many steps
+  int64_t stop_at_end; // whether to come back as soon as a row has ended
+  int64_t *last;       // (rows) newest token
+  int32_t *positions;  // (rows) where it will stand
+  int64_t *counts;     // (rows) tokens generated
+  const int64_t *limits;
+  const uint64_t *seeds;
+  const float *temperatures;
+  const uint8_t *greedy;
+  const int32_t *stops; // (rows) which set of stop tokens
+  const int64_t *stop_starts, *stop_ids; // sets end to end, each sorted
+  int64_t *tokens;   // (rows, steps) out
+  float *log_probs;  // (rows, steps) out
+  uint8_t *ended;    // (rows) out: 1 at a stop token, 2 at the limit
+};
 
-template <typename T> void pack(const T *weight, T *to, int64_t outer, int64_t inner, bool gated, int threads) {
-  int64_t tiles = (outer + COLUMNS - 1) / COLUMNS;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t tile = 0; tile < tiles; tile++)
-    for (int64_t start = 0; start < inner; start += 32) // what is written stays near while rows are read in turn
-      for (int c = 0; c < COLUMNS; c++) {
-        int64_t row = source_row(tile, c, outer, gated), end = std::min<int64_t>(inner, start + 32);
-        for (int64_t k = start; k < end; k++)
-          to[tile * COLUMNS * inner + place_of(T{}, k, c)] = row < 0 ? T{} : weight[row * inner + k];
+// Up to `steps` tokens for every row that has not ended. A row's numbers do not depend on how many steps are made in one call.
+template <typename T>
+void run_steps(const Model &model, const Workspace &work, const Layout &given, const int32_t *table, const int32_t *starts,
+               const Ends &ends, const Rows &all) {
+  int64_t width = model.width, alive = all.rows, step = 0;
+  std::vector<int32_t> rows(alive), positions(alive), tiles(alive + 1);
+  for (int64_t i = 0; i <= alive; i++) tiles[i] = int32_t(i);
+  for (int64_t i = 0; i < alive; i++) rows[i] = int32_t(i), positions[i] = all.positions[i];
+  Tokens of{table, starts, rows.data(), positions.data(), tiles.data()};
+  Product<T> head{(T *)ends.head, nullptr, width, ends.vocabulary};
+  T *residual = (T *)work.residual, *x = (T *)work.x, *logits = (T *)ends.logits;
+  bool more = alive > 0 && all.steps > 0;
+#pragma omp parallel num_threads(given.threads)
+  {
+    open_tiles(T{});
+    SampleScratch scratch(ends.vocabulary);
+    while (more) {
+      Layout at = given;
+      at.tokens = at.tiles = alive;
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < alive; i++) {
+        const T *from = (const T *)ends.embedding + all.last[rows[i]] * width;
+        std::copy(from, from + width, residual + i * width);
       }
+      team_layers<T>(model, work, at, of);
+      norm_rows(residual, ends.norm, x, alive, width, at.epsilon);
+      multiply<PLAIN>(head, x, alive, logits, ends.vocabulary);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < alive; i++) {
+        int64_t row = rows[i], place = all.counts[row]++;
+        double uniform = uniform_of(all.seeds[row], place);
+        int64_t token = sample_row(logits + i * ends.vocabulary, ends.vocabulary, all.temperatures[row], all.greedy[row],
+                                   uniform, scratch, all.log_probs + row * all.steps + step);
+        all.tokens[row * all.steps + step] = all.last[row] = token;
+        all.positions[row] = ++positions[i];
+        const int64_t *first = all.stop_ids + all.stop_starts[all.stops[row]];
+        const int64_t *last = all.stop_ids + all.stop_starts[all.stops[row] + 1];
+        if (std::binary_search(first, last, token)) all.ended[row] = 1;
+        else if (place + 1 >= all.limits[row]) all.ended[row] = 2;
+      }
+#pragma omp single
+      {
+        int64_t kept = 0;
+        for (int64_t i = 0; i < alive; i++)
+          if (!all.ended[rows[i]]) rows[kept] = rows[i], positions[kept] = positions[i], kept++;
+        more = ++step < all.steps && kept > 0 && !(all.stop_at_end && kept < alive);
+        alive = kept;
+      }
+    }
+    close_tiles(T{});
+  }
 }
 
 } // namespace
@@ -227,7 +159,11 @@ template <typename T> void pack(const T *weight, T *to, int64_t outer, int64_t i
 #define FOR_TYPE(NAME, T)                                                                                                     \
   extern "C" void run_layers_##NAME(const Model *model, const Workspace *work, const Layout *at, int32_t *table,              \
                                     int32_t *starts, int32_t *rows, int32_t *positions, int32_t *tile_starts) {               \
-    run_layers<T>(*model, *work, *at, table, starts, rows, positions, tile_starts);                                           \
+    run_layers<T>(*model, *work, *at, Tokens{table, starts, rows, positions, tile_starts});                                   \
+  }                                                                                                                           \
+  extern "C" void run_steps_##NAME(const Model *model, const Workspace *work, const Layout *at, int32_t *table,               \
+                                   int32_t *starts, const Ends *ends, const Rows *rows) {                                     \
+    run_steps<T>(*model, *work, *at, table, starts, *ends, *rows);                                                            \
   }                                                                                                                           \
   extern "C" void pack_##NAME(void *weight, void *to, int64_t outer, int64_t inner, int gated, int threads) {                 \
     pack<T>((T *)weight, (T *)to, outer, inner, gated, threads);                                                              \

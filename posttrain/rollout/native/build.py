@@ -16,6 +16,7 @@ from posttrain.models.paged import PagedDecoder
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
+TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 
 
@@ -45,6 +46,7 @@ def build_native(
         pool,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        tokens_per_step=max(1, min(64, TOGETHER // sum(p.numel() for p in module.parameters()))),
         decode=decode,
         shares_weights=share or not fast,
     )

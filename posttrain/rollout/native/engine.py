@@ -2,6 +2,7 @@
 
 A step lets in what there is room for, computes one flat batch (the newest token of every running row, and pieces of new
 prompts up to a budget), and samples one token of every row whose logits are there. Equal prompts are computed once.
+While nobody can be let in, rows go on for several tokens in one step, where the decoder can do that.
 
 Shapes: T tokens of a step, N whose logits are wanted, V vocabulary.
 """
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens
+from posttrain.kernels.whole_step import DecodeRows
 from posttrain.rollout.base import Output, Request, RolloutEngine
 from posttrain.rollout.native.batch import step_tokens, with_rows
 from posttrain.rollout.native.pool import Pool, blocks_for
@@ -22,7 +24,12 @@ from posttrain.rollout.native.prompts import Piece, Prompt, Queue
 from posttrain.rollout.native.slots import Slots
 from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, uniforms
 
+_COLUMNS_OF_ROWS = {
+    "last": "last", "positions": "length", "counts": "count", "limits": "limit", "seeds": "seed",
+    "temperatures": "temperature", "greedy": "greedy", "stops": "stops",
+}  # fmt: skip
 MANY = 16  # steps for which it pays to lay weights out anew
+FEW = 512  # prompt tokens for which weights laid out for decoding are as good as any
 
 
 class Decoder(Protocol):
@@ -32,6 +39,7 @@ class Decoder(Protocol):
         self, step: StepTokens, caches: Callable[[int, int, int], LayerCache], wanted_N: torch.Tensor | None = None
     ) -> torch.Tensor: ...
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor: ...
+    def decode(self, rows: DecodeRows, caches: Callable[[int, int, int], LayerCache]) -> bool: ...
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
     def settle(self) -> None: ...
     def unsettle(self) -> None: ...
@@ -47,10 +55,12 @@ class NativeEngine(RolloutEngine):
         *,
         max_num_seqs: int = 1024,
         max_num_batched_tokens: int = 8192,
+        tokens_per_step: int = 1,
         decode: Callable[[list[int]], str] | None = None,
         shares_weights: bool = True,
     ) -> None:
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
+        self.tokens_per_step, self.settled_in = tokens_per_step, False
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
         self.prompt_tokens = self.response_tokens = 0  # computed since the engine was made
 
@@ -61,12 +71,13 @@ class NativeEngine(RolloutEngine):
         if request.sampling.max_tokens < 1 or not request.prompt_ids:
             raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
         self.queue.add(request)
+        self.settled_in = False
 
     def has_work(self) -> bool:
         return bool(self.queue.prompts or len(self.slots.active))
 
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
-        wanted, slots = set(ids), self.slots
+        wanted, slots, self.settled_in = set(ids), self.slots, False
         gone = [Output(request.id, [], [], "abort", []) for request in self.queue.remove(wanted)]
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
         return gone + self._finish({slot: "abort" for slot in leaving})
@@ -75,8 +86,12 @@ class NativeEngine(RolloutEngine):
     @torch.no_grad()
     def step(self) -> list[Output]:
         decoding = self.slots.active
+        if self._alone(decoding) and (ended := self._go_on(decoding)) is not None:
+            return self._finish(ended)
         self.queue.open(self.slots.room)
         pieces = self.queue.next_pieces(max(self.budget - len(decoding), BLOCK))
+        if sum(end - start for _, start, end in pieces) <= FEW:
+            self._settle(request for prompt, _, _ in pieces for request in prompt.waiting)
         logits_NV = self._forward(decoding, pieces)
         new, prompts = self._start_rows()
         logits_NV, source_B = _sources(logits_NV, len(decoding), prompts)
@@ -90,7 +105,37 @@ class NativeEngine(RolloutEngine):
             return []
         assert logits_NV is not None
         self._sample(slots_B, logits_NV, source_B)
+        self.settled_in = not pieces and not len(new)
         return self._finish(self._ended(slots_B))
+
+    def _alone(self, decoding: np.ndarray) -> bool:
+        """Whether nothing can happen to these rows but their own next tokens, plainly sampled."""
+        if self.tokens_per_step == 1 or not len(decoding) or (self.queue.prompts and not self.settled_in):
+            return False
+        return not (self.slots.special[decoding].any() or self.slots.by_text[decoding].any())
+
+    def _go_on(self, decoding: np.ndarray) -> dict[int, str] | None:
+        """Several tokens for every row, up to its end: the rows that ended, and why; None if the decoder cannot."""
+        slots = self.slots
+        before = slots.count[decoding]
+        rows = DecodeRows(
+            **{name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()},
+            table=slots.table[decoding],
+            starts=slots.starts[decoding],
+            stop_sets=slots.stop_sets,
+            steps=min(self.tokens_per_step, int((slots.limit[decoding] - before).max())),
+            stop_at_end=bool(self.queue.prompts),
+        )
+        if not self.decoder.decode(rows, self.pool.layer):
+            return None
+        made = rows.counts - before
+        row, step = np.nonzero(np.arange(rows.steps) < made[:, None])
+        places = (decoding[row], before[row] + step)
+        slots.tokens[places], slots.log_probs[places] = rows.tokens[row, step], rows.log_probs[row, step]
+        slots.last[decoding], slots.length[decoding], slots.count[decoding] = rows.last, rows.positions, rows.counts
+        self.response_tokens += len(row)
+        reasons = {1: "stop", 2: "length"}
+        return {int(decoding[place]): reasons[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
 
     def _forward(self, decoding: np.ndarray, pieces: list[Piece]) -> torch.Tensor | None:
         """Logits of the decoding rows, then of the prompts that this step completes."""
@@ -120,9 +165,12 @@ class NativeEngine(RolloutEngine):
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
         rows = list(self.queue.start(self.slots.room))
-        if any(request.sampling.max_tokens >= MANY for request, _, _ in rows):
-            self.decoder.settle()
+        self._settle(request for request, _, _ in rows)
         return self.slots.add(rows), [prompt for _, prompt, _ in rows]
+
+    def _settle(self, requests: Iterable[Request]) -> None:
+        if any(request.sampling.max_tokens >= MANY for request in requests):
+            self.decoder.settle()
 
     def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
         """The next token of every row."""
@@ -166,7 +214,7 @@ class NativeEngine(RolloutEngine):
         """Outputs of these rows; their slots and blocks are free again."""
         if not ended:
             return []
-        slots, outputs = self.slots, []
+        slots, outputs, self.settled_in = self.slots, [], False
         for slot, reason in ended.items():
             outputs.append(slots.output(slot, reason, self.version))
             prompt = slots.prompts[slot]
@@ -212,6 +260,7 @@ class NativeEngine(RolloutEngine):
         for slot in self.slots.active.tolist():
             self.slots.note_version(slot, self.version)
         self.queue.forget()
+        self.settled_in = False
         self.decoder.unsettle()
         self.decoder.load(weights)
         self.version = version

@@ -1,0 +1,164 @@
+"""The parts of a decoder layer's training pass between its matrix products, as compiled kernels (cpu/train.cpp).
+
+Float32 on a CPU. The twins are torch's own operations: those of `packed_attention` for attention, and transformers'
+layer for the rest (`posttrain/models/fused_layer.py` chooses).
+
+Shapes: T packed tokens, H heads of queries, K heads of keys, D head size, E width of the model, I of the gated layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from posttrain.kernels.compiled import kernel, why_not
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        ("tokens", _LONG),
+        ("units", _LONG),
+        *((name, ctypes.c_int32) for name in ("query_heads", "key_heads", "size", "threads")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Sight(ctypes.Structure):
+    _fields_ = tuple((name, _POINTER) for name in ("unit_starts", "prompts", "first"))
+
+
+@dataclass
+class Sight:
+    """Which tokens look at which: a token sees its unit's prompt, and of its own response what lies before it.
+
+    A unit is a row, or a prompt followed by the responses that share it.
+    """
+
+    unit_starts: np.ndarray  # (units + 1,) int64
+    prompts: np.ndarray  # (units,) int64, length of the prompt that responses share; 0 for a plain row
+    first: np.ndarray  # (T,) int32, where the token's own response (or its unit) starts
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], segment_T: np.ndarray | None) -> Sight:
+        """From the units' lengths and the tokens' segments: 0 on prompts and plain rows, responses from 1."""
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        unit_T = np.repeat(np.arange(len(lengths)), lengths)
+        if segment_T is None:
+            return cls(starts, np.zeros(len(lengths), np.int64), starts[unit_T].astype(np.int32))
+        new_T = np.ones(len(segment_T), bool)
+        new_T[1:] = (segment_T[1:] != segment_T[:-1]) | (unit_T[1:] != unit_T[:-1])
+        first = np.maximum.accumulate(np.where(new_T, np.arange(len(segment_T)), 0))
+        shared = np.bincount(unit_T, weights=segment_T > 0, minlength=len(lengths)) > 0
+        prompts = np.bincount(unit_T, weights=segment_T == 0, minlength=len(lengths))
+        return cls(starts, np.where(shared, prompts, 0).astype(np.int64), first.astype(np.int32))
+
+    def pointers(self) -> _Sight:
+        return _Sight(*(array.ctypes.data for array in (self.unit_starts, self.prompts, self.first)))
+
+
+def can_train(tensor: torch.Tensor) -> bool:
+    """Whether these kernels serve tensors of this type and device on this machine; meta tensors stand for those of a
+    CPU."""
+    if tensor.dtype is not torch.float32:
+        return False
+    return why_not() is None if tensor.is_meta else kernel("train_attention", tensor) is not None
+
+
+def _call(name: str, like: torch.Tensor, *arguments) -> None:
+    if like.is_meta:
+        return
+    function = kernel(name, like)
+    assert function is not None
+    function(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
+
+
+def _threads(elements: int) -> int:
+    return torch.get_num_threads() if elements > 16384 else 1
+
+
+def _shape(query_THD: torch.Tensor, key_heads: int, units: int, scale: float) -> _Shape:
+    tokens, heads, size = query_THD.shape
+    return _Shape(tokens, units, heads, key_heads, size, _threads(query_THD.numel()), scale)
+
+
+def attention_forward(query_THD, key_TKD, value_TKD, sight: Sight, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs, logarithms of the sums of exponentials), (T, H, D) and (T, H). All tensors are contiguous."""
+    out, logsum = torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[:2])
+    shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.prompts), scale), sight.pointers()
+    where = (ctypes.addressof(shape), ctypes.addressof(see))
+    _call("train_attention", query_THD, *where, query_THD, key_TKD, value_TKD, out, logsum)
+    return out, logsum
+
+
+def attention_backward(
+    grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_TH, sight: Sight, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value."""
+    grads = (torch.empty_like(query_THD), torch.zeros_like(key_TKD), torch.zeros_like(value_TKD))
+    shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.prompts), scale), sight.pointers()
+    tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_TH, grad_THD.contiguous(), *grads)
+    _call("train_attention_backward", query_THD, ctypes.addressof(shape), ctypes.addressof(see), *tensors)
+    return grads
+
+
+def norm_forward(x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x))."""
+    out, inverse = torch.empty_like(x_TE), x_TE.new_empty(len(x_TE))
+    _call("norm_forward", x_TE, x_TE, weight_E, out, inverse, *x_TE.shape, epsilon, _threads(x_TE.numel()))
+    return out, inverse
+
+
+def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of x, plus `added`, and of the weight)."""
+    grad_x, grad_weight = torch.empty_like(x_TE), torch.empty_like(weight_E)
+    tensors = (grad_TE, x_TE, weight_E, inverse_T, added_TE, grad_x, grad_weight)
+    _call("norm_backward", x_TE, *tensors, *x_TE.shape, _threads(x_TE.numel()))
+    return grad_x, grad_weight
+
+
+def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
+    """Rotated queries and keys, and values, each contiguous, of rows that hold all three."""
+    size = cosine_TD.shape[1]
+    parts = tuple(qkv_TC.new_empty(len(qkv_TC), count, size) for count in (heads, key_heads, key_heads))
+    shape = _shape(parts[0], key_heads, 0, 0.0)
+    _call("split_heads", qkv_TC, ctypes.addressof(shape), qkv_TC, cosine_TD, sine_TD, *parts)
+    return parts
+
+
+def join_heads(query_THD, key_TKD, value_TKD, cosine_TD, sine_TD) -> torch.Tensor:
+    """The gradient of what `split_heads` took, from those of what it gave."""
+    tokens, heads, size = query_THD.shape
+    qkv = query_THD.new_empty(tokens, (heads + 2 * key_TKD.shape[1]) * size)
+    shape = _shape(query_THD, key_TKD.shape[1], 0, 0.0)
+    tensors = (query_THD, key_TKD, value_TKD, cosine_TD, sine_TD, qkv)
+    _call("join_heads", query_THD, ctypes.addressof(shape), *tensors)
+    return qkv
+
+
+def gate_backward(grad_TI: torch.Tensor, gate_up_T2I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(silu(gate) * up once more, gradient of gate_up)."""
+    product, grad = torch.empty_like(grad_TI), torch.empty_like(gate_up_T2I)
+    _call("gate_backward", grad_TI, grad_TI, gate_up_T2I, product, grad, *grad_TI.shape, _threads(grad.numel()))
+    return product, grad
+
+
+class PackedAttention(torch.autograd.Function):
+    """Attention of packed rows; `sight` says who looks at whom."""
+
+    @staticmethod
+    def forward(ctx, query_THD, key_TKD, value_TKD, sight, scale):
+        query, key, value = (x.contiguous() for x in (query_THD, key_TKD, value_TKD))
+        out, logsum = attention_forward(query, key, value, sight, scale)
+        ctx.save_for_backward(query, key, value, out, logsum)
+        ctx.sight, ctx.scale = sight, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_THD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (*attention_backward(grad_THD, *ctx.saved_tensors, sight=ctx.sight, scale=ctx.scale), None, None)

@@ -1,0 +1,172 @@
+"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation, for float32 on a CPU.
+
+transformers' layer over packed rows is about thirty operations forward and fifty backward, each of which walks through
+memory and is called from Python. Here the matrix products are torch's, what lies between them is a handful of compiled
+kernels, and gradients are written out. transformers' own layer is its twin and serves everywhere else.
+
+Shapes: T packed tokens, E width of the model, C columns of queries, keys and values together, D head size.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from posttrain.kernels import train
+from posttrain.kernels.decode import silu_mul
+from posttrain.kernels.packed_attention import PackedLayout, active_layout
+from posttrain.models.arena import end_to_end
+
+LAYERS = {"Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"}
+_LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+
+
+def fuse_layers(model: torch.nn.Module) -> None:
+    """Give every layer of a known kind the fused pass, used wherever `_can_fuse` finds nothing against it."""
+    config: Any = model.config
+    if getattr(config, "hidden_act", None) != "silu":
+        return
+    for module in model.modules():
+        if type(module).__name__ in LAYERS:
+            module.forward = types.MethodType(_forward, module)
+
+
+def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any):
+    layout = active_layout()
+    if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
+        return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+    attention, mlp = self.self_attn, self.mlp
+    queries = (attention.q_proj, attention.k_proj, attention.v_proj)
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
+    return _FusedLayer.apply(
+        hidden_states[0],
+        (layout.sight, attention.head_dim, attention.scaling, self.input_layernorm.variance_epsilon),
+        *(table[0].contiguous() for table in position_embeddings),
+        self.input_layernorm.weight,
+        *(part.weight for part in queries),
+        *(part.bias for part in queries),
+        *norms,
+        attention.o_proj.weight,
+        self.post_attention_layernorm.weight,
+        mlp.gate_proj.weight,
+        mlp.up_proj.weight,
+        mlp.down_proj.weight,
+    )[None]  # pyright: ignore
+
+
+def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
+    if hidden.shape[0] != 1 or not train.can_train(hidden):
+        return False
+    window = getattr(layer.self_attn, "sliding_window", None) or getattr(layer.self_attn.config, "sliding_window", None)
+    if window and window < int(layout.lengths.max()):
+        return False
+    parts = [getattr(getattr(layer, home), name) for home, names in _LINEAR for name in names]
+    return all(type(part) is torch.nn.Linear and type(part.weight) is torch.nn.Parameter for part in parts) and all(
+        part.bias is None for part in parts[3:]
+    )
+
+
+class _FusedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x_TE, shape, cosine_TD, sine_TD, before, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, out, between,
+        gate, up, down,
+    ):  # fmt: skip
+        sight, size, scale, epsilon = shape
+        heads, key_heads = len(q) // size, len(k) // size
+        x_TE = x_TE.contiguous()
+        normed_TE, inverse_T = train.norm_forward(x_TE, before, epsilon)
+        qkv_TC = _product(normed_TE, (q, k, v), (q_bias, k_bias, v_bias))
+        raw = _norm_heads(qkv_TC, (q_norm, k_norm), (heads, key_heads), size, epsilon)
+        parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
+        attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
+        middle_TE = torch.addmm(x_TE, attended_THD.flatten(1), out.T)
+        gated_TE, middle_inverse_T = train.norm_forward(middle_TE, between, epsilon)
+        gate_up_T2I = _product(gated_TE, (gate, up))
+        result_TE = torch.addmm(middle_TE, silu_mul(gate_up_T2I), down.T)
+        ctx.sight, ctx.scale, ctx.heads = sight, scale, (heads, key_heads, size)
+        ctx.weights = (before, q, k, v, q_norm, k_norm, out, between, gate, up, down)
+        ctx.has_bias = q_bias is not None
+        ctx.save_for_backward(
+            x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *parts, attended_THD, logsum_TH,
+            middle_TE, gated_TE, middle_inverse_T, gate_up_T2I, *raw,
+        )  # fmt: skip
+        return result_TE
+
+    @staticmethod
+    def backward(ctx, grad_TE):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *rest = ctx.saved_tensors
+        *attention, middle_TE, gated_TE, middle_inverse_T, gate_up_T2I = rest[:9]
+        raw, attended_THD = rest[9:], attention[3]
+        before, q, k, v, q_norm, k_norm, out, between, gate, up, down = ctx.weights
+        heads, key_heads, size = ctx.heads
+        trained = any(ctx.needs_input_grad[4:])
+        grad_TE = grad_TE.contiguous()
+        product_TI, grad_gate_up = train.gate_backward(grad_TE @ down, gate_up_T2I)
+        grad_middle, grad_between = train.norm_backward(
+            _product_back(grad_gate_up, (gate, up)), middle_TE, between, middle_inverse_T, grad_TE
+        )
+        grad_attended = (grad_middle @ out).view_as(attended_THD)
+        grads = train.attention_backward(grad_attended, *attention, sight=ctx.sight, scale=ctx.scale)
+        grad_qkv = train.join_heads(*grads, cosine_TD, sine_TD)
+        grad_norms = _norm_heads_back(grad_qkv, raw, (q_norm, k_norm), (heads, key_heads), size)
+        grad_x, grad_before = train.norm_backward(
+            _product_back(grad_qkv, (q, k, v)), x_TE, before, inverse_T, grad_middle
+        )
+        if not trained:
+            return (grad_x, *(None,) * 17)
+        rows = [len(part) for part in (q, k, v)]
+        biases = grad_qkv.sum(0).split(rows) if ctx.has_bias else (None, None, None)
+        return (
+            grad_x, None, None, None, grad_before, *(grad_qkv.T @ normed_TE).split(rows), *biases, *grad_norms,
+            grad_middle.T @ attended_THD.flatten(1), grad_between, *(grad_gate_up.T @ gated_TE).split(len(gate)),
+            grad_TE.T @ product_TI,
+        )  # fmt: skip
+
+
+def _product(x_TE: torch.Tensor, weights: tuple, biases: tuple = (None,)) -> torch.Tensor:
+    """All products of `x` side by side; one, where the weights lie end to end."""
+    whole = end_to_end(weights)
+    if whole is None:
+        y = torch.cat([x_TE @ weight.T for weight in weights], 1)
+        return y if biases[0] is None else y.add_(torch.cat(biases))
+    if biases[0] is None:
+        return x_TE @ whole.T
+    bias = end_to_end(biases)
+    return torch.addmm(torch.cat(biases) if bias is None else bias, x_TE, whole.T)
+
+
+def _product_back(grad_TC: torch.Tensor, weights: tuple) -> torch.Tensor:
+    whole = end_to_end(weights)
+    return grad_TC @ (torch.cat(weights) if whole is None else whole)
+
+
+def _norm_heads(qkv_TC: torch.Tensor, norms: tuple, counts: tuple[int, int], size: int, epsilon: float) -> list:
+    """Norms of the heads of queries and keys, in place: what was there, and the inverses, of each."""
+    kept, start = [], 0
+    for norm, count in zip(norms, counts, strict=True):
+        if norm is None:
+            return []
+        part = qkv_TC[:, start : start + count * size]
+        raw = part.reshape(-1, size)
+        normed, inverse = train.norm_forward(raw.contiguous(), norm, epsilon)
+        kept += [raw.clone() if raw.data_ptr() == part.data_ptr() else raw, inverse]
+        part.copy_(normed.view(len(part), -1))
+        start += count * size
+    return kept
+
+
+def _norm_heads_back(grad_qkv: torch.Tensor, raw: list, norms: tuple, counts: tuple[int, int], size: int) -> list:
+    """The way back of `_norm_heads`, in place; gives the gradients of the norms' weights."""
+    if not raw:
+        return [None, None]
+    found, start = [], 0
+    for place, (norm, count) in enumerate(zip(norms, counts, strict=True)):
+        part = grad_qkv[:, start : start + count * size]
+        grad, grad_norm = train.norm_backward(part.reshape(-1, size), raw[2 * place], norm, raw[2 * place + 1])
+        part.copy_(grad.view(len(part), -1))
+        found.append(grad_norm)
+        start += count * size
+    return found

@@ -1,0 +1,166 @@
+"""The fused training layer against transformers' own, in value and gradient, and where it must not be used."""
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.config.model import ModelConfig
+from posttrain.config.rollout import RolloutConfig
+from posttrain.kernels import compiled, packed_attention, train
+from posttrain.kernels.packed_attention import PackedLayout, packed_rows
+from posttrain.models import fused_layer
+from posttrain.models.forward import hidden_states
+from posttrain.models.fused_layer import fuse_layers
+from posttrain.models.lora import add_adapters
+from posttrain.rollout.native.build import build_native
+from tests.machine import has_compiler
+from tests.rollout.tiny import tiny
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
+
+# Three units: a prompt of 7 with responses of 5, 3 and 20; a plain row of 11; a prompt of 4 with responses of 1 and 17.
+UNITS = [(7, [5, 3, 20]), (11, []), (4, [1, 17])]
+LENGTHS = [prompt + sum(responses) for prompt, responses in UNITS]
+
+
+def layout(shared=True):
+    segments, positions = [], []
+    for prompt, responses in UNITS:
+        segments += [torch.zeros(prompt, dtype=torch.long)]
+        positions += [torch.arange(prompt)]
+        for number, length in enumerate(responses, start=1):
+            segments.append(torch.full((length,), number if shared else 0))
+            positions.append(torch.arange(prompt, prompt + length))
+    segment_T = torch.cat(segments)
+    return PackedLayout(LENGTHS, segment_T=segment_T if shared else None, position_T=torch.cat(positions))
+
+
+def rows_of(place):
+    """Positions by token: responses to one prompt all start behind it."""
+    found = []
+    for prompt, responses in UNITS:
+        found += [*range(prompt)]
+        for length in responses:
+            found += range(prompt, prompt + length)
+    return torch.tensor(found)[None]
+
+
+def passes(model, place, *, fused, monkeypatch):
+    """(hidden states, gradients by name, how many layers were fused)."""
+    calls = []
+    with monkeypatch.context() as patch:
+        if not fused:
+            patch.setattr(compiled, "_functions", lambda: None)
+        apply = fused_layer._FusedLayer.apply
+        patch.setattr(fused_layer._FusedLayer, "apply", lambda *args: calls.append(1) or apply(*args))
+        model.zero_grad()
+        ids = torch.randint(0, 97, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+        with packed_rows(place):
+            hidden = hidden_states(model, ids, rows_of(place))
+            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    return hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, len(calls)
+
+
+@needs_compiler
+@pytest.mark.parametrize("end_to_end", [False, True], ids=["apart", "fused weights"])
+@pytest.mark.parametrize("shared", [False, True], ids=["rows", "shared prompts"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "llama3-rope"])
+def test_equals_transformers_in_value_and_gradient(kind, shared, end_to_end, monkeypatch):
+    model = tiny(kind)
+    fuse_layers(model)
+    if end_to_end:
+        build_native(model, RolloutConfig(kv_cache_gb=0.01), decode=None)
+    place = layout(shared)
+    ours, grads, fused = passes(model, place, fused=True, monkeypatch=monkeypatch)
+    theirs, plain_grads, not_fused = passes(model, place, fused=False, monkeypatch=monkeypatch)
+    assert (fused, not_fused) == (3, 0)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    assert grads.keys() == plain_grads.keys()
+    for name, grad in plain_grads.items():
+        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@needs_compiler
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 32), (4, 2, 16), (6, 2, 24), (3, 1, 8), (5, 1, 7)])
+def test_attention_equals_the_written_out_formula(heads, key_heads, size):
+    """Against float64 over all pairs with a mask, for groups that do not fill the lanes and odd head sizes."""
+    place = layout()
+    generator = torch.Generator().manual_seed(heads)
+    tokens = sum(LENGTHS)
+    shapes = [(tokens, count, size) for count in (heads, key_heads, key_heads)]
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    weights = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    unit_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    segment_T = place.segment_T
+    order = torch.arange(tokens)
+    seen = (unit_T[:, None] == unit_T) & (order[:, None] >= order)
+    seen &= (segment_T == 0)[None, :] | (segment_T[:, None] == segment_T)
+
+    def plain(query, key, value):
+        key, value = (x.repeat_interleave(heads // key_heads, 1) for x in (key, value))
+        scores = torch.einsum("thd,shd->hts", query, key) * 0.3
+        return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+
+    def gradients(function, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = function(*inputs)
+        return [out, *torch.autograd.grad((out * weights.to(dtype)).sum(), inputs)]
+
+    ours = gradients(lambda *x: train.PackedAttention.apply(*x, place.sight, 0.3), torch.float32)
+    for found, expected in zip(ours, gradients(plain, torch.float64), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sight_finds_prompts_and_where_responses_start():
+    sight = layout().sight
+    assert sight.unit_starts.tolist() == [0, 35, 46, 68]
+    assert sight.prompts.tolist() == [7, 0, 4]
+    assert sight.first[[0, 6, 7, 11, 12, 15, 35, 45, 46, 50, 51, 67]].tolist() == [
+        0,
+        0,
+        7,
+        7,
+        12,
+        15,
+        35,
+        35,
+        46,
+        50,
+        51,
+        51,
+    ]
+    assert np.array_equal(layout(shared=False).sight.first, np.repeat([0, 35, 46], LENGTHS))
+
+
+@needs_compiler
+@pytest.mark.parametrize("why", ["window", "adapters", "float64", "padded"])
+def test_transformers_layer_serves_where_the_fused_one_cannot(why, monkeypatch):
+    model = tiny("mistral" if why == "window" else "qwen2", dtype=torch.float64 if why == "float64" else torch.float32)
+    fuse_layers(model)
+    if why == "adapters":
+        model = add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=2))
+    monkeypatch.setattr(fused_layer._FusedLayer, "apply", lambda *args: pytest.fail("the fused layer was used"))
+    ids = torch.randint(0, 97, (1, sum(LENGTHS)))
+    if why == "padded":
+        hidden_states(model, ids, torch.arange(ids.shape[1])[None], torch.ones_like(ids)).sum().backward()
+    else:
+        with packed_rows(layout()):
+            hidden_states(model, ids, rows_of(layout())).sum().backward()
+
+
+@needs_compiler
+def test_frozen_weights_get_no_gradient_and_pass_it_on():
+    model = tiny("qwen2")
+    fuse_layers(model)
+    model.requires_grad_(False)
+    embedding = model.get_input_embeddings().weight.requires_grad_()
+    with packed_rows(layout()):
+        hidden_states(model, torch.randint(0, 97, (1, sum(LENGTHS))), rows_of(layout())).square().sum().backward()
+    assert embedding.grad is not None and all(p.grad is None for p in model.parameters() if p is not embedding)
+
+
+def test_packed_attention_takes_the_kernel_only_where_it_can(monkeypatch):
+    tensor = torch.zeros(1, dtype=torch.float64)
+    assert not packed_attention.can_train(tensor)
+    monkeypatch.setattr(compiled, "_functions", lambda: None)
+    assert not packed_attention.can_train(tensor.float())
