@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
 # PPO on GSM8K with DeepSeek-LLM-7B-chat and a critic of the same model; rewards are the function of the data source.
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them) and CUDA memory for two models in
-#            training: about 350 GiB (`posttrain plan`). On one GPU of 141 GB add:
-#              actor_rollout_ref.model.lora_rank=16 critic.fsdp_config.optimizer_offload=True
-#              critic.fsdp_config.param_offload=True actor_rollout_ref.rollout.max_num_seqs=256
+#            training: about 250 GiB (`posttrain plan`), more than one GPU has; with one, give a smaller model to both.
 #   expect   105 steps (15 epochs of 7); each answers 1024 questions once and makes 4 optimizer steps of actor and critic.
 #            critic/vf_explained_var rises from 0 as the critic learns. Everything lies in
 #            outputs/verl_ppo_example/deepseek_llm_7b

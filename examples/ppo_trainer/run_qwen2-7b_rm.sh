@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # PPO on GSM8K's questions with Qwen2-7B-Instruct, a critic of the same size and a reward model of 2B.
-#   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them) and CUDA memory for three models of
-#            which two are trained: about 280 GiB (`posttrain plan`). On one GPU of 141 GB add (119 GiB):
+#   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them) and CUDA memory for four models of
+#            which two are trained: about 344 GiB (`posttrain plan`). On one GPU of 141 GB adapters for the actor and a
+#            smaller critic with the same tokens take 87 GiB:
 #              actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.enable_gradient_checkpointing=True
-#              critic.fsdp_config.param_offload=True critic.fsdp_config.optimizer_offload=True
-#              actor_rollout_ref.rollout.max_num_seqs=256
+#              critic.model.path=Qwen/Qwen2-1.5B-Instruct
 #   expect   7 steps (1 epoch of 1024 questions each). The reward model's score is the reward; whether answers are right is
 #            recorded beside it and is what validation shows. The first 10 steps train the critic only, so that one epoch
 #            changes the critic alone (the run says so): raise trainer.total_epochs for more.

@@ -52,6 +52,7 @@ def load_scorer(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from posttrain.models.attention import ATTENTION
+    from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
 
     silence_progress_bars()
@@ -78,6 +79,7 @@ def load_scorer(
     if value_head is not None:
         put_head(model, value_head)
     fuse_norms(model)
+    fuse_layers(model)
     without_dropout(model)
     return model.to(device).eval()
 
