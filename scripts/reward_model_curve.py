@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The curves of docs/reward_models.md: a reward model learns right from wrong sums, then PPO with a critic learns from
-it. The reward model starts from a copy of the policy's model that was taught sums for longer, as a judge should know more.
+it. The reward model starts from the policy's model after more lessons in sums: a judge should know more.
 
     python scripts/reward_model_curve.py [--out docs/images] [--runs outputs] [--sft_steps N] [--pairs_steps N]
         [--steps N] [--seed 1 2 3]
@@ -64,8 +64,8 @@ def train_reward_model(runs: str, start: Path, steps: int) -> Path:
     files = write_files(folder, {name: pairs(rows) for name, rows in sums.items()})
     run(
         "posttrain.trainer.reward_model_trainer",
-        f"data.train_files={files['train']} data.val_files={files['test']} data.train_batch_size=128 model.path={start}",
-        f"optim.lr=1e-3 trainer.total_training_steps={steps} trainer.test_freq=50 trainer.device=cpu",
+        f"data.train_files={files['train']} data.val_files={files['test']} data.train_batch_size=128",
+        f"model.path={start} optim.lr=1e-3 trainer.total_training_steps={steps} trainer.test_freq=50 trainer.device=cpu",
         f"trainer.default_local_dir={runs} trainer.project_name=curve trainer.experiment_name=reward-model-{steps}",
     )
     return Path(runs) / f"curve/reward-model-{steps}/checkpoints/global_step_{steps}/huggingface"
