@@ -65,7 +65,8 @@ def train_reward_model(runs: str, start: Path, steps: int) -> Path:
     run(
         "posttrain.trainer.reward_model_trainer",
         f"data.train_files={files['train']} data.val_files={files['test']} data.train_batch_size=128",
-        f"model.path={start} optim.lr=1e-3 trainer.total_training_steps={steps} trainer.test_freq=50 trainer.device=cpu",
+        f"model.path={start} optim.lr=1e-3 trainer.device=cpu",
+        f"trainer.total_training_steps={steps} trainer.test_freq=50",
         f"trainer.default_local_dir={runs} trainer.project_name=curve trainer.experiment_name=reward-model-{steps}",
     )
     return Path(runs) / f"curve/reward-model-{steps}/checkpoints/global_step_{steps}/huggingface"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from seen import ROOT, metrics_of
 
+from posttrain.cache import cache_folder
 from posttrain.config import load_config
 
 QWEN3_8B = ROOT / "examples" / "grpo_trainer" / "run_qwen3-8b.sh"
@@ -41,6 +42,12 @@ DOCUMENT_0 = {  # §2.2, with the engine and the sizes that one worker has
 }
 
 
+def at_home(folder: Path) -> dict[str, str]:
+    """The environment of somebody who lives there; what is made once per machine is not made again."""
+    own = {"HOME": str(folder), "POSTTRAIN_CACHE": str(cache_folder()), "PYTHON": sys.executable}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+
+
 def test_S0_149_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     command = QWEN3_8B.read_text().partition("main_ppo")[2]
@@ -64,7 +71,7 @@ def test_S0_149_S2_48_the_script_trains_two_small_steps_and_added_settings_win(b
     sizes = ["data.train_batch_size=4", "data.max_prompt_length=256", "data.max_response_length=8"]
     sizes += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     run = [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1"]
-    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = at_home(tmp_path / "home")
     ran = subprocess.run(
         ["bash", str(QWEN3_8B), *run, *sizes, "trainer.total_training_steps=2"],
         cwd=tmp_path,
@@ -137,7 +144,7 @@ def test_S4_02_S4_31_the_ppo_scripts_train_two_small_steps_with_a_critic(script,
         small += [f"reward_model.model.path={scorer}", "trainer.critic_warmup=1"]
     else:
         small += [f"critic.model.path={brief_model}"]
-    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = at_home(tmp_path / "home")
     command = ["bash", str(script), *small]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
