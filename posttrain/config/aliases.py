@@ -20,6 +20,8 @@ MOVED_SECTIONS: dict[str, str] = {
     "rollout.": f"{_ROLLOUT}.",
     "ref.": "actor_rollout_ref.ref.",
     "model.": f"{_MODEL}.",
+    "critic.model.fsdp_config.": "critic.fsdp_config.",
+    "reward_model.model.fsdp_config.": "reward_model.fsdp_config.",
     "reward_model.overlong_buffer.": "reward.overlong_buffer.",
     "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
     "reward.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
@@ -58,6 +60,7 @@ RENAMED: dict[str, str] = {
     f"{_ROLLOUT}.max_new_tokens": "data.max_response_length",
     f"{_ROLLOUT}.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "critic.learning_rate": "critic.optim.lr",
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
     "reward.reward_fn": "custom_reward_function.path",
     "trainer.reward_fn.path": "custom_reward_function.path",
     "trainer.reward_fn.name": "custom_reward_function.name",
@@ -73,7 +76,6 @@ DERIVED: dict[str, Any] = {
     "trainer.gradient_accumulation": int,
     "reward.type": str,
     "trainer.reward_fn.type": str,
-    "reward_model.enable": bool,
     f"{_ACTOR}.peft_config.peft_type": str,
     f"{_ROLLOUT}.enable_lora": bool,
     f"{_ROLLOUT}.load_format": str,
@@ -84,8 +86,9 @@ DERIVED: dict[str, Any] = {
 
 _SFT = "these are settings of supervised training (`posttrain sft`)"
 NOT_BUILT: dict[str, str] = {
-    "reward_model.": "reward models are not built in this version; the nearest is a function: "
-    "custom_reward_function.path=FILE",
+    "reward_model.reward_manager": "there is one manager; shaping and several rewards are set by "
+    "reward.overlong_buffer and reward.functions",
+    "reward_model.enable_resource_pool": "this version runs all roles in one process; remove the key",
     f"{_ACTOR}.megatron_config.": "the Megatron engine is not built in this version; the nearest is "
     f"{_ACTOR}.strategy=fsdp2 without parallel sizes",
     f"{_ACTOR}.megatron.": f"the Megatron engine is not built in this version; the nearest is {_ACTOR}.strategy=fsdp2",

@@ -13,6 +13,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.ranges import RANGES, Range
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.value_checks import VALUE_CHECKS
 
 _ACTOR = "actor_rollout_ref.actor"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
@@ -100,6 +101,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     lambda checked: check_ranges(checked, RANGES),
     _batches,
     *ALGORITHM_CHECKS,
+    *VALUE_CHECKS,
     _data,
     check_resume,
     check_quantization,

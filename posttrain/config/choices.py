@@ -37,6 +37,7 @@ REJECTIONS = (
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "sglang")
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_DTYPES = ("auto", "float32", "bfloat16", "float64")
 _SCHEDULES = ("constant", "linear", "cosine")
 DEFAULT_GROUP_SIZE = 5
 
@@ -45,17 +46,21 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_penalty": _KL_TYPES,
     "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
     "data.truncation": ("error", "left", "right"),
-    "actor_rollout_ref.model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "actor_rollout_ref.model.quantization": ("nf4",),
+    "actor_rollout_ref.model.dtype": _DTYPES,
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
     "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
     "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
     "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),
     "actor_rollout_ref.actor.optim.lr_scheduler_type": _SCHEDULES,
     "actor_rollout_ref.rollout.name": ROLLOUT_ENGINES,
+    "critic.strategy": ("fsdp", "fsdp2"),
     "critic.loss_agg_mode": _AGGREGATIONS,
     "critic.optim.lr_scheduler_type": _SCHEDULES,
     "reward.sandbox.mode": ("kernel", "unsafe"),
+    "reward_model.strategy": ("fsdp", "fsdp2"),
+    "reward_model.truncation": ("left", "right", "error"),
+    "reward_model.model.dtype": _DTYPES,
     "trainer.export_hf": ("last", "all", "none"),
     "trainer.export_lora": ("adapter", "merged"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
@@ -71,6 +76,10 @@ NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     "(weights, gradients, optimizer); set actor_rollout_ref.actor.strategy=fsdp2",
     ("actor_rollout_ref.actor.strategy", "megatron"): "the Megatron engine is not built in this version; "
     "the nearest is actor_rollout_ref.actor.strategy=fsdp2",
+    **{
+        (f"{role}.strategy", "megatron"): f"the Megatron engine is not built in this version; set {role}.strategy=fsdp2"
+        for role in ("critic", "reward_model")
+    },
     ("trainer.device", "npu"): "Ascend devices need the torch_npu plug-in, which this version does not use; "
     "set trainer.device=auto, cpu or cuda",
 }

@@ -14,7 +14,7 @@ class CriticModelConfig(Section):
     """Which model the critic starts from."""
 
     path: str | None = None
-    """Folder or hub id; null takes the actor's model."""
+    """Folder or hub id, with the policy's vocabulary; null takes the actor's model."""
     lora_rank: int = 0
     """Rank of the critic's LoRA adapters; 0 trains all its weights. Its value head is trained whole either way."""
     lora_alpha: int = 16
@@ -23,12 +23,18 @@ class CriticModelConfig(Section):
     """Linear modules of the critic that get adapters, as for the actor."""
     exclude_modules: Any = None
     """Modules of the critic that get no adapter, as for the actor."""
+    use_remove_padding: bool = True
+    """Pack rows without padding; false computes padded rows (same result, slower)."""
+    enable_gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass; null does as the actor."""
 
 
 @dataclass
 class CriticConfig(Section):
     """The critic's update; built only under an estimator that needs values."""
 
+    strategy: str = "fsdp"
+    """Train engine: `fsdp` and `fsdp2` are the same one."""
     ppo_mini_batch_size: int | None = None
     """Prompts per optimizer step; null takes the actor's."""
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -37,6 +43,8 @@ class CriticConfig(Section):
     """Token budget of one packed forward pass of a worker."""
     ppo_epochs: int | None = None
     """Passes over one batch; null takes the actor's."""
+    shuffle: bool = False
+    """Shuffle the rows of a batch before they are split into mini-batches."""
     cliprange_value: float = 0.5
     """Values that moved further than this from the old ones get the clipped loss."""
     loss_agg_mode: str = "token-mean"

@@ -29,21 +29,15 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
 
 
 def _reward_kind(merged: Merged) -> None:
-    nearest = "the nearest is a function: set custom_reward_function.path=FILE"
     for key in ("reward.type", "trainer.reward_fn.type"):
         kind = _take(merged, key)
-        if kind is None or kind.value == "function":
+        if kind is None:
             continue
-        if kind.value == "model":
-            what = f"`{kind.spelling}=model`: reward models are not built in this version."
-            merged.problems.append(Problem(what, kind.source, nearest))
+        if kind.value in ("function", "model"):
+            _put(merged, "reward_model.enable", kind.value == "model", kind)
         else:
             what = f"`{kind.spelling}={kind.value}` is not known; known: function, model."
             merged.problems.append(Problem(what, kind.source, f"set {kind.spelling}=function"))
-    enable = _take(merged, "reward_model.enable")
-    if enable is not None and enable.value:
-        what = "`reward_model.enable=True`: reward models are not built in this version."
-        merged.problems.append(Problem(what, enable.source, f"{nearest}, and reward_model.enable=False"))
 
 
 def _multi_turn(merged: Merged) -> None:

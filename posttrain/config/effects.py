@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from posttrain.config.choices import CRITIC_ESTIMATORS, ESTIMATORS, POLICY_LOSSES
 from posttrain.config.devices import runs_on_cpu
+from posttrain.config.optim import OptimConfig
 from posttrain.config.root import PPOConfig
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -25,9 +26,10 @@ def _no_critic(config: PPOConfig) -> bool:
     return name in ESTIMATORS and name not in CRITIC_ESTIMATORS
 
 
-def _is_constant(config: PPOConfig) -> bool:
-    return config.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant"
-
+_OPTIMIZERS: dict[str, Callable[[PPOConfig], OptimConfig]] = {
+    _ACTOR: lambda c: c.actor_rollout_ref.actor.optim,
+    "critic": lambda c: c.critic.optim,
+}
 
 EFFECTS: tuple[Effect, ...] = (
     Effect(("critic.", "trainer.critic_warmup", "algorithm.lam"), _no_critic, "only the estimator gae has a critic"),
@@ -124,11 +126,27 @@ EFFECTS: tuple[Effect, ...] = (
         lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
         "clip_ratio_low and clip_ratio_high are both set",
     ),
-    Effect((f"{_ACTOR}.optim.min_lr_ratio",), _is_constant, f"{_ACTOR}.optim.lr_scheduler_type is constant"),
+    *(
+        Effect(
+            (f"{role}.optim.min_lr_ratio",),
+            lambda c, optim=optim: optim(c).lr_scheduler_type == "constant",
+            f"{role}.optim.lr_scheduler_type is constant",
+        )
+        for role, optim in _OPTIMIZERS.items()
+    ),
+    *(
+        Effect(
+            (f"{role}.optim.lr_warmup_steps_ratio",),
+            lambda c, optim=optim: optim(c).lr_warmup_steps >= 0,
+            f"{role}.optim.lr_warmup_steps is set",
+        )
+        for role, optim in _OPTIMIZERS.items()
+    ),
+    Effect(("reward_model.",), lambda c: not c.reward_model.enable, "reward_model.enable is False"),
     Effect(
-        (f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
-        lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
-        f"{_ACTOR}.optim.lr_warmup_steps is set",
+        ("reward_model.forward_max_token_len_per_gpu",),
+        lambda c: not c.reward_model.use_dynamic_bsz,
+        "reward_model.use_dynamic_bsz is False",
     ),
     Effect(
         (f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules", f"{_MODEL}.exclude_modules", "trainer.export_lora"),
@@ -147,6 +165,7 @@ EFFECTS: tuple[Effect, ...] = (
             f"{_ACTOR}.fsdp_config.",
             "critic.fsdp_config.",
             "actor_rollout_ref.ref.fsdp_config.",
+            "reward_model.fsdp_config.",
         ),
         runs_on_cpu,
         "the run is on the CPU",

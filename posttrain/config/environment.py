@@ -14,6 +14,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_REWARD_MODEL = tuple(f"reward_model.model.{name}" for name in ("path", "tokenizer_path", "input_tokenizer"))
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
@@ -81,32 +82,33 @@ def _how_to_make(name: str) -> str:
 
 
 def _model_folders(resolved: Resolved, cwd: Path, model: str = _MODEL) -> Iterator[Problem]:
-    others = ("critic.model.path",) if model == _MODEL else ()
+    others = ("critic.model.path", *_REWARD_MODEL) if model == _MODEL else ()
     for key in (f"{model}.path", f"{model}.tokenizer_path", *others):
         name = resolved.value(key)
         if name is None or name == "embedded":
             continue
         path, where = cwd / name, resolved.where(key)
         if path.is_dir():
-            wanted = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
+            wanted = "tokenizer_config.json" if "tokenizer" in key else "config.json"
             if wanted == "config.json" and not (path / wanted).is_file() and (path / ADAPTER_CONFIG).is_file():
                 what = f"`{key}`: the folder {name} holds a LoRA adapter, not a model."
                 yield Problem(what, where, f"set {key} to its base model, and {ADAPTER_PATH}={name}")
             elif not (path / wanted).is_file():
                 what = f"`{key}`: the folder {name} holds no {wanted}."
                 yield Problem(what, where, "give a folder in Hugging Face format")
-            elif key == f"{model}.path" and _lacks_tokenizer(resolved, path, model):
+            elif key in (f"{model}.path", _REWARD_MODEL[0]) and _lacks_tokenizer(resolved, key, path):
                 what = f"`{key}`: the folder {name} holds no tokenizer."
-                do = f"copy tokenizer.json and tokenizer_config.json into it, or set {model}.tokenizer_path"
+                elsewhere = key.removesuffix("path") + "tokenizer_path"
+                do = f"copy tokenizer.json and tokenizer_config.json into it, or set {elsewhere}"
                 yield Problem(what, where, do)
         elif name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
             do = "give a folder that exists, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
             yield Problem(f"`{key}`: the folder {name} does not exist.", where, do)
 
 
-def _lacks_tokenizer(resolved: Resolved, folder: Path, model: str) -> bool:
+def _lacks_tokenizer(resolved: Resolved, key: str, folder: Path) -> bool:
     """transformers would make an empty tokenizer of the model's kind, and say nothing."""
-    elsewhere = resolved.value(f"{model}.tokenizer_path") is not None
+    elsewhere = resolved.value(key.removesuffix("path") + "tokenizer_path") is not None
     return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 

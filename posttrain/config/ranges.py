@@ -128,6 +128,11 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "overlong_buffer.len": _ONE_OR_MORE,
         "overlong_buffer.penalty_factor": _POSITIVE,
     },
+    "reward_model": {
+        "micro_batch_size_per_gpu": _ONE_OR_MORE,
+        "forward_max_token_len_per_gpu": _ONE_OR_MORE,
+        "max_length": _at_least(2),
+    },
     "trainer": {
         **TRAINER_RANGES,
         "critic_warmup": _ZERO_OR_MORE,

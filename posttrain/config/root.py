@@ -11,6 +11,7 @@ from posttrain.config.critic import CriticConfig
 from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
+from posttrain.config.reward_model import RewardModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.config.trainer import TrackingConfig, TrainerConfig
 
@@ -35,5 +36,6 @@ class PPOConfig(Section):
     critic: CriticConfig = field(default_factory=CriticConfig)
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.model import ModelConfig
+from posttrain.config.reward_model import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
@@ -107,6 +108,22 @@ def _model_settings(config: ModelConfig, path: str | None) -> Any:
     for key, value in config.override_config.items():
         setattr(settings, key, value)
     return settings
+
+
+def meta_scorer(config: RewardModelModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """The reward model without contents."""
+    from transformers import AutoModelForSequenceClassification
+
+    source = ModelConfig(path=config.path, trust_remote_code=config.trust_remote_code)
+    settings = _model_settings(source, config.path)
+    settings.num_labels, settings.pad_token_id = 1, settings.get_text_config().pad_token_id or 0
+    attention = "eager" if needs_plain_attention(settings) else ATTENTION
+    with META:
+        model = AutoModelForSequenceClassification.from_config(
+            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+        )
+    fuse_norms(model)
+    return model.eval()
 
 
 def actor_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
@@ -220,6 +237,14 @@ def scoring_peak(model: torch.nn.Module, rows: int, length: int, device: str) ->
     """Most bytes alive in a pass without gradient, besides the weights."""
     with torch.no_grad(), packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
         _outputs(model, rows, length)
+    return live.peak
+
+
+def rewarding_peak(model: torch.nn.Module, rows: int, length: int) -> int:
+    """Most bytes alive in a pass of the reward model, besides its weights."""
+    ids = torch.zeros(rows, length, dtype=torch.long, device=META)
+    with torch.no_grad(), LiveBytes(model) as live:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return live.peak
 
 

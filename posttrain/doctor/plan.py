@@ -106,7 +106,8 @@ class Counter:
         """`what(model, *args)` of the role's model."""
         settings = config.actor_rollout_ref.model
         same = {**settings.to_dict(), "enable_gradient_checkpointing": None}  # an argument where it matters
-        key = (repr(same), repr(config.critic.model.to_dict()), device.kind, role)
+        others = (repr(config.critic.model.to_dict()), repr(config.reward_model.model))
+        key = (repr(same), *others, device.kind, role)
         if key not in self._kept:
             self._kept[key] = _model(config, device, role)
         if (key, what, args) not in self._kept:
@@ -128,6 +129,9 @@ def _model(config: PPOConfig, device: Device, role: str) -> torch.nn.Module:
         return counting.actor_model(settings, dtype)
     if role == "reference":
         return counting.meta_model(settings, dtype)
+    if role == "reward model":
+        own = config.reward_model.model
+        return counting.meta_scorer(own, resolve_dtype(own.dtype, torch.device(device.kind)))
     return counting.critic_model(config, dtype)
 
 
@@ -169,6 +173,8 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
     roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
     held = {role: counter(config, device, role, ModelBytes.of) for role in roles}
     plan.stages["generate"] = _generate(config, device, plan.shape, counter, held["actor"])
+    if config.reward_model.enable:
+        plan.stages["reward model"] = {"temporary tensors": _rewarding(config, device, plan.shape, counter)}
     plan.stages["log-probs"] = {"temporary tensors": _scoring(config, device, plan.shape, counter, roles)}
     for role in reversed(roles):  # the critic is updated first
         name = "update" if role == "actor" else "critic update"
@@ -186,6 +192,10 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         moves = config.actor_rollout_ref.ref.fsdp_config.param_offload
         weights = counter(config, device, "reference", ModelBytes.of).weights
         _place(plan, "reference weights", weights, ("log-probs",) if moves else None)
+    if config.reward_model.enable:
+        moves = config.reward_model.fsdp_config.param_offload
+        weights = counter(config, device, "reward model", ModelBytes.of).weights
+        _place(plan, "reward model weights", weights, ("reward model",) if moves else None)
     return plan
 
 
@@ -260,11 +270,23 @@ def _scoring(config: PPOConfig, device: Device, shape: Shape, counter: Counter, 
     )
 
 
+def _rewarding(config: PPOConfig, device: Device, shape: Shape, counter: Counter) -> int:
+    """The largest pass of the reward model; its tokenizer is taken to need as many tokens as the policy's."""
+    settings = config.reward_model
+    longest = min(shape.longest, settings.max_length or shape.longest)
+    rows = min(shape.batch_rows, settings.micro_batch_size_per_gpu or shape.batch_rows)
+    if settings.use_dynamic_bsz:
+        rows = max(1, min(rows, settings.forward_max_token_len_per_gpu // longest))
+    return counter(config, device, "reward model", counting.rewarding_peak, rows, longest)
+
+
 def _backward(
     config: PPOConfig, device: Device, shape: Shape, counter: Counter, role: str, settings: Any, held: ModelBytes
 ) -> Parts:
     """The moment when the activations of the largest micro-batch are complete."""
     rows, checkpointing = shape.micro_rows(settings), config.actor_rollout_ref.model.enable_gradient_checkpointing
+    if role == "critic" and config.critic.model.enable_gradient_checkpointing is not None:
+        checkpointing = config.critic.model.enable_gradient_checkpointing
     activations, peak = counter(
         config, device, role, counting.training_bytes, rows, shape.longest, checkpointing, device.kind
     )

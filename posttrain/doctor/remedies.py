@@ -32,6 +32,8 @@ _LOWER: dict[str, Next] = {
     f"{_ROLLOUT}.max_num_seqs": lambda value, plan: max(1, plan.shape.wave // 2),
     f"{_ROLLOUT}.gpu_memory_utilization": lambda value, plan: None if value is None else round(value * 0.75, 3),
     "data.max_response_length": _half,
+    "reward_model.fsdp_config.param_offload": lambda value, plan: True,
+    "reward_model.forward_max_token_len_per_gpu": lambda value, plan: max(plan.shape.longest, value // 2),
     "critic.ppo_max_token_len_per_gpu": lambda value, plan: max(plan.shape.longest, value // 2),
     "critic.fsdp_config.param_offload": lambda value, plan: True,
     "critic.fsdp_config.optimizer_offload": lambda value, plan: True,

@@ -14,6 +14,7 @@ ROWS = (
     *(f"actor {part}" for part in ("weights", "gradients", "optimizer", "activations")),
     *(f"critic {part}" for part in ("weights", "gradients", "optimizer", "activations")),
     "reference weights",
+    "reward model weights",
     "rollout weights",
     "KV cache",
     "temporary tensors",

@@ -22,7 +22,6 @@ def plan_units(
     share: bool,
     width: int = 0,
     all_pairs: bool = True,
-    keep_last: bool = False,
     max_rows: int | None = None,
 ) -> tuple[list[Unit], list[int]]:
     """(units, tokens of each, as `packed_units` packs them).
@@ -36,7 +35,7 @@ def plan_units(
     mask = data.batch["attention_mask"]
     prompt = mask[:, :-response_width].sum(-1).tolist()
     response_B = mask[:, -response_width:].sum(-1)
-    total = [p + r for p, r in zip(prompt, (response_B - int(not keep_last)).clamp(min=0).tolist(), strict=True)]
+    total = [p + r for p, r in zip(prompt, (response_B - 1).clamp(min=0).tolist(), strict=True)]
     units: list[Unit] = []
     for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
         size = max_rows or len(rows)

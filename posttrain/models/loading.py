@@ -34,16 +34,23 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def local_or_hub(path: str, setting: str = "model.path") -> str:
-    """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id."""
+def is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
+
+
+def local_or_hub(path: str, setting: str = "model.path", holds: tuple[str, ...] = ("config.json",)) -> str:
+    """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id.
+
+    A folder must hold one of the files `holds`.
+    """
     expanded = os.path.expandvars(os.path.expanduser(path))
     if Path(expanded).is_dir():
-        if (Path(expanded) / ADAPTER_CONFIG).exists() and not (Path(expanded) / "config.json").exists():
+        if "config.json" in holds and is_adapter(Path(expanded)):
             raise ModelError(
                 f"{setting}={path}: the folder holds a LoRA adapter, not a model; give its base as the model and this "
                 "folder as model.lora_adapter_path, or name the run's checkpoint (.../global_step_N)"
             )
-        if not (Path(expanded) / "config.json").exists():
+        if not any((Path(expanded) / name).exists() for name in holds):
             raise ModelError(f"{setting}={path}: the folder holds no config.json; give the folder of a model")
         return expanded
     looks_local = expanded.startswith(("/", ".", "~")) or expanded.count("/") > 1 or "\\" in expanded
@@ -66,7 +73,8 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
     """The tokenizer of `tokenizer_path` or of the model, with a padding token."""
     from transformers import AutoTokenizer
 
-    source = local_or_hub(path or config.tokenizer_path or str(config.path))
+    files = ("config.json", "tokenizer_config.json")
+    source = local_or_hub(path or config.tokenizer_path or str(config.path), holds=files)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -1,4 +1,5 @@
-"""Reward models: any folder that `AutoModelForSequenceClassification` loads with one label, one score per row.
+"""Reward models: any folder that `AutoModelForSequenceClassification` loads with one label, one score per row, and
+causal LMs with a value head beside them (`value_heads.py`), which become such classifiers.
 
 A decoder's score is read at the row's last token that is not padding, as transformers does it; rows are packed end to
 end. Encoders, and decoders whose attention cannot be packed, go through their own forward pass on padded rows.
@@ -25,6 +26,7 @@ from posttrain.models.loading import (
     silence_progress_bars,
     without_dropout,
 )
+from posttrain.models.value_heads import find_value_head, put_head
 
 CLASSIFIER = "ForSequenceClassification"
 HEADS = ("score", "classifier", "classification_head", "logits_proj")
@@ -58,7 +60,8 @@ def load_scorer(
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         _lay_over(settings, override_config or {}, setting)
-        _one_label(settings, path, new_head, setting)
+        value_head = None if new_head or _is_classifier(settings) else find_value_head(source)
+        _one_label(settings, path, new_head or value_head is not None, setting)
         if settings.get_text_config().pad_token_id is None:
             settings.get_text_config().pad_token_id = pad_token_id
         with _no_report():
@@ -72,7 +75,9 @@ def load_scorer(
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the reward model", setting) from error
-    _settle_head(model, sorted(report["missing_keys"]), path, new_head, setting)
+    _settle_head(model, sorted(report["missing_keys"]), path, new_head or value_head is not None, setting)
+    if value_head is not None:
+        put_head(model, value_head)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
@@ -100,10 +105,14 @@ def _lay_over(settings: Any, values: Mapping[str, Any], setting: str) -> None:
         setattr(settings, key, value)
 
 
+def _is_classifier(settings: Any) -> bool:
+    return any(CLASSIFIER in str(name) for name in settings.architectures or [])
+
+
 def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
     """Refuses folders that cannot give one score, before weights are read; a new head gets one label."""
     kinds = [str(name) for name in settings.architectures or []]
-    if any(CLASSIFIER in name for name in kinds):
+    if _is_classifier(settings):
         if settings.num_labels != 1:
             raise ModelError(
                 f"{setting}={path}: this classifier has {settings.num_labels} labels; a reward model gives one score "
@@ -114,7 +123,8 @@ def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
     else:
         raise ModelError(
             f"{setting}={path}: this is {' / '.join(kinds) or 'a model of unknown kind'}, not a reward model; give "
-            "a sequence-classification folder with one label, such as `posttrain reward-model` writes"
+            "a sequence-classification folder with one label, such as `posttrain reward-model` writes, or a causal LM "
+            "with a value head (v_head, value_head or score) in its safetensors files"
         )
 
 

@@ -13,7 +13,7 @@ from posttrain.rewards.types import RewardError, RewardPart, RewardSpec
 
 _LENGTH = ("min_tokens", "free_tokens", "max_tokens")
 _SHAPES = ("tags", "pattern", *_LENGTH)
-_TAKEN = ("acc", "pred", "answer", "score", "failures")
+_TAKEN = ("acc", "pred", "answer", "score", "failures", "reward_model", "function")
 
 
 def read_parts(functions: dict[str, Any]) -> Iterator[tuple[RewardPart, CustomRewardConfig | None]]:

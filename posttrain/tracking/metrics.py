@@ -115,7 +115,22 @@ def _token_metrics(fields: Fields, mask: np.ndarray) -> dict[str, float]:
         values = fields.numbers(name)
         if values is not None and mask.any():
             metrics |= _spread(f"critic/{name}", values[mask > 0])
-    return metrics
+    return metrics | _explained_variance(fields, mask)
+
+
+def _explained_variance(fields: Fields, mask: np.ndarray) -> dict[str, float]:
+    """1 - variance(returns - values) / variance(returns): 1 is a perfect critic, 0 one that knows the mean alone."""
+    returns, values = fields.numbers("returns"), fields.numbers("values")
+    if returns is None or values is None or not mask.any():
+        return {}
+    wanted, rest = returns[mask > 0], (returns - values)[mask > 0]
+    variance = _variance(wanted)
+    return {"critic/vf_explained_var": 1.0 - _variance(rest) / variance} if variance > 0 else {}
+
+
+def _variance(values: np.ndarray) -> float:
+    centre = mean(values)
+    return mean((values - centre) ** 2)
 
 
 def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limit: int | None) -> dict[str, float]:
@@ -153,6 +168,20 @@ def _part_metrics(fields: Fields, parts: list[Mapping[str, Any]]) -> dict[str, f
     errors = fields.objects("reward_error")
     if errors is not None:
         metrics["reward/failures"] = float(sum(error is not None for error in errors))
+    truncated = fields.objects("rm_truncated")
+    if truncated is not None:
+        metrics |= _reward_model_metrics([part["reward_model"] for part in parts if "reward_model" in part], truncated)
+    return metrics
+
+
+def _reward_model_metrics(scores: list[float], truncated: Sequence[Any]) -> dict[str, float]:
+    """Of the rows that the reward model could score; it failed on the others."""
+    metrics = {
+        "reward_model/failures": float(len(truncated) - len(scores)),
+        "reward_model/truncated": float(sum(map(bool, truncated))),
+    }
+    if scores:
+        metrics |= {**_spread("reward_model", np.asarray(scores)), "reward_model/std": sample_deviation(scores)}
     return metrics
 
 

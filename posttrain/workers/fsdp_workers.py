@@ -1,4 +1,4 @@
-"""The workers of one process: actor, rollout and reference together, and the critic."""
+"""The workers of one process: actor, rollout and reference together, the critic, and the reward model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic
 from posttrain.workers.lora_state import adapter_notes, lora_state
 from posttrain.workers.probe import WeightProbe
-from posttrain.workers.roles import actor_engine, critic_engine, reference_engine
+from posttrain.workers.reward_model.worker import RewardModelWorker
+from posttrain.workers.roles import actor_engine, check_vocabulary, critic_engine, reference_engine
+
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "OnOutput", "RewardModelWorker"]
 
 SHARED_PROOF_FREQ = 10
 OnOutput = Callable[[int, Output], None]
@@ -159,6 +162,11 @@ class ActorRolloutRefWorker:
         return self.engine_name
 
     @register(Dispatch.ONE)
+    def vocabulary(self) -> int:
+        """Tokens that the policy's model has weights for."""
+        return self.engine.module.config.get_text_config().vocab_size  # pyright: ignore
+
+    @register(Dispatch.ONE)
     def notes(self) -> list[str]:
         """Sentences for the user that only the loaded model or the first update could tell."""
         about_adapters = adapter_notes(self.config, self.engine_name)
@@ -191,14 +199,15 @@ class ActorRolloutRefWorker:
 
 
 class CriticWorker:
-    """Predicts and learns the value of each response token."""
+    """Predicts and learns the value of each response token; the policy knows `tokens` different ones."""
 
-    def __init__(self, config: PPOConfig, device: torch.device, *, total_updates: int = 1) -> None:
-        self.config, self.device, self.total_updates = config, device, total_updates
+    def __init__(self, config: PPOConfig, device: torch.device, *, total_updates: int = 1, tokens: int = 0) -> None:
+        self.config, self.device, self.total_updates, self.tokens = config, device, total_updates, tokens
 
     @register(Dispatch.ALL)
     def init_model(self) -> None:
         self.engine = critic_engine(self.config, self.device, self.total_updates)
+        check_vocabulary(self.engine.module, self.tokens, self.config.critic.model.path)
         self.critic = DataParallelPPOCritic(self.config, self.engine)
         model = self.config.actor_rollout_ref.model
         self.adapters = lora_state(self.engine.module, model, path=self.config.critic.model.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.models.loading import load_causal_lm, resolve_dtype
+from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, policy_with_adapters
 from posttrain.models.value import ValueModel
 
@@ -47,13 +48,30 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
         module = add_adapters(module, critic.model, role="critic.").get_base_model()  # pyright: ignore
     module = ValueModel(module)
     settings = _settings(config, device, critic, critic.optim, critic.fsdp_config, total_steps)
-    return FSDPEngine(module, settings)
+    checkpointing = critic.model.enable_gradient_checkpointing
+    if checkpointing is None:
+        checkpointing = settings.gradient_checkpointing
+    pack = critic.model.use_remove_padding
+    return FSDPEngine(module, replace(settings, pack=pack, gradient_checkpointing=checkpointing))
+
+
+def check_vocabulary(module: torch.nn.Module, tokens: int, path: str | None) -> None:
+    """The critic reads the policy's token ids; a model that has none for some of them cannot."""
+    size = module.config.get_text_config().vocab_size  # pyright: ignore
+    if size < tokens:
+        raise ModelError(
+            f"critic.model.path={path}: the model knows {size} tokens, but the policy {tokens}; the "
+            "critic reads the policy's tokens: give a model of the same family, or leave critic.model.path unset"
+        )
 
 
 def _language_model(
     config: PPOConfig, device: torch.device, *, path: str | None = None, quantization: str | None = None
 ) -> torch.nn.Module:
+    """The policy's model, or another one, which its `override_config` is not meant for."""
     model = config.actor_rollout_ref.model
+    if path is not None and path != model.path:
+        model = replace(model, override_config={})
     dtype = resolve_dtype(model.dtype, device)
     return load_causal_lm(model, dtype=dtype, device=device, path=path, quantization=quantization)
 

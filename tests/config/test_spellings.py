@@ -86,9 +86,11 @@ def test_S1_10_S1_30_the_block_resolves_and_says_that_there_is_no_validation(blo
     assert sum("no validation" in note for note in block.notes) == 1
 
 
-def test_S1_26_a_reward_model_is_not_built(load, problems):
-    assert load("reward.type=function").value("custom_reward_function.path") is None
-    assert "custom_reward_function.path" in problems("reward.type=model")
+def test_S1_26_S4_54_the_kind_of_reward_switches_the_reward_model(load, problems):
+    function = load("reward.type=function")
+    assert function.value("custom_reward_function.path") is None and function.value("reward_model.enable") is False
+    model = load("reward.type=model", "reward_model.model.path=a/b")
+    assert model.value("reward_model.enable") is True and model.sources["reward_model.enable"].endswith("`reward.type`")
     assert "known: function, model" in problems("trainer.reward_fn.type=oracle")
 
 

@@ -11,6 +11,7 @@ import pytest
 from posttrain.config import ConfigError, load_config
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+RM = ("reward_model.enable=True", "reward_model.model.path=a/b")
 TEN = {
     "misspelt estimator": (["algorithm.adv_estimator=gropo"], ["known: grpo, grpo_passk, rloo", "did you mean `grpo`"]),
     "misspelt key": ([f"{ROLLOUT}.temprature=1"], ["Unknown key", f"did you mean `{ROLLOUT}.temperature`"]),
@@ -143,8 +144,17 @@ def test_M_33_a_warm_up_over_all_steps_is_noted(load):
         (["algorithm=drgpo"], "did you mean `drgrpo`"),
         (["data=x"], "legacy_data"),
         (["trainer=5"], "is a section"),
-        (["reward_model.enable=True"], "reward models are not built"),
-        (["reward_model.model.path=x"], "reward models are not built"),
+        (["reward_model.enable=True"], "set reward_model.model.path"),
+        (["reward.type=model"], "set reward_model.model.path"),
+        (["reward.type=function", "reward_model.enable=True"], "keep one of them"),
+        (["reward_model.use_dynamic_bsz=False", *RM], "set it, e.g. to 16"),
+        (["reward_model.weight=0", *RM], "would not count"),
+        (["reward_model.truncation=both", *RM], "known: left, right, error"),
+        (["reward_model.max_length=1", *RM], "2 or more"),
+        (["reward_model.strategy=megatron", *RM], "reward_model.strategy=fsdp2"),
+        (["critic.strategy=megatron"], "critic.strategy=fsdp2"),
+        (["reward_model.reward_manager=dapo"], "reward.overlong_buffer"),
+        (["reward_model.model.paht=x"], "did you mean `reward_model.model.path`"),
         ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "Megatron engine is not built"),
         ([f"{ROLLOUT}.multi_turn=True"], "multi-turn rollout is not built"),
         (["training.learning_rate=2e-5"], f"{ACTOR}.optim.lr"),

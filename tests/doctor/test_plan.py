@@ -194,9 +194,43 @@ def test_token_budget_and_micro_batch_size_bound_the_activations(planned):
     assert planned(actor__ppo_max_token_len_per_gpu=1).largest("actor activations") == pytest.approx(whole / 16, 0.05)
 
 
-def test_every_planned_part_has_a_row_in_the_table(planned):
-    plan = planned(algorithm__adv_estimator="gae", algorithm__use_kl_in_reward=True)
+def test_every_planned_part_has_a_row_in_the_table(planned, folder):
+    model = {"reward_model.enable": True, "reward_model.model.path": str(folder)}
+    plan = planned(algorithm__adv_estimator="gae", algorithm__use_kl_in_reward=True, **model)
     assert {part for parts in plan.stages.values() for part in parts} == set(ROWS)
+
+
+def test_a_reward_model_has_a_stage_of_its_own_and_its_weights_lie_there_alone_when_offloaded(planned, folder):
+    model = {"reward_model.enable": True, "reward_model.model.path": str(folder)}
+    alone, rated = planned(), planned(**model)
+    assert list(rated.stages)[:3] == ["generate", "reward model", "log-probs"]
+    weights = rated.largest("reward model weights")
+    # The policy's tied embedding and layers again, without its output matrix, and one row of scores in bfloat16.
+    assert weights == rated.largest("actor weights") + 2 * 32
+    assert rated.peak("update") - alone.peak("update") == weights
+    moved = planned(**model, **{"reward_model.fsdp_config.param_offload": True})
+    assert moved.host["reward model weights"] == weights and moved.peak("update") == alone.peak("update")
+    assert moved.stages["reward model"]["reward model weights"] == weights
+
+
+def test_the_reward_models_pass_grows_with_its_budget_and_its_rows(planned, folder):
+    model = {"reward_model.enable": True, "reward_model.model.path": str(folder)}
+
+    def temporary(**more: Any) -> int:
+        plan = planned(**model, **{f"reward_model.{key}": value for key, value in more.items()})
+        return plan.stages["reward model"]["temporary tensors"]
+
+    whole = temporary()
+    assert temporary(micro_batch_size_per_gpu=8) < temporary(forward_max_token_len_per_gpu=1024) < whole
+    assert temporary(max_length=16) < whole
+    assert temporary(use_dynamic_bsz=False, micro_batch_size_per_gpu=64, forward_max_token_len_per_gpu=64) == whole
+
+
+def test_the_critic_may_recompute_activations_by_itself(planned):
+    plain = planned(algorithm__adv_estimator="gae")
+    own = planned(algorithm__adv_estimator="gae", critic__model__enable_gradient_checkpointing=True)
+    assert own.largest("critic activations") < plain.largest("critic activations")
+    assert own.largest("actor activations") == plain.largest("actor activations")
 
 
 def test_S1_55_command_prints_the_table_and_whether_it_fits(folder, capsys):
@@ -206,7 +240,9 @@ def test_S1_55_command_prints_the_table_and_whether_it_fits(folder, capsys):
     shown = capsys.readouterr().out
     assert "generate  log-probs" in shown and "It fits: the peak, in " in shown
     rows = [line.split("  ")[0] for line in shown.splitlines()]
-    assert [row for row in ROWS if row in rows] == [r for r in ROWS if "critic" not in r and "reference" not in r]
+    assert [row for row in ROWS if row in rows] == [
+        r for r in ROWS if r.split()[0] not in ("critic", "reference", "reward")
+    ]
     assert cli.main(["plan", "--gpu_gb=0.001", *args]) == 1
     assert "It does not fit: the peak, in " in capsys.readouterr().out
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from seen import ROOT, metrics_of
 
+from posttrain.cache import cache_folder
 from posttrain.config import load_config
 
 QWEN3_8B = ROOT / "examples" / "grpo_trainer" / "run_qwen3-8b.sh"
@@ -40,6 +42,12 @@ DOCUMENT_0 = {  # §2.2, with the engine and the sizes that one worker has
 }
 
 
+def at_home(folder: Path) -> dict[str, str]:
+    """The environment of somebody who lives there; what is made once per machine is not made again."""
+    own = {"HOME": str(folder), "POSTTRAIN_CACHE": str(cache_folder()), "PYTHON": sys.executable}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+
+
 def test_S0_149_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     command = QWEN3_8B.read_text().partition("main_ppo")[2]
@@ -63,7 +71,7 @@ def test_S0_149_S2_48_the_script_trains_two_small_steps_and_added_settings_win(b
     sizes = ["data.train_batch_size=4", "data.max_prompt_length=256", "data.max_response_length=8"]
     sizes += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     run = [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1"]
-    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = at_home(tmp_path / "home")
     ran = subprocess.run(
         ["bash", str(QWEN3_8B), *run, *sizes, "trainer.total_training_steps=2"],
         cwd=tmp_path,
@@ -78,3 +86,77 @@ def test_S0_149_S2_48_the_script_trains_two_small_steps_and_added_settings_win(b
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert "val/gsm8k/mean@1" in lines[0] and lines[1]["actor/optimizer_steps"] == 2.0 and "kl_loss" in lines[1]
     assert (folder / "checkpoints" / "global_step_2" / "manifest.json").is_file()
+
+
+PPO_RM, PPO_LLM = (ROOT / "examples" / "ppo_trainer" / f"run_{name}.sh" for name in ("qwen2-7b_rm", "deepseek7b_llm"))
+DOCUMENT_4 = {  # §3.1
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 0.95,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.kl_coef": 0.02,
+    "algorithm.kl_ctrl.target_kl": 0.01,
+    "actor_rollout_ref.model.path": "Qwen/Qwen2-7B-Instruct",
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.ppo_epochs": 4,
+    "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.entropy_coeff": 0.01,
+    "critic.optim.lr": 1e-5,
+    "critic.ppo_epochs": 4,
+    "critic.cliprange_value": 0.2,
+    "reward_model.enable": True,
+    "reward_model.model.path": "weqweasdas/RM-Gemma-2B",
+    "reward_model.micro_batch_size_per_gpu": 16,
+    "trainer.critic_warmup": 10,
+    "trainer.total_epochs": 1,
+}
+
+
+@pytest.mark.parametrize("script", [PPO_RM, PPO_LLM], ids=lambda script: script.stem)
+def test_S4_02_S4_31_the_ppo_scripts_are_unbroken_commands_with_the_documents_keys(script, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    command = script.read_text().partition("main_ppo")[2]
+    assert "#" not in command and not re.search(r"\\[ \t]+\n|\n\s*\n", command)
+    assert command.rstrip().endswith('"$@"')
+    resolved = load_config([os.path.expandvars(text.replace('"', "")) for text in re.findall(r"\S+=\S+", command)])
+    assert resolved.value("algorithm.adv_estimator") == "gae"
+    if script is PPO_RM:
+        assert {key: resolved.value(key) for key in DOCUMENT_4} == DOCUMENT_4 and len(DOCUMENT_4) == 20
+
+
+@pytest.mark.parametrize("script", [PPO_RM, PPO_LLM], ids=lambda script: script.stem)
+def test_S4_02_S4_31_the_ppo_scripts_train_two_small_steps_with_a_critic(script, brief_model: Path, tmp_path: Path):
+    from reward_models import other_tokenizer, write_reward_model
+
+    from posttrain.data.recipes.gsm8k import prepare
+
+    raw = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
+    (tmp_path / "raw").mkdir()
+    for split, rows in (("train", raw), ("test", raw[:2])):
+        (tmp_path / "raw" / f"{split}.json").write_text(json.dumps(rows))
+    prepare(tmp_path / "raw", tmp_path / "home/data/gsm8k")
+    small = ["data.train_batch_size=4", "data.max_prompt_length=256", "data.max_response_length=8"]
+    small += [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1"]
+    small += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=2"]
+    if script is PPO_RM:
+        scorer = write_reward_model(tmp_path / "rm", tokenizer=other_tokenizer())
+        small += [f"reward_model.model.path={scorer}", "trainer.critic_warmup=1"]
+    else:
+        small += [f"critic.model.path={brief_model}"]
+    environment = at_home(tmp_path / "home")
+    command = ["bash", str(script), *small]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    name = "qwen2_7b_rm" if script is PPO_RM else "deepseek_llm_7b"
+    folder = tmp_path / "outputs" / "verl_ppo_example" / name
+    lines = metrics_of(folder)
+    assert [line["step"] for line in lines] == [0, 1, 2] and "val/gsm8k/mean@1" in lines[0]
+    assert (folder / "checkpoints" / "global_step_2" / "critic").is_dir()
+    if script is PPO_RM:
+        assert [line["critic/optimizer_steps"] for line in lines[1:]] == [8.0, 8.0]  # 4 passes over 2 mini-batches
+        assert lines[1].get("actor/optimizer_steps") is None and lines[2]["actor/optimizer_steps"] == 8.0
+        assert all("reward_model/mean" in line for line in lines[1:])
+    else:
+        assert all(line["critic/optimizer_steps"] == line["actor/optimizer_steps"] == 2.0 for line in lines[1:])
+        assert not any("reward_model/mean" in line for line in lines)

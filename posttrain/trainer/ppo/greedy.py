@@ -18,11 +18,13 @@ def greedy_baselines(trainer: RayPPOTrainer, batch: DataProto) -> dict[str, floa
     """Adds `reward_baselines` (rows,): the score of the greedy response to each row's prompt; gives metrics."""
     groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
     first = batch[[rows[0] for rows in groups]]
-    greedy = first.select([], ["uid", "data_source", "ground_truth", "extra_info"])
+    greedy = first.select([], ["uid", "data_source", "ground_truth", "extra_info", "raw_prompt"])
     greedy.meta_info.clear()
     output = trainer.actor_rollout_wg.generate_sequences(_prompts(first))
     greedy.union(output)
     greedy.union(trainer.reward_fn.score(greedy))
+    if trainer.model_reward:
+        trainer.model_reward.join(greedy)
     scores = on_last_token(greedy.non_tensor_batch["reward_score"], greedy)
     config = trainer.config
     add_overlong_penalty(scores, greedy, config.reward.overlong_buffer, config.data.max_response_length)

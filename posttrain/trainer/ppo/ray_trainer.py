@@ -37,13 +37,14 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.bases import check_bases
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.greedy import greedy_baselines
+from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager, add_overlong_penalty, on_last_token
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
-from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
@@ -121,7 +122,7 @@ class RayPPOTrainer:
         self.use_critic, self.use_reference = estimator.needs_critic, kl_loss or config.algorithm.use_kl_in_reward
         if estimator.compares_group:
             check_group_size(config, explicit or set())
-        self.sizes, notes = fit_sizes(config, explicit or set(), len(train_dataset))
+        self.sizes, notes = fit_sizes(config, explicit or set(), len(train_dataset), critic=self.use_critic)
         for sentence in (*notes, self.sizes.words()):
             say(sentence)
         self.sampler: PromptSampler = make_sampler(
@@ -157,12 +158,25 @@ class RayPPOTrainer:
             say(f"note: {note}")
         self.critic_wg = None
         if self.use_critic:
-            critic = CriticWorker(self.config, self.device, total_updates=critic_updates(self.config, self.sizes))
+            updates = critic_updates(self.config, self.sizes)
+            tokens = min(len(self.tokenizer), self.actor_rollout_wg.vocabulary())
+            critic = CriticWorker(self.config, self.device, total_updates=updates, tokens=tokens)
             self.critic_wg = LocalWorkerGroup(critic)
             self.critic_wg.init_model()
+        self.rm_wg = self.model_reward = None
+        if self.config.reward_model.enable:
+            self.rm_wg = LocalWorkerGroup(RewardModelWorker(self.config, self.tokenizer, self.device))
+            self.rm_wg.init_model()
+            self.rm_wg.check_prompt(self.train_dataset[0]["raw_prompt"])
+            self.model_reward = ModelReward(
+                self.config, self.rm_wg, functions=self.reward_fn.pool is not None, named=self.reward_fn.named
+            )
+            for sentence in (*self.rm_wg.notes(), self.model_reward.words()):
+                say(sentence)
 
     def _other_roles(self) -> str:
-        return ", reference" * self.use_reference + ", critic" * self.use_critic
+        reward_model = ", reward model" * self.config.reward_model.enable
+        return ", reference" * self.use_reference + ", critic" * self.use_critic + reward_model
 
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
@@ -234,8 +248,7 @@ class RayPPOTrainer:
         """The `draw`-th batch of a step: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
             batch = self._generate(self._next_prompts(step, draw))
-        with self.recorder.stage("reward"):
-            return self._score(batch)
+        return self._score(batch)
 
     def _next_prompts(self, step: int, draw: int = 0) -> DataProto:
         """The next prompts, each with its own uid."""
@@ -270,7 +283,11 @@ class RayPPOTrainer:
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
-        batch.union(self.reward_fn.finish())
+        with self.recorder.stage("reward"):
+            batch.union(self.reward_fn.finish())
+        if self.model_reward:
+            with self.recorder.stage("reward_model"):
+                self.model_reward.join(batch)
         scores = on_last_token(batch.non_tensor_batch["reward_score"], batch)
         add_overlong_penalty(scores, batch, self.config.reward.overlong_buffer, self.config.data.max_response_length)
         batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
@@ -323,7 +340,10 @@ class RayPPOTrainer:
         if self.critic_wg:
             with self.recorder.stage("update_critic"):
                 metrics |= self.critic_wg.update_critic(batch)
-        if step > self.config.trainer.critic_warmup or not self.critic_wg:
+        warming_up = step <= self.sizes.critic_warmup
+        if self.sizes.critic_warmup:
+            metrics["critic/warmup"] = float(warming_up)
+        if not warming_up:
             with self.recorder.stage("update_actor"):
                 metrics |= self.actor_rollout_wg.update_actor(batch)
         if step == 1:
@@ -364,14 +384,16 @@ class RayPPOTrainer:
         return sum(weight.numel() for weight in self.actor_rollout_wg.worker.engine.module.parameters())
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
-        self.bad_steps = self.bad_steps + 1 if metrics.get("actor/bad_steps", 0.0) > 0 else 0
+        bad = max(metrics.get(f"{role}/bad_steps", 0.0) for role in ("actor", "critic")) > 0
+        self.bad_steps = self.bad_steps + 1 if bad else 0
         if self.bad_steps:
             say(f"  ! step {self.step}: loss or gradient was not finite; the update was skipped.")
         if self.bad_steps >= self.config.trainer.max_bad_steps:
             raise TrainingStopped(
                 f"{self.bad_steps} updates in a row were skipped because loss or gradient was not finite "
-                "(trainer.max_bad_steps). Lower actor_rollout_ref.actor.optim.lr, or look at the samples for rewards "
-                f"that are not numbers. The run continues from its last checkpoint in {self.run.checkpoints}."
+                "(trainer.max_bad_steps). Lower actor_rollout_ref.actor.optim.lr (or critic.optim.lr), or look at the "
+                "samples for rewards that are not numbers. The run continues from its last checkpoint in "
+                f"{self.run.checkpoints}."
             )
 
     # -- validation, saving, leaving ------------------------------------------------------------------------------

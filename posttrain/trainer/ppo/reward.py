@@ -18,10 +18,15 @@ from posttrain.rewards.types import RewardItem, RewardResult
 
 
 class RewardManager:
-    """`begin` a batch, `feed` each response as it ends, `finish` to have all scores; or call it on a whole batch."""
+    """`begin` a batch, `feed` each response as it ends, `finish` to have all scores; or call it on a whole batch.
 
-    def __init__(self, pool: RewardPool, tokenizer: Any, *, default_source: str | None = None) -> None:
-        self.pool, self.tokenizer, self.default_source = pool, tokenizer, default_source
+    Without a pool all scores are 0: a reward model gives them. `named` says whether the user named the function.
+    """
+
+    def __init__(
+        self, pool: RewardPool | None, tokenizer: Any, *, default_source: str | None = None, named: bool = True
+    ) -> None:
+        self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self.rows: DataProto | None = None
 
     def begin(self, rows: DataProto) -> None:
@@ -34,6 +39,8 @@ class RewardManager:
     def feed(self, row: int, token_ids: list[int]) -> None:
         """Score the response of one row; returns at once."""
         assert self.rows is not None, "begin() comes before feed()"
+        if self.pool is None:
+            return
         fields = self.rows.non_tensor_batch
         uid = fields["uid"][row]
         item = RewardItem(
@@ -50,8 +57,8 @@ class RewardManager:
     def finish(self) -> DataProto:
         """Wait for the rest; gives `reward_score`, `reward_parts` and `reward_error` of each row."""
         assert self.rows is not None
-        results = self.pool.wait_all()
-        ordered: list[RewardResult] = [results[row] for row in range(len(self.rows))]
+        results = self.pool.wait_all() if self.pool is not None else {}
+        ordered: list[RewardResult] = [results.get(row) or RewardResult(0.0) for row in range(len(self.rows))]
         self.rows = None
         return DataProto.from_dict(
             non_tensors={

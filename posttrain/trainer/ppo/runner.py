@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from posttrain.config.resolved import Resolved
+from posttrain.config.reward import RewardConfig
 from posttrain.config.root import PPOConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.models.loading import load_tokenizer
@@ -17,6 +18,7 @@ from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.types import RewardError, RewardSpec
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
@@ -66,6 +68,26 @@ def _build(
         say(f"note: {note}")
     limits = config.reward
     sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
+    named = spec.kind != "builtin"
+    pool = None
+    if named or not config.reward_model.enable or _can_judge(config, sources, train, val):
+        pool = stack.enter_context(_reward_pool(spec, limits, sources))
+    trainer = RayPPOTrainer(
+        config,
+        tokenizer=tokenizer,
+        run=run,
+        train_dataset=train,
+        val_dataset=val,
+        reward_fn=RewardManager(pool, tokenizer, default_source=config.data.data_source, named=named),
+        device=device,
+        explicit=resolved.explicit,
+        stored_config=stored,
+    )
+    return trainer
+
+
+def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None]) -> RewardPool:
+    """The workers that score with the reward functions, after all that can be checked about these."""
     by_source = asks_sources(spec)
     if by_source:
         check_sources(sources)
@@ -76,22 +98,20 @@ def _build(
     if spec.kind == "combined":
         say(f"Reward: {spec.label}")
     workers = limits.num_workers or max(1, min(8, os.cpu_count() or 1))
-    pool = RewardPool(
+    return RewardPool(
         spec, num_workers=workers, timeout_s=limits.timeout_s, failure_score=limits.failure_score, on_print=say
     )
-    stack.enter_context(pool)
-    trainer = RayPPOTrainer(
-        config,
-        tokenizer=tokenizer,
-        run=run,
-        train_dataset=train,
-        val_dataset=val,
-        reward_fn=RewardManager(pool, tokenizer, default_source=config.data.data_source),
-        device=device,
-        explicit=resolved.explicit,
-        stored_config=stored,
-    )
-    return trainer
+
+
+def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:
+    """Whether built-in scorers can tell right responses beside a reward model; without them it scores alone."""
+    try:
+        check_sources(sources)
+    except RewardError:
+        if config.reward_model.function_weight:
+            raise
+        return False
+    return not any(rows.rows_without_truth for rows in data if rows is not None)
 
 
 def _load_external(config: PPOConfig) -> None:
@@ -106,14 +126,14 @@ def _load_external(config: PPOConfig) -> None:
 
 def _fill_embedded(config: PPOConfig, data: Any) -> None:
     """Replace `embedded` (and what was left unset) by the files that posttrain makes itself."""
-    model, files = config.actor_rollout_ref.model, config.data
-    wants_model = model.path in (None, "embedded")
+    model, critic, files = config.actor_rollout_ref.model, config.critic.model, config.data
+    wants_model = [role for role in (model, critic) if role.path == "embedded" or (role is model and not model.path)]
     wants_train = data is None and files.train_files in (None, "embedded")
     if not (wants_model or wants_train or files.val_files == "embedded"):
         return
-    folder = ensure_embedded(say, model=wants_model)
-    if wants_model:
-        model.path = str(folder / "model")
+    folder = ensure_embedded(say, model=bool(wants_model))
+    for role in wants_model:
+        role.path = str(folder / "model")
     if wants_train:
         files.train_files = str(folder / "train.json")
     if files.val_files == "embedded":

@@ -22,22 +22,36 @@ class Sizes:
     mini_batch_prompts: int
     updates_per_step: int
     total_steps: int
+    critic_warmup: int = 0
+    """Steps at the start in which the actor is not updated."""
 
     @property
     def total_updates(self) -> int:
-        return self.updates_per_step * self.total_steps
+        """Optimizer steps of the actor in the whole run."""
+        return self.updates_per_step * max(0, self.total_steps - self.critic_warmup)
 
     def words(self) -> str:
         n = self.responses // self.prompts
         return (
             f"{self.total_steps} steps; each generates {self.prompts} prompts x {n} = {self.responses} responses and "
             f"makes {self.updates_per_step} optimizer step{'s' * (self.updates_per_step != 1)} on mini-batches of "
-            f"{self.mini_batch_prompts} prompts ({self.mini_batch_prompts * n} responses)."
+            f"{self.mini_batch_prompts} prompts ({self.mini_batch_prompts * n} responses)." + self._warmup_words()
         )
 
+    def _warmup_words(self) -> str:
+        if not self.critic_warmup:
+            return ""
+        if self.critic_warmup >= self.total_steps:
+            return f" The warm-up of the critic covers all {self.total_steps} steps: the actor never changes."
+        first = "The first step trains" if self.critic_warmup == 1 else f"The first {self.critic_warmup} steps train"
+        return f" {first} the critic only."
 
-def fit_sizes(config: PPOConfig, explicit: set[str], rows: int) -> tuple[Sizes, list[str]]:
-    """The sizes for `rows` training prompts; defaults that are too large are lowered in `config`, with a note."""
+
+def fit_sizes(config: PPOConfig, explicit: set[str], rows: int, *, critic: bool = False) -> tuple[Sizes, list[str]]:
+    """The sizes for `rows` training prompts; defaults that are too large are lowered in `config`, with a note.
+
+    Only a run with a critic has a warm-up of it.
+    """
     notes = []
     if config.data.train_batch_size > rows:
         if "data.train_batch_size" in explicit:
@@ -59,7 +73,8 @@ def fit_sizes(config: PPOConfig, explicit: set[str], rows: int) -> tuple[Sizes, 
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * per_epoch
     updates = math.ceil(prompts / actor.ppo_mini_batch_size) * actor.ppo_epochs
     responses = prompts * config.actor_rollout_ref.rollout.n
-    return Sizes(prompts, responses, actor.ppo_mini_batch_size, updates, total_steps), notes
+    warmup = config.trainer.critic_warmup if critic else 0
+    return Sizes(prompts, responses, actor.ppo_mini_batch_size, updates, total_steps, warmup), notes
 
 
 def check_group_size(config: PPOConfig, explicit: set[str]) -> None:

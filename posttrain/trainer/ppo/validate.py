@@ -55,8 +55,12 @@ class Validator:
         output = trainer.actor_rollout_wg.generate_sequences(
             gen_batch, on_output=lambda row, done: trainer.reward_fn.feed(row, done.token_ids)
         )
-        scored = trainer.reward_fn.finish().non_tensor_batch
-        fields = batch.non_tensor_batch
+        batch.union(trainer.reward_fn.finish())
+        if trainer.model_reward:
+            output.meta_info.clear()
+            batch = batch.select([]).union(output)
+            trainer.model_reward.join(batch, validation=True)
+        scored = fields = batch.non_tensor_batch
         default = trainer.config.data.data_source or "unknown"
         columns["source"] += [source or default for source in fields["data_source"]]
         columns["uid"] += list(fields["uid"])

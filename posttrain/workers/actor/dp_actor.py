@@ -22,6 +22,12 @@ def mean_of(metrics: list[dict[str, float]]) -> dict[str, float]:
     return out
 
 
+def shuffled(data: DataProto, seed: int, epoch: int) -> DataProto:
+    """The rows in an order that depends on the seed, the step and the pass."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
+    return data[torch.randperm(len(data), generator=generator)]
+
+
 class DataParallelPPOActor:
     """Runs `update_policy` and `compute_log_prob` on a train engine."""
 
@@ -37,7 +43,8 @@ class DataParallelPPOActor:
         """`ppo_epochs` passes over the mini-batches of `data`; gives the mean metrics of the optimizer steps."""
         metrics = []
         for epoch in range(self.config.ppo_epochs):
-            for mini_batch in self._ordered(data, epoch).split(self.mini_batch_rows):
+            ordered = shuffled(data, self.seed, epoch) if self.config.shuffle else data
+            for mini_batch in ordered.split(self.mini_batch_rows):
                 prepared = self.objective.prepare(mini_batch)
                 step = self.engine.update(prepared, self.objective, temperature=self.temperature)
                 named = {
@@ -48,12 +55,6 @@ class DataParallelPPOActor:
                 metrics.append({**self.objective.metrics(), **named})
         skipped = sum(part["actor/bad_steps"] for part in metrics)
         return {**mean_of(metrics), "actor/bad_steps": skipped, "actor/optimizer_steps": float(len(metrics))}
-
-    def _ordered(self, data: DataProto, epoch: int) -> DataProto:
-        if not self.config.shuffle:
-            return data
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
-        return data[torch.randperm(len(data), generator=generator)]
 
     def compute_log_prob(self, data: DataProto) -> dict[str, torch.Tensor]:
         """`log_probs` and `entropy` (rows, response width) under the weights as they are."""

@@ -8,7 +8,7 @@ from posttrain.algorithms import aggregation_weights, compute_value_loss
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.actor.dp_actor import mean_of
+from posttrain.workers.actor.dp_actor import mean_of, shuffled
 
 
 class DataParallelPPOCritic:
@@ -20,24 +20,27 @@ class DataParallelPPOCritic:
         self.epochs = config.critic.ppo_epochs or actor.ppo_epochs
         prompts = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
         self.mini_batch_rows = prompts * config.actor_rollout_ref.rollout.n
-        self.scale = float(config.data.max_response_length)
+        self.scale, self.seed = float(config.data.max_response_length), config.trainer.seed
         self.sums: dict[str, float] = {}
 
     def compute_values(self, data: DataProto) -> torch.Tensor:
         return self.engine.values(data)
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
+        """`critic.ppo_epochs` passes over the mini-batches of `data`; gives the mean metrics of the optimizer steps."""
         metrics = []
-        for _ in range(self.epochs):
-            for mini in data.split(self.mini_batch_rows):
+        for epoch in range(self.epochs):
+            ordered = shuffled(data, self.seed, epoch) if self.config.shuffle else data
+            for mini in ordered.split(self.mini_batch_rows):
                 mask = mini.batch["response_mask"]
                 weights = aggregation_weights(mask, self.config.loss_agg_mode, loss_scale_factor=self.scale)
                 extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
                 self.sums = {}
                 step = self.engine.update(mini.union(DataProto.from_dict(tensors=extra)), self._loss)
-                named = {f"critic/{name}": step[name] for name in ("grad_norm", "lr", "skipped")}
-                metrics.append({**self.sums, **named})
-        return {**mean_of(metrics), "critic/optimizer_steps": float(len(metrics))}
+                named = {f"critic/{name}": step[name] for name in ("grad_norm", "lr")}
+                metrics.append({**self.sums, **named, "critic/bad_steps": step["skipped"]})
+        skipped = sum(part["critic/bad_steps"] for part in metrics)
+        return {**mean_of(metrics), "critic/bad_steps": skipped, "critic/optimizer_steps": float(len(metrics))}
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch = micro.batch
@@ -50,6 +53,7 @@ class DataParallelPPOCritic:
         )
         share = (batch["loss_weights"] * token_loss).sum()
         self._add("critic/vf_loss", share)
+        self._add("critic/vpred_mean", (batch["mean_weights"] * outputs["values"]).sum())
         for name, value in facts.items():
             self._add(name, (batch["mean_weights"] * value).sum())
         return share

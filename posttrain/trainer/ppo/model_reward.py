@@ -1,0 +1,68 @@
+"""A reward model's scores beside those of the reward functions: each recorded as a part, both summed with weights.
+
+    reward = reward_model.weight x model + reward_model.function_weight x function
+
+A function that nobody named (the built-in scorer of the rows' data source) has weight 0: it only tells whether
+responses are right. A response that one of the counted two could not score gets `reward.failure_score`, and its error
+says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.config.root import PPOConfig
+from posttrain.protocol import DataProto
+from posttrain.rewards.combined import RIGHT
+
+MODEL, FUNCTION = "reward_model", "function"
+
+
+class ModelReward:
+    """Joins the scores. `functions` says whether rows have a function's score at all, `named` whether one was named."""
+
+    def __init__(self, config: PPOConfig, worker_group: Any, *, functions: bool, named: bool) -> None:
+        settings = config.reward_model
+        self.worker_group, self.functions = worker_group, functions
+        self.failure_score, self.weight = config.reward.failure_score, settings.weight
+        chosen = settings.function_weight if settings.function_weight is not None else float(named)
+        self.function_weight = chosen if functions else 0.0
+
+    def words(self) -> str:
+        """The reward as one sentence."""
+        if not self.functions:
+            return f"Reward: {self.weight:g} x reward model."
+        if self.function_weight == 0:
+            return f"Reward: {self.weight:g} x reward model; the function's score is recorded and does not count."
+        return f"Reward: {self.weight:g} x reward model + {self.function_weight:g} x function."
+
+    def join(self, batch: DataProto, *, validation: bool = False) -> None:
+        """Adds the model's scores to `reward_score`, `reward_parts` and `reward_error`, which the functions gave.
+
+        In validation a function's score stays the score where there is one: it tells what was learned, the model's
+        score only how the model likes it.
+        """
+        scored = self.worker_group.compute_rm_score(batch)
+        scores_B = scored.batch["rm_scores"].sum(-1).tolist()
+        fields, found = batch.non_tensor_batch, scored.non_tensor_batch
+        for row in range(len(batch)):
+            own = float(fields["reward_score"][row]), fields["reward_parts"][row], fields["reward_error"][row]
+            score, parts, error = self._row(scores_B[row], found["rm_error"][row], *own)
+            fields["reward_parts"][row], fields["reward_error"][row] = parts, error
+            if not (validation and self.functions):
+                fields["reward_score"][row] = score
+        fields["rm_truncated"] = found["rm_truncated"]
+
+    def _row(
+        self, model: float, model_error: str | None, function: float, parts: dict[str, Any], error: str | None
+    ) -> tuple[float, dict[str, Any], str | None]:
+        failed = model_error is not None or (error is not None and self.function_weight != 0)
+        total = self.failure_score if failed else self.weight * model + self.function_weight * function
+        parts = dict(parts)
+        if model_error is None:
+            parts[MODEL] = model
+        if self.functions and error is None:
+            parts[FUNCTION] = function
+            parts.setdefault("acc", float(function >= RIGHT))
+        texts = [f"{name}: {text}" for name, text in ((MODEL, model_error), (FUNCTION, error)) if text is not None]
+        return total, parts, "\n".join(texts) or None

@@ -1,0 +1,1 @@
+"""The reward model: conversations as it reads them, and their scores."""

@@ -1,0 +1,140 @@
+"""The reward model's worker: one score per conversation, on the last token of its response.
+
+Shapes: B rows, R response width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from posttrain.config.model import ModelConfig
+from posttrain.config.root import PPOConfig
+from posttrain.controller.dispatch import Dispatch, register
+from posttrain.errors import UserError
+from posttrain.models.forward import without_adapters
+from posttrain.models.loading import load_tokenizer, resolve_dtype
+from posttrain.models.scorer import load_scorer, score_rows
+from posttrain.protocol import DataProto
+from posttrain.workers.reward_model.conversations import Conversations, Unreadable
+
+
+class RewardModelWorker:
+    """Scores conversations with a frozen model. `tokenizer` is the policy's, which wrote the responses."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device) -> None:
+        self.config, self.policy_tokenizer, self.device = config.reward_model, tokenizer, device
+
+    @register(Dispatch.ALL)
+    def init_model(self) -> None:
+        """Load tokenizer and weights; what cannot score conversations is refused here."""
+        model = self.config.model
+        own = load_tokenizer(self._source())
+        written_by = self.policy_tokenizer
+        if model.input_tokenizer is not None:
+            written_by = load_tokenizer(self._source(), model.input_tokenizer)
+        anew = model.input_tokenizer is not None
+        self.conversations = Conversations(written_by, own, anew=anew, path=model.path)
+        self.module = load_scorer(
+            str(model.path),
+            self.device,
+            resolve_dtype(model.dtype, self.device),
+            pad_token_id=own.pad_token_id,
+            trust_remote_code=model.trust_remote_code,
+            setting="reward_model.model.path",
+        )
+        self.module.requires_grad_(False)
+        settings = without_adapters(self.module).config.get_text_config()
+        self.conversations.vocabulary = settings.vocab_size
+        made_for = getattr(settings, "max_position_embeddings", None)
+        self.longest = min(self.config.max_length or made_for or math.inf, made_for or math.inf)
+        self._offload()
+
+    def _source(self) -> ModelConfig:
+        model = self.config.model
+        return ModelConfig(
+            path=model.path, tokenizer_path=model.tokenizer_path, trust_remote_code=model.trust_remote_code
+        )
+
+    @register(Dispatch.ONE)
+    def notes(self) -> list[str]:
+        """Sentences for the user that only the loaded model could tell."""
+        kind = type(without_adapters(self.module)).__name__
+        how = "rendered by its own chat template" if self.conversations.anew else "passed as the policy's token ids"
+        limit = (
+            "" if math.isinf(self.longest) else f"; more than {self.longest} tokens are cut ({self.config.truncation})"
+        )
+        return [f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."]
+
+    @register(Dispatch.ONE)
+    def check_prompt(self, messages: Any) -> None:
+        """Refuses a template that cannot write the data's conversations, before anything is generated."""
+        if self.conversations.anew:
+            try:
+                self.conversations.encode(messages, "")
+            except Unreadable as error:
+                roles = ", ".join(message["role"] for message in messages)
+                raise UserError(
+                    f"reward_model.model.path={self.config.model.path}: {error}\n  The first prompt has the roles "
+                    f"{roles}; change the data (or data.system_prompt), or give another tokenizer and template by "
+                    "reward_model.model.tokenizer_path=FOLDER"
+                ) from error
+
+    @register(Dispatch.SPLIT)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """`rm_scores` (B, R), each score on its response's last token; `rm_error` and `rm_truncated` of each row."""
+        rows = self.conversations.rows(data)
+        readable = [number for number, row in enumerate(rows) if isinstance(row, list)]
+        whole = [row for row in rows if isinstance(row, list)]
+        scores_B = torch.zeros(len(rows))
+        if whole:
+            with self._on_device():
+                scores_B[readable] = score_rows(
+                    self.module,
+                    [self._fit(row) for row in whole],
+                    token_budget=self.config.forward_max_token_len_per_gpu if self.config.use_dynamic_bsz else 2**62,
+                    max_rows=self.config.micro_batch_size_per_gpu,
+                )
+        errors = [str(row) if isinstance(row, Unreadable) else None for row in rows]
+        for row in (~scores_B.isfinite()).nonzero().flatten().tolist():
+            errors[row] = f"the reward model gave {float(scores_B[row])}"
+        truncated = [isinstance(row, list) and len(row) > self.longest for row in rows]
+        tensors = {"rm_scores": _on_last_token(scores_B.nan_to_num(0.0, 0.0, 0.0), data)}
+        return DataProto.from_dict(tensors=tensors, non_tensors={"rm_error": errors, "rm_truncated": truncated})
+
+    def _fit(self, row: list[int]) -> list[int]:
+        if len(row) <= self.longest:
+            return row
+        limit = int(self.longest)
+        if self.config.truncation == "error":
+            raise UserError(
+                f"A conversation has {len(row)} tokens for the reward model, which takes {limit} "
+                "(reward_model.max_length, or what the model was made for). Raise it, lower data.max_response_length, "
+                "or set reward_model.truncation=left or right"
+            )
+        return row[-limit:] if self.config.truncation == "left" else row[:limit]
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if self.config.fsdp_config.param_offload:
+            self.module.to(self.device)
+        try:
+            yield
+        finally:
+            self._offload()
+
+    def _offload(self) -> None:
+        if self.config.fsdp_config.param_offload:
+            self.module.to("cpu")
+
+
+def _on_last_token(scores_B: torch.Tensor, data: DataProto) -> torch.Tensor:
+    """(B, R): each score on the last real token of its response, 0 elsewhere."""
+    real_BR = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
+    out_BR = torch.zeros(real_BR.shape)
+    out_BR[torch.arange(len(data)), real_BR.long().cumsum(-1).argmax(-1)] = scores_B
+    return out_BR
