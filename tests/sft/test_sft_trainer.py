@@ -207,6 +207,8 @@ WRONG = {
     ),
     "accumulation alone": (["training.gradient_accumulation_steps=2"], "per_device_train_batch_size"),
     "workers": (["trainer.n_gpus_per_node=2"], "one worker process"),
+    "adapter to start from": (["model.lora_adapter_path=x"], "begin with adapters of their own"),
+    "4 bits": (["model.quantization=nf4"], "4-bit bases are for RL"),
     "sequence parallel": (["ulysses_sequence_parallel_size=2"], "sequence parallelism is not built"),
 }
 
