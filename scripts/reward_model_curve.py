@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The curves of docs/reward_models.md: a reward model learns right from wrong sums, then PPO with a critic learns from
-it. The reward model starts from the policy's model after more lessons in sums: a judge should know more.
+it. The reward model is deeper than the policy and has learnt to add: a judge should know more. With the policy's own
+two layers it tells about nine pairs in ten apart, and PPO learns to please it instead of adding.
 
     python scripts/reward_model_curve.py [--out docs/images] [--runs outputs] [--sft_steps N] [--pairs_steps N]
         [--steps N] [--seed 1 2 3]
@@ -12,6 +13,7 @@ which PPO never sees) and reward_model_score.svg (the reward model's score on th
 from __future__ import annotations
 
 import argparse
+import random
 import shlex
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+from posttrain.models.embedded import write_model
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.svg import write_chart
 from posttrain.trainer.embedded import RECIPE
@@ -34,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", default="docs/images", help="folder of the charts")
     parser.add_argument("--runs", default="outputs", help="folder of the runs")
     parser.add_argument("--sft_steps", type=int, default=400, help="steps that teach the reward model's start to add")
-    parser.add_argument("--pairs_steps", type=int, default=200, help="steps of the reward model's training")
+    parser.add_argument("--pairs_steps", type=int, default=1200, help="steps of the reward model's training")
     parser.add_argument("--steps", type=int, default=120, help="steps of PPO")
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
     options = parser.parse_args()
@@ -46,11 +49,12 @@ def main() -> None:
 
 
 def train_judge(runs: str, steps: int) -> Path:
-    """256 sums a step, from the embedded model, on the training sums alone."""
+    """256 sums a step, from an untrained model of four layers, on the training sums alone."""
     name = f"judge-{steps}"
+    start = write_model(Path(runs) / "curve" / "untrained", num_hidden_layers=4)
     run(
         "posttrain.trainer.fsdp_sft_trainer",
-        "data.train_files=embedded data.val_files=embedded data.train_batch_size=256 model.path=embedded optim.lr=2e-3",
+        f"data.train_files=embedded data.val_files=embedded data.train_batch_size=256 model.path={start} optim.lr=3e-3",
         f"trainer.total_training_steps={steps} trainer.test_freq=100 trainer.device=cpu",
         f"trainer.default_local_dir={runs} trainer.project_name=curve trainer.experiment_name={name}",
     )
@@ -65,21 +69,26 @@ def train_reward_model(runs: str, start: Path, steps: int) -> Path:
     run(
         "posttrain.trainer.reward_model_trainer",
         f"data.train_files={files['train']} data.val_files={files['test']} data.train_batch_size=128",
+        "data.val_max_samples=600",
         f"model.path={start} optim.lr=1e-3 trainer.device=cpu",
-        f"trainer.total_training_steps={steps} trainer.test_freq=50",
+        f"trainer.total_training_steps={steps} trainer.test_freq=250",
         f"trainer.default_local_dir={runs} trainer.project_name=curve trainer.experiment_name=reward-model-{steps}",
     )
     return Path(runs) / f"curve/reward-model-{steps}/checkpoints/global_step_{steps}/huggingface"
 
 
 def pairs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The right sum before wrong ones: slightly off, off by less than ten, and by whole tens."""
-    found = []
-    for number, row in enumerate(rows):
-        right, sign = int(row["ground_truth"]), 1 if number % 2 else -1
-        for off in (1 + number % 3, 4 + number % 6, 10 * (1 + number % 4)):
-            wrong = right + sign * off if right + sign * off >= 0 else right + off
-            found.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)})
+    """The right sum before wrong ones: off by one, two, ten, and by three numbers between 3 and 30."""
+    draw, found = random.Random(0), []
+    for row in rows:
+        right = int(row["ground_truth"])
+        wrong = {right + off for off in (-10, -2, -1, 1, 2, 10)}
+        wrong |= {right + draw.choice((-1, 1)) * draw.randint(3, 30) for _ in range(3)}
+        found += [
+            {"prompt": row["prompt"], "chosen": str(right), "rejected": str(other)}
+            for other in sorted(wrong)
+            if other >= 0 and other != right
+        ]
     return found
 
 
