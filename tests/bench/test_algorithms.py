@@ -22,6 +22,7 @@ from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.errors import UserError
+from posttrain.kernels import compiled
 from posttrain.models.embedded import write_model
 from posttrain.trainer.embedded import embedded_folder
 
@@ -76,6 +77,7 @@ def test_only_names_known_algorithms():
 def tiny_task(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded task with an untrained model, in the test's own cache."""
     monkeypatch.setenv("POSTTRAIN_COMPILE", "0")  # the kernels would be compiled into it
+    monkeypatch.setattr(compiled, "_functions", lambda: None)  # this process must not remember that
     folder = embedded_folder()
     write_files(folder, arithmetic_rows(max_operand=30, val_size=20))
     write_model(folder / "model", hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
