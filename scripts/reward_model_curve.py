@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The curves of docs/reward_models.md: a reward model learns right from wrong sums, then PPO with a critic learns from
-it. The reward model starts from the policy's model after more lessons in sums: a judge should know more.
+it. The judge knows more than the policy: its decoder has 4 layers where the policy's has 2, and was taught sums first.
 
     python scripts/reward_model_curve.py [--out docs/images] [--runs outputs] [--sft_steps N] [--pairs_steps N]
         [--steps N] [--seed 1 2 3]
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+from posttrain.models.embedded import write_model
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.svg import write_chart
 from posttrain.trainer.embedded import RECIPE
@@ -27,6 +28,7 @@ CHARTS = {
     "reward_model_accuracy.svg": ("val/math_reasoning/mean@1", "validation accuracy"),
     "reward_model_score.svg": ("val/math_reasoning/reward_model/mean@1", "score of the reward model"),
 }
+OFF = (1, 2, 3, 4, 6, 9, 10, 11, 20, 30)
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
     parser.add_argument("--out", default="docs/images", help="folder of the charts")
     parser.add_argument("--runs", default="outputs", help="folder of the runs")
     parser.add_argument("--sft_steps", type=int, default=400, help="steps that teach the reward model's start to add")
-    parser.add_argument("--pairs_steps", type=int, default=200, help="steps of the reward model's training")
+    parser.add_argument("--pairs_steps", type=int, default=600, help="steps of the reward model's training")
     parser.add_argument("--steps", type=int, default=120, help="steps of PPO")
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
     options = parser.parse_args()
@@ -46,11 +48,13 @@ def main() -> None:
 
 
 def train_judge(runs: str, steps: int) -> Path:
-    """256 sums a step, from the embedded model, on the training sums alone."""
+    """256 sums a step, from an untrained decoder of 4 layers, on the training sums alone."""
     name = f"judge-{steps}"
+    start = write_model(Path(runs) / "curve" / "untrained", num_hidden_layers=4)
     run(
         "posttrain.trainer.fsdp_sft_trainer",
-        "data.train_files=embedded data.val_files=embedded data.train_batch_size=256 model.path=embedded optim.lr=2e-3",
+        f"data.train_files=embedded data.val_files=embedded data.train_batch_size=256 model.path={start}",
+        "optim.lr=2e-3 optim.betas=[0.9,0.95]",
         f"trainer.total_training_steps={steps} trainer.test_freq=100 trainer.device=cpu",
         f"trainer.default_local_dir={runs} trainer.project_name=curve trainer.experiment_name={name}",
     )
@@ -58,40 +62,39 @@ def train_judge(runs: str, steps: int) -> Path:
 
 
 def train_reward_model(runs: str, start: Path, steps: int) -> Path:
-    """128 pairs a step; gives the folder that the last checkpoint holds."""
+    """64 pairs a step; gives the folder that the last checkpoint holds."""
     folder = Path(runs) / "curve" / "pairs"
     sums = arithmetic_rows(**{key: RECIPE[key] for key in ("max_operand", "val_size", "seed")})  # those of the policy
     files = write_files(folder, {name: pairs(rows) for name, rows in sums.items()})
     run(
         "posttrain.trainer.reward_model_trainer",
-        f"data.train_files={files['train']} data.val_files={files['test']} data.train_batch_size=128",
-        f"model.path={start} optim.lr=1e-3 trainer.device=cpu",
-        f"trainer.total_training_steps={steps} trainer.test_freq=50",
+        f"data.train_files={files['train']} data.val_files={files['test']} data.val_max_samples=1000",
+        f"data.train_batch_size=64 model.path={start} optim.lr=7e-4 optim.betas=[0.9,0.98] trainer.device=cpu",
+        f"trainer.total_training_steps={steps} trainer.test_freq=100",
         f"trainer.default_local_dir={runs} trainer.project_name=curve trainer.experiment_name=reward-model-{steps}",
     )
     return Path(runs) / f"curve/reward-model-{steps}/checkpoints/global_step_{steps}/huggingface"
 
 
 def pairs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The right sum before wrong ones: slightly off, off by less than ten, and by whole tens."""
-    found = []
-    for number, row in enumerate(rows):
-        right, sign = int(row["ground_truth"]), 1 if number % 2 else -1
-        for off in (1 + number % 3, 4 + number % 6, 10 * (1 + number % 4)):
-            wrong = right + sign * off if right + sign * off >= 0 else right + off
-            found.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)})
-    return found
+    """Every right sum before wrong ones that are off by `OFF` to either side."""
+    return [
+        {"prompt": row["prompt"], "chosen": row["ground_truth"], "rejected": str(int(row["ground_truth"]) + off)}
+        for row in rows
+        for off in (*OFF, *(-off for off in OFF))
+        if int(row["ground_truth"]) + off >= 0
+    ]
 
 
 def train_ppo(runs: str, scorer: Path, steps: int, seed: int) -> Path:
-    """100 prompts x 4 responses a step; the first 5 steps train the critic only."""
+    """200 prompts x 4 responses a step; the first 5 steps train the critic only."""
     name = f"ppo-seed-{seed}"
     run(
         "posttrain.trainer.main_ppo",
         "preset=embedded algorithm.adv_estimator=gae algorithm.lam=0.95",
-        "data.train_batch_size=100 actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_mini_batch_size=50",
-        "actor_rollout_ref.actor.optim.lr=3e-4 critic.optim.lr=1e-3 critic.cliprange_value=1.0 trainer.critic_warmup=5",
-        f"reward_model.enable=True reward_model.model.path={scorer}",
+        "data.train_batch_size=200 actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_mini_batch_size=50",
+        "actor_rollout_ref.actor.optim.lr=4e-4 critic.optim.lr=1e-3 critic.cliprange_value=5.0 trainer.critic_warmup=5",
+        f"reward_model.enable=True reward_model.model.path={scorer} reward_model.weight=0.2",
         f"trainer.total_training_steps={steps} trainer.seed={seed} trainer.device=cpu trainer.export_hf=none",
         f"trainer.default_local_dir={runs} trainer.project_name=curve trainer.experiment_name={name}",
     )
