@@ -188,7 +188,8 @@ def test_a_program_that_only_repeats_the_shown_test_fails_the_hidden_ones(made, 
     mbpp = made("mbpp")["train"][0]
     assert "add(1, 2)" in mbpp["prompt"] and "math.floor" not in mbpp["prompt"]
     repeated = "def add(a, b):\n    return 3"
-    assert score_by_source("mbpp", repeated, mbpp["ground_truth"])["score"] == 0.0  # type: ignore[index]
+    found = score_by_source("mbpp", repeated, mbpp["ground_truth"])
+    assert isinstance(found, dict) and found["score"] == 0.0
 
 
 def test_the_parts_of_each_data_set_stand_where_they_belong(made):
@@ -201,7 +202,7 @@ def test_the_parts_of_each_data_set_stand_where_they_belong(made):
     banking = made("banking77")["train"][0]
     assert "card_arrival, top_up" in banking["prompt"] and banking["extra_info"]["labels"] == ["card_arrival", "top_up"]
     both = score_by_source("banking77", "card_arrival or top_up", "card_arrival", banking["extra_info"])
-    assert both["score"] == 0.0  # type: ignore[index]
+    assert isinstance(both, dict) and both["score"] == 0.0
 
 
 def test_preference_pairs_share_their_prompt_and_differ_in_the_last_answer(made):

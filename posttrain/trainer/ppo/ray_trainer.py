@@ -22,7 +22,6 @@ from posttrain.algorithms import (
     get_adv_estimator,
     get_kl_controller,
 )
-from posttrain.checkpoint.rng import restore_rng
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.config.root import PPOConfig
 from posttrain.controller.local import LocalWorkerGroup
@@ -34,12 +33,12 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.sampling import row_seeds
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.ppo.bases import check_bases
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.greedy import greedy_baselines
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager, add_overlong_penalty, on_last_token
+from posttrain.trainer.ppo.saving import resume, save
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
 from posttrain.trainer.ppo.stopping import GracefulStop
@@ -181,7 +180,7 @@ class RayPPOTrainer:
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
         """Train to the last step; gives what was reached. Ctrl-C and SIGTERM save and end it early."""
-        self._resume()
+        resume(self)
         self.recorder.start(self.step)
         status = "failed"
         try:
@@ -233,7 +232,7 @@ class RayPPOTrainer:
         self.recorder.finish_step(step, batch, metrics, validation)
         self._count_bad_steps(metrics)
         if self._save_is_due():
-            self._save()
+            save(self)
 
     # -- stages ---------------------------------------------------------------------------------------------------
     def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
@@ -416,63 +415,8 @@ class RayPPOTrainer:
         freq = self.config.trainer.save_freq
         return self.step >= self.sizes.total_steps or (freq > 0 and self.step % freq == 0)
 
-    def _save(self) -> Path:
-        export_hf, last = self.config.trainer.export_hf, self.step >= self.sizes.total_steps
-
-        def extra(folder: Path) -> None:
-            self.group_filter.save(folder)
-            if export_hf == "all" or (export_hf == "last" and last):
-                self.actor_rollout_wg.export_hf(folder / "huggingface")
-
-        tensors = {"actor": self.actor_rollout_wg.state()}
-        if self.critic_wg:
-            tensors["critic"] = self.critic_wg.state()
-        state = {
-            "step": self.step,
-            "sampler": self.sampler.state_dict(),
-            "kl_controller": self.kl_controller.state_dict(),
-            "old_from_rollout": self.old_from_rollout,
-            "bad_steps": self.bad_steps,
-            "surplus": self.group_filter.surplus is not None,
-            "lora": self._lora(),
-        }
-        return self.recorder.save(self.step, tensors=tensors, state=state, export=extra)
-
-    def _lora(self) -> dict[str, Any]:
-        """By role with adapters: what a checkpoint must say of them, as it does not hold their base."""
-        groups = {"actor": self.actor_rollout_wg, "critic": self.critic_wg}
-        found = {role: group.lora_state() for role, group in groups.items() if group is not None}
-        return {role: state for role, state in found.items() if state is not None}
-
-    def _resume(self) -> None:
-        """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory."""
-        trainer, checkpoints = self.config.trainer, self.recorder.checkpoints
-        given = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-        path = Path(given) if given else checkpoints.newest() if trainer.resume_mode == "auto" else None
-        if path is None:
-            return
-        state = checkpoints.load_state(path)
-        check_bases(path, state.get("lora", {}), self._lora())
-        actor = self.actor_rollout_wg.state()
-        checkpoints.load_tensors(path, "actor", actor)
-        self.actor_rollout_wg.load_state(actor)
-        if self.critic_wg:
-            critic = self.critic_wg.state()
-            checkpoints.load_tensors(path, "critic", critic)
-            self.critic_wg.load_state(critic)
-        self.step, self.bad_steps = int(state["step"]), int(state["bad_steps"])
-        self.old_from_rollout = bool(state["old_from_rollout"])
-        self.sampler.load_state_dict(state["sampler"])
-        self.kl_controller.load_state_dict(state["kl_controller"])
-        if state.get("surplus"):
-            self.group_filter.load(path)
-        restore_rng(checkpoints.load_rng(path))
-        checkpoints.set_aside_after(self.step)
-        self.actor_rollout_wg.sync_weights(self.step)
-        say(f"Resumed from {path}: {self.step} of {self.sizes.total_steps} steps are done.")
-
     def _leave(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
             if self.step and not self._save_is_due():
-                self._save()
+                save(self)
             say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")

@@ -11,11 +11,6 @@ from typing import Any
 from posttrain.models.loading import ModelError
 from posttrain.protocol import DataProto
 
-TEMPLATE_TODO = (
-    "give a tokenizer folder that has one: reward_model.model.tokenizer_path=FOLDER (or put chat_template.jinja into "
-    "the reward model's folder)"
-)
-
 
 class Unreadable(Exception):
     """One conversation that cannot be given to the model; the text is for its sample."""
@@ -49,7 +44,8 @@ class Conversations:
         if self.anew and policy.chat_template and not own.chat_template:
             raise ModelError(
                 f"reward_model.model.path={path}: its tokenizer has no chat template, and conversations must be "
-                f"rendered anew for it; {TEMPLATE_TODO}"
+                "rendered anew for it; give a tokenizer folder that has one: reward_model.model.tokenizer_path=FOLDER "
+                "(or put chat_template.jinja into the reward model's folder)"
             )
 
     def rows(self, data: DataProto) -> list[list[int] | Unreadable]:
