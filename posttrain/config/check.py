@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
-from posttrain.config.lora import check_quantization
+from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import RANGES, Range
 from posttrain.config.root import PPOConfig
@@ -105,4 +105,5 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     _data,
     check_resume,
     check_quantization,
+    check_quantized_offload,
 ]

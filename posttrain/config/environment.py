@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.config.devices import gpus_present, runs_on_cpu
-from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_PATH, ADAPTER_WEIGHTS, read_adapter_config
+from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 
@@ -34,12 +34,15 @@ def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Probl
     return [problem for examine in _CHECKS for problem in examine(resolved, folder)]
 
 
-def check_supervised_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
-    """The same for the supervised trainers, whose model lies at `model`."""
+def check_supervised_environment(
+    resolved: Resolved, cwd: Path | None = None, heads: Sequence[str] = ()
+) -> list[Problem]:
+    """The same for the supervised trainers, whose model lies at `model`; adapters may hold `heads` whole."""
     folder = cwd or Path.cwd()
     return [
         *_data_files(resolved, folder),
         *_model_folders(resolved, folder, "model"),
+        *_adapters(resolved, folder, "model", heads),
         *_own_code(resolved, folder, ("model.external_lib",)),
         *_workers(resolved, folder),
         *_processes(),
@@ -92,7 +95,7 @@ def _model_folders(resolved: Resolved, cwd: Path, model: str = _MODEL) -> Iterat
             wanted = "tokenizer_config.json" if "tokenizer" in key else "config.json"
             if wanted == "config.json" and not (path / wanted).is_file() and (path / ADAPTER_CONFIG).is_file():
                 what = f"`{key}`: the folder {name} holds a LoRA adapter, not a model."
-                yield Problem(what, where, f"set {key} to its base model, and {ADAPTER_PATH}={name}")
+                yield Problem(what, where, f"set {key} to its base model, and {model}.lora_adapter_path={name}")
             elif not (path / wanted).is_file():
                 what = f"`{key}`: the folder {name} holds no {wanted}."
                 yield Problem(what, where, "give a folder in Hugging Face format")
@@ -112,13 +115,14 @@ def _lacks_tokenizer(resolved: Resolved, key: str, folder: Path) -> bool:
     return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def _adapters(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    name = resolved.value(ADAPTER_PATH)
-    found = read_adapter_config(cwd / name) if name is not None else None
+def _adapters(resolved: Resolved, cwd: Path, model: str = _MODEL, heads: Sequence[str] = ()) -> Iterator[Problem]:
+    path = f"{model}.lora_adapter_path"
+    name = resolved.value(path)
+    found = read_adapter_config(cwd / name, heads) if name is not None else None
     if isinstance(found, str):
         do = f"give a local folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft's save_pretrained writes them"
-        yield Problem(f"`{ADAPTER_PATH}`: {found}.", resolved.where(ADAPTER_PATH), do)
-    key = f"{_MODEL}.quantization"
+        yield Problem(f"`{path}`: {found}.", resolved.where(path), do)
+    key = f"{model}.quantization"
     if resolved.value(key) is not None and importlib.util.find_spec("bitsandbytes") is None:
         what = f"`{key}={resolved.value(key)}`: the package bitsandbytes is not installed."
         do = f'pip install "posttrain[qlora]" (or bitsandbytes), or remove {key}'

@@ -92,7 +92,7 @@ def _load(
         merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
     merge.resolve_references(merged)
     merge.convert_types(merged)
-    take_adapter(merged, folder)
+    take_adapter(merged, folder, tree.model, tree.heads)
     tree.derive(merged, provided)
     tree.check_names(merged, folder, known_names)
     resolved = _finish(merged, line, composed.main_file)

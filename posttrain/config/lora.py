@@ -3,48 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.problem import Problem
+from posttrain.config.schema import lookup
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-ADAPTER_PATH = f"{_MODEL}.lora_adapter_path"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FROM_THE_FILE = {
-    f"{_MODEL}.lora_rank": "r",
-    f"{_MODEL}.lora_alpha": "lora_alpha",
-    f"{_MODEL}.target_modules": "target_modules",
-    f"{_MODEL}.exclude_modules": "exclude_modules",
+SCORE_HEADS = ("score", "classifier", "classification_head", "logits_proj")
+"""What transformers calls the layer that gives the label; decoders call it `score`."""
+_FROM_THE_FILE = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
 }
-"""Key -> the name in `adapter_config.json` that decides it."""
+"""Key of the model's section -> the name in `adapter_config.json` that decides it."""
 
 
-def take_adapter(merged: Merged, cwd: Path) -> None:
-    """Rank, alpha and targets from the adapter that the run starts from; other values given for them are errors."""
-    entry = merged.entries.get(ADAPTER_PATH)
-    if entry is None or entry.value is None or ADAPTER_PATH in merged.bad:
+def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) -> None:
+    """Rank, alpha and targets from the adapter that the run starts from; other values given for them are errors.
+
+    `section` holds the settings of the trained model; `heads` are modules that an adapter may hold whole there.
+    """
+    path = f"{section}.lora_adapter_path"
+    entry = merged.entries.get(path)
+    if entry is None or entry.value is None or path in merged.bad:
         return
-    settings = read_adapter_config(cwd / entry.value)
+    settings = read_adapter_config(cwd / entry.value, heads)
     if isinstance(settings, str):
         return  # what is wrong with the folder is told with the other problems of this machine
-    for key, name in FROM_THE_FILE.items():
+    for short, name in _FROM_THE_FILE.items():
+        key = f"{section}.{short}"
         value, given = settings.get(name), merged.entries.get(key)
         if given is not None and given.explicit and not _same(given.value, value):
             what = f"`{given.spelling}={given.value}`, but the adapter in {entry.value} has {name}={value} "
             what += f"({ADAPTER_CONFIG})."
-            do = f"remove {key}, which the adapter decides, or remove {ADAPTER_PATH}"
-            merged.problems.append(Problem(what, f"{given.where(key)}, and {entry.where(ADAPTER_PATH)}", do, (key,)))
+            do = f"remove {key}, which the adapter decides, or remove {path}"
+            merged.problems.append(Problem(what, f"{given.where(key)}, and {entry.where(path)}", do, (key,)))
             merged.bad.add(key)
         elif given is None or not given.explicit:
             merged.entries[key] = Entry(value, f"{entry.value}/{ADAPTER_CONFIG}", key, -1, False)
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any] | str:
-    """The adapter's settings, or a sentence on why the folder cannot serve."""
+def read_adapter_config(folder: Path, heads: Sequence[str] = ()) -> dict[str, Any] | str:
+    """The adapter's settings, or a sentence on why the folder cannot serve; it may hold `heads` whole."""
     if not folder.is_dir():
         return f"the folder {folder} does not exist"
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -55,7 +62,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any] | str:
         return f"the folder {folder} holds no {ADAPTER_WEIGHTS}{rest}"
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_bytes())
-        problem = _unusable(settings)
+        problem = _unusable(settings, heads)
     except (OSError, ValueError, AttributeError) as error:
         problem = f"cannot be read: {error}"
     return settings if problem is None else f"{folder / ADAPTER_CONFIG}: {problem}"
@@ -64,7 +71,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any] | str:
 _CHANGES_THE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 
 
-def _unusable(settings: dict[str, Any]) -> str | None:
+def _unusable(settings: dict[str, Any], heads: Sequence[str]) -> str | None:
     """Why an adapter of this kind cannot be trained on here."""
     rank, start = settings.get("r"), str(settings.get("init_lora_weights", True)).lower()
     if str(settings.get("peft_type")).upper() != "LORA":
@@ -72,7 +79,7 @@ def _unusable(settings: dict[str, Any]) -> str | None:
     if not isinstance(rank, int) or rank < 1:
         return f"r={rank} is no rank"
     for name in ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"):
-        if settings.get(name):
+        if settings.get(name) and not (name == "modules_to_save" and set(settings[name]) <= set(heads)):
             return f"{name}={settings[name]} is more than LoRA beside linear modules: merge this adapter into its base"
     for name in ("use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config"):
         if settings.get(name):
@@ -114,18 +121,23 @@ def derive_lora(merged: Merged) -> None:
             )
 
 
-def check_quantization(checked: Checked) -> Iterator[Finding]:
-    """4-bit weights cannot be trained, moved between devices, or multiplied in float64."""
-    model, actor, key = checked.config.actor_rollout_ref.model, checked.config.actor_rollout_ref.actor, "quantization"
+def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Finding]:
+    """4-bit weights cannot be trained, or multiplied in float64; `section` holds the settings of the model."""
+    model, key = lookup(checked.config, section), f"{section}.quantization"
     if model.quantization is None:
         return
-    name = f"`{_MODEL}.{key}={model.quantization}`"
+    name = f"`{key}={model.quantization}`"
     if model.lora_rank == 0:
         what = f"{name} without adapters: weights of 4 bits cannot be trained."
-        yield checked.problem(what, f"set {_MODEL}.lora_rank, e.g. to 16, or remove {key}", f"{_MODEL}.{key}")
-    if actor.fsdp_config.param_offload:
-        what = f"{name} with {_ACTOR}.fsdp_config.param_offload=True: weights of 4 bits stay on their device."
-        yield checked.problem(what, "remove one of them", f"{_MODEL}.{key}", f"{_ACTOR}.fsdp_config.param_offload")
+        yield checked.problem(what, f"set {section}.lora_rank, e.g. to 16, or remove quantization", key)
     if model.dtype == "float64":
-        what = f"{name} with {_MODEL}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
-        yield checked.problem(what, f"set {_MODEL}.dtype=auto", f"{_MODEL}.{key}", f"{_MODEL}.dtype")
+        what = f"{name} with {section}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
+        yield checked.problem(what, f"set {section}.dtype=auto", key, f"{section}.dtype")
+
+
+def check_quantized_offload(checked: Checked) -> Iterator[Finding]:
+    """4-bit weights cannot be moved between devices."""
+    kind, moves = checked.config.actor_rollout_ref.model.quantization, f"{_ACTOR}.fsdp_config.param_offload"
+    if kind is not None and lookup(checked.config, moves):
+        what = f"`{_MODEL}.quantization={kind}` with {moves}=True: weights of 4 bits stay on their device."
+        yield checked.problem(what, "remove one of them", f"{_MODEL}.quantization", moves)

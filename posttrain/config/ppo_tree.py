@@ -25,6 +25,7 @@ def _environment(resolved: Resolved, cwd: Path | None) -> list[Problem]:
 PPO = Tree(
     main="ppo_trainer",
     root=PPOConfig,
+    model="actor_rollout_ref.model",
     spellings=PPO_SPELLINGS,
     nothing_given=no_arguments,
     derive=derive,

@@ -88,6 +88,8 @@ class SupervisedTrainerConfig(Section):
     """Keep this many newest checkpoints (and the best one by validation); null keeps all."""
     export_hf: str = "last"
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
+    export_lora: str = "merged"
+    """What that folder holds under LoRA: the `merged` model, or the `adapter` alone."""
     resume_mode: str = "auto"
     """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues
     `resume_from_path`."""

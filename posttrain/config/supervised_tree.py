@@ -12,6 +12,7 @@ from posttrain.config.checked import Checked, Finding
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.devices import runs_on_cpu
 from posttrain.config.effects import Effect, idle_settings
+from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import MODEL_RANGES, OPTIM_RANGES, PAIR_LOSS_RANGES, ROW_RANGES, TRAINER_RANGES
@@ -41,6 +42,11 @@ _RENAMED: dict[str, str] = {
     "optim.lr_scheduler": "optim.lr_scheduler_type",
     "optim.grad_clip": "optim.clip_grad",
     "model.partial_pretrain": "model.path",
+    "model.lora.rank": "model.lora_rank",
+    "model.lora.alpha": "model.lora_alpha",
+    "model.lora.target_modules": "model.target_modules",
+    "model.lora.exclude_modules": "model.exclude_modules",
+    "model.lora.adapter_path": "model.lora_adapter_path",
     "model.strategy": "fsdp.strategy",
     "use_remove_padding": "model.use_remove_padding",
 }
@@ -60,9 +66,11 @@ _NOT_BUILT: dict[str, str] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "drop", "left", "right"),
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "model.quantization": ("nf4",),
     "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
     "fsdp.strategy": ("fsdp", "fsdp2"),
     "trainer.export_hf": ("last", "all", "none"),
+    "trainer.export_lora": ("merged", "adapter"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.device": ("auto", "cpu", "cuda"),
 }
@@ -76,10 +84,11 @@ _EFFECTS: tuple[Effect, ...] = (
     Effect(("optim.min_lr_ratio",), lambda c: c.optim.lr_scheduler_type == "constant", "the schedule is constant"),
     Effect(("optim.lr_warmup_steps_ratio",), lambda c: c.optim.lr_warmup_steps >= 0, "optim.lr_warmup_steps is set"),
     Effect(
-        ("model.lora_alpha", "model.target_modules", "model.exclude_modules"),
+        ("model.lora_alpha", "model.target_modules", "model.exclude_modules", "trainer.export_lora"),
         lambda c: c.model.lora_rank == 0,
         "model.lora_rank is 0, so that there are no adapters",
     ),
+    Effect(("trainer.export_lora",), lambda c: c.trainer.export_hf == "none", "trainer.export_hf is none"),
     Effect(("trainer.deterministic",), runs_on_cpu, "runs on the CPU are deterministic anyway"),
     Effect(
         ("data.val_max_samples", "trainer.test_freq", "trainer.val_before_train"),
@@ -160,24 +169,13 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-def _adapters(checked: Checked) -> Iterator[Finding]:
-    model = checked.config.model
-    if model.lora_adapter_path is not None:
-        what = f"`model.lora_adapter_path={model.lora_adapter_path}`: supervised runs begin with adapters of their own."
-        do = "merge the adapter into its base (`posttrain export`, or peft's merge_and_unload) and give that folder"
-        yield checked.problem(what, f"{do} as model.path", "model.lora_adapter_path")
-    if model.quantization is not None:
-        what = f"`model.quantization={model.quantization}`: 4-bit bases are for RL runs (`posttrain.trainer.main_ppo`)."
-        yield checked.problem(what, "remove the key; model.lora_rank alone trains adapters", "model.quantization")
-
-
 def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem], list[str]]]:
     def check(checked: Checked) -> tuple[list[Problem], list[str]]:
         findings = [
             *check_choices(checked, _CHOICES, {}),
             *check_ranges(checked, ranges),
             *check_resume(checked),
-            *_adapters(checked),
+            *check_quantization(checked, "model"),
             *_notes(checked),
         ]
         return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
@@ -185,10 +183,13 @@ def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem]
     return check
 
 
-def _environment(resolved: Resolved, cwd: Path | None) -> list[Problem]:
-    from posttrain.config.environment import check_supervised_environment
+def _environment(heads: tuple[str, ...]) -> Callable[[Resolved, Path | None], list[Problem]]:
+    def check(resolved: Resolved, cwd: Path | None) -> list[Problem]:
+        from posttrain.config.environment import check_supervised_environment
 
-    return check_supervised_environment(resolved, cwd)
+        return check_supervised_environment(resolved, cwd, heads)
+
+    return check
 
 
 def _no_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
@@ -198,22 +199,25 @@ def _no_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]])
 SFT = Tree(
     main="sft_trainer",
     root=SFTConfig,
+    model="model",
     spellings=Spellings({}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
     check=_check(_RANGES),
     idle=lambda config, explicit: idle_settings(config, explicit, _SFT_EFFECTS),
-    environment=_environment,
+    environment=_environment(()),
 )
 REWARD_MODEL = Tree(
     main="reward_model_trainer",
     root=RewardTrainerConfig,
+    model="model",
     spellings=Spellings({}, _RENAMED, _DERIVED, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,
     check=_check({**_RANGES, **{f"loss.{name}": limits for name, limits in PAIR_LOSS_RANGES.items()}}),
     idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
-    environment=_environment,
+    environment=_environment(SCORE_HEADS),
+    heads=SCORE_HEADS,
 )

@@ -24,6 +24,8 @@ class Tree:
     main: str
     """Name of the main file in `trainer/config/`."""
     root: type[Section]
+    model: str
+    """The section of the model that is trained."""
     spellings: Spellings
     nothing_given: Callable[[], Problem]
     """The answer to a start with no argument at all."""
@@ -37,3 +39,5 @@ class Tree:
     """Notes about settings that were set and can have no effect."""
     environment: Callable[[Resolved, Path | None], list[Problem]]
     """Problems with files, packages and devices of this machine."""
+    heads: tuple[str, ...] = ()
+    """Modules that are trained whole beside adapters, so that an adapter folder may hold them."""

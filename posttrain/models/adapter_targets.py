@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.errors import UserError
+from posttrain.models.quantized import numbers_in
 
 
 class AdapterError(UserError):
@@ -36,6 +37,33 @@ def linear_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear layers
     }
+
+
+def stacked_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Matrices that lie in one tensor, such as a layer's experts: no module stands for each, so none gets adapters."""
+    homes = (
+        (name, part) for name, part in model.named_modules() if not isinstance(part, torch.nn.modules.conv._ConvNd)
+    )
+    return {
+        f"{name}.{own}": weight
+        for name, part in homes
+        for own, weight in part.named_parameters(recurse=False)
+        if weight.ndim == 3
+    }
+
+
+def stacked_note(model: torch.nn.Module, wanted: Any, key: str = "model.target_modules") -> str | None:
+    """A sentence on the weights that `all-linear` leaves without adapters, where a model has such."""
+    stacked = stacked_weights(model) if wanted == "all-linear" else {}
+    if not stacked:
+        return None
+    names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name.removeprefix("base_model.model.")) for name in stacked))
+    whole = sum(numbers_in(weight) for name, weight in model.named_parameters() if ".lora_" not in name)
+    share = sum(weight.numel() for weight in stacked.values()) / whole
+    return (
+        f"{key}=all-linear: experts that lie in one tensor are no linear modules and get no adapters. {names} "
+        f"({share:.0%} of the base) stay as they are; lora_rank=0 would train all weights."
+    )
 
 
 def _chosen(model: Any, linear: dict[str, torch.nn.Module], wanted: Any, key: str) -> list[str]:
@@ -74,6 +102,8 @@ def _unknown(item: str, wanted: Any, model: torch.nn.Module, key: str) -> str:
     linear = linear_modules(model)
     other = next((type(module).__name__ for name, module in model.named_modules() if _ends(name, item)), None)
     what = f"no linear module of the model is called {item}"
+    if any(_ends(name, item) for name in stacked_weights(model)):
+        what = f"{item} holds experts in one tensor; adapters stand beside linear modules only"
     if other is not None and not any(_ends(name, item) for name in linear):
         what = f"{item} is of the kind {other}; adapters stand beside linear modules only"
     elif other is not None:

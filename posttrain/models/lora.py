@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from posttrain.config.model import ModelConfig
-from posttrain.models.adapter_files import fill_adapters, read_adapter
+from posttrain.models.adapter_files import fill_adapters, read_adapter, trained_parameters, write_adapter
 from posttrain.models.adapter_targets import find_targets
 from posttrain.models.quantized import plain_weight
 
@@ -61,12 +61,15 @@ def add_adapters(
     return adapted
 
 
-def policy_with_adapters(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
-    """The policy with fresh adapters, which change nothing yet, or with those of `lora_adapter_path`."""
+def with_adapters(
+    model: torch.nn.Module, config: ModelConfig, *, whole: Sequence[str] = (), role: str = "actor_rollout_ref."
+) -> torch.nn.Module:
+    """The model with fresh adapters, which change nothing yet, or with those of `lora_adapter_path`; see
+    `add_adapters`."""
     if config.lora_adapter_path is None:
-        return add_adapters(model, config)
-    settings, weights = read_adapter(Path(config.lora_adapter_path))
-    adapted = add_adapters(model, config, more=settings)
+        return add_adapters(model, config, whole=whole, role=role)
+    settings, weights = read_adapter(Path(config.lora_adapter_path), whole)
+    adapted = add_adapters(model, config, more=settings, whole=whole, role=role)
     fill_adapters(adapted, weights, config.lora_adapter_path)
     return adapted
 
@@ -112,9 +115,20 @@ def save_merged(model: Any, folder: Path) -> None:
     try:
         if hasattr(base.config, "quantization_config"):
             del base.config.quantization_config
-        if has_adapters(base.get_output_embeddings()):  # what was tied to the embedding is no longer equal to it
+        head = base.get_output_embeddings()
+        if head is not None and has_adapters(head):  # what was tied to the embedding is no longer equal to it
             base.config.tie_word_embeddings = False
         base.save_pretrained(folder, state_dict=state)
     finally:
         base.config = config
         base.__dict__.update(hidden)
+
+
+def save_model(model: Any, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
+    """A folder of the trained model. With adapters, whose settings are `adapter`: the merged model, or they alone."""
+    if adapter is None:
+        model.save_pretrained(folder, state_dict=model.state_dict())
+    elif merged:
+        save_merged(model, folder)
+    else:
+        write_adapter(folder, trained_parameters(model), adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,15 +12,20 @@ from posttrain.errors import UserError
 BLOCK, ABSMAX_BLOCK = 64, 256  # numbers that share a scale; scales that share a scale of their own
 
 
-def loading_options(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What transformers' `from_pretrained` needs to hold linear layers (not the head) in 4 bits."""
+def loading_options(
+    kind: str, dtype: torch.dtype, device: torch.device, keep: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What transformers' `from_pretrained` needs to hold linear layers (not the head) in 4 bits.
+
+    `keep` are the modules that stay as they are, where the head is not the model's output embedding.
+    """
     from transformers import BitsAndBytesConfig
 
     try:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError, OSError) as error:
         raise UserError(
-            f"actor_rollout_ref.model.quantization={kind} needs the package bitsandbytes, which cannot be used here: "
+            f"model.quantization={kind} needs the package bitsandbytes, which cannot be used here: "
             f'{error}\n  pip install "posttrain[qlora]", or remove the setting to hold the base in model.dtype'
         ) from error
     settings = BitsAndBytesConfig(
@@ -27,6 +33,7 @@ def loading_options(kind: str, dtype: torch.dtype, device: torch.device) -> dict
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=None if keep is None else list(keep),
     )
     return {"quantization_config": settings, "device_map": {"": device}}
 
@@ -41,6 +48,11 @@ def keep_one_layout(model: torch.nn.Module) -> None:
 
 def is_quantized(weight: torch.Tensor) -> bool:
     return type(weight).__name__ == "Params4bit"
+
+
+def numbers_in(weight: torch.Tensor) -> int:
+    """How many numbers a weight holds; two of 4 bits lie in one of its elements."""
+    return weight.quant_state.shape.numel() if is_quantized(weight) else weight.numel()  # pyright: ignore
 
 
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from posttrain.config.lora import SCORE_HEADS
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.forward import hidden_states, without_adapters
 from posttrain.models.loading import (
@@ -26,11 +27,10 @@ from posttrain.models.loading import (
     silence_progress_bars,
     without_dropout,
 )
+from posttrain.models.quantized import keep_one_layout, loading_options
 from posttrain.models.value_heads import find_value_head, put_head
 
 CLASSIFIER = "ForSequenceClassification"
-HEADS = ("score", "classifier", "classification_head", "logits_proj")
-"""What transformers calls the layer that gives the label; decoders call it `score`."""
 
 
 def load_scorer(
@@ -42,12 +42,14 @@ def load_scorer(
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
     new_head: bool = False,
+    quantization: str | None = None,
     setting: str = "model.path",
 ) -> Any:
     """The model of `path` (a folder or a hub id), ready for `score_rows`. `setting` is named by errors.
 
     `new_head=True` also takes a causal LM and gives it a score head of zeros, to be trained; otherwise a folder
-    without a trained head is refused. `pad_token_id` serves models whose own configuration has none.
+    without a trained head is refused. `pad_token_id` serves models whose own configuration has none. With
+    `quantization` the linear layers below the head hold 4 bits.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -57,6 +59,7 @@ def load_scorer(
 
     silence_progress_bars()
     source = local_or_hub(path, setting)
+    options = loading_options(quantization, dtype, device, SCORE_HEADS) if quantization else {}
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         _lay_over(settings, override_config or {}, setting)
@@ -72,6 +75,7 @@ def load_scorer(
                 attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                **options,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the reward model", setting) from error
@@ -81,7 +85,8 @@ def load_scorer(
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    return model.to(device).eval()
+    keep_one_layout(model)
+    return (model if quantization else model.to(device)).eval()
 
 
 @contextmanager
@@ -130,7 +135,7 @@ def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
 
 def _settle_head(model: Any, missing: list[str], path: str, new_head: bool, setting: str) -> None:
     """A head that the folder did not hold becomes zero: all scores begin equal. Other weights must be there."""
-    head = [name for name in missing if name.split(".")[0] in HEADS]
+    head = [name for name in missing if name.split(".")[0] in SCORE_HEADS]
     if rest := [name for name in missing if name not in head]:
         raise ModelError(f"{setting}={path}: the folder lacks weights of the model: {', '.join(rest[:5])}")
     if head and not new_head:

@@ -1,4 +1,4 @@
-"""The policy of a checkpoint of LoRA adapters: its base, compared by fingerprint, with the adapters beside it."""
+"""The model of a checkpoint of LoRA adapters: its base, compared by fingerprint, with the adapters beside it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ import torch
 
 from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager
+from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
-from posttrain.models.adapter_files import Weights, fill_adapters, stored_name
+from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, stored_name
 from posttrain.models.identity import fingerprint
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
+from posttrain.models.scorer import load_scorer
 
 
 def stored_lora(manager: CheckpointManager, checkpoint: Path) -> dict[str, Any] | None:
-    """What the checkpoint says of the policy's adapters and their base; None where it holds all weights."""
-    return manager.load_state(checkpoint).get("lora", {}).get("actor")
+    """What the checkpoint says of the trained model's adapters and their base; None where it holds all weights."""
+    role = _role(manager, checkpoint)
+    return manager.load_state(checkpoint)["lora"][role] if role else None
+
+
+def _role(manager: CheckpointManager, checkpoint: Path) -> str | None:
+    """`actor` of RL, `model` of a supervised run."""
+    stored = manager.load_state(checkpoint).get("lora", {})
+    return next((role for role in ("actor", "model") if role in stored), None)
 
 
 def stored_adapters(manager: CheckpointManager, checkpoint: Path) -> Weights:
-    """The adapters' weights alone, under their names in an adapter file; the optimizer's state stays where it is."""
-    shapes = {name: kind for name, kind in manager.describe(checkpoint, "actor").items() if name.startswith("model.")}
+    """The trained weights alone, under their names in an adapter file; the optimizer's state stays where it is."""
+    role = _role(manager, checkpoint)
+    assert role is not None, "the caller has seen adapters in it"
+    shapes = {name: kind for name, kind in manager.describe(checkpoint, role).items() if name.startswith("model.")}
     into = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    manager.load_tensors(checkpoint, "actor", into, partial=True)
+    manager.load_tensors(checkpoint, role, into, partial=True)
     return {stored_name(name.removeprefix("model.")): weight for name, weight in into.items()}
 
 
-def adapted_policy(
+def adapted_model(
     manager: CheckpointManager,
     checkpoint: Path,
     lora: dict[str, Any],
@@ -38,9 +49,13 @@ def adapted_policy(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    pad_token_id: int | None = None,
     advice: str = "",
 ) -> Any:
-    """The base with the checkpoint's adapters; `advice` ends the words about a base that is gone or another one."""
+    """The base with the checkpoint's adapters; `advice` ends the words about a base that is gone or another one.
+
+    A reward model's base gets its head of them too; `pad_token_id` serves one whose configuration has none.
+    """
     stored, settings = lora["base"], lora["adapter"]
     try:
         found = fingerprint(str(base.path))
@@ -51,10 +66,22 @@ def adapted_policy(
             f"The adapters in {checkpoint} were trained beside a base with the fingerprint {stored['fingerprint']}, "
             f"but {base.path} has {found}. {advice}"
         )
-    module = load_causal_lm(base, dtype=dtype, device=device, quantization=stored["quantization"])
+    scores = settings["task_type"] == SCORER
+    if scores:
+        module = load_scorer(
+            str(base.path),
+            device,
+            dtype,
+            pad_token_id=pad_token_id,
+            override_config=base.override_config,
+            new_head=True,
+            quantization=stored["quantization"],
+        )
+    else:
+        module = load_causal_lm(base, dtype=dtype, device=device, quantization=stored["quantization"])
     shape = ModelConfig(
         lora_rank=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=settings["target_modules"]
     )
-    adapted = add_adapters(module, shape, more=settings)
+    adapted = add_adapters(module, shape, more=settings, whole=SCORE_HEADS if scores else ())
     fill_adapters(adapted, stored_adapters(manager, checkpoint), str(checkpoint))
     return adapted

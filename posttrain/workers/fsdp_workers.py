@@ -12,16 +12,16 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Dispatch, register
 from posttrain.engine.fsdp import FSDPEngine
-from posttrain.models.adapter_files import adapter_parameters, write_adapter
+from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.loading import check_positions, end_token_ids
-from posttrain.models.lora import base_only, save_merged
+from posttrain.models.lora import base_only, save_model
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate, to_batch
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic
-from posttrain.workers.lora_state import adapter_notes, lora_state
+from posttrain.workers.lora_state import adapter_notes, lora_state, policy_notes
 from posttrain.workers.probe import WeightProbe
 from posttrain.workers.reward_model.worker import RewardModelWorker
 from posttrain.workers.roles import actor_engine, check_vocabulary, critic_engine, reference_engine
@@ -169,7 +169,10 @@ class ActorRolloutRefWorker:
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:
         """Sentences for the user that only the loaded model or the first update could tell."""
-        about_adapters = adapter_notes(self.config, self.engine_name)
+        about_adapters = [
+            *adapter_notes(self.engine.module, self.config.actor_rollout_ref.model),
+            *policy_notes(self.config, self.engine_name),
+        ]
         return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(Dispatch.ALL)
@@ -188,13 +191,8 @@ class ActorRolloutRefWorker:
     @register(Dispatch.ONE)
     def export_hf(self, folder: Path) -> None:
         """A Hugging Face folder with tokenizer: the model, or under LoRA what `trainer.export_lora` says."""
-        module: Any = self.engine.module
-        if self.adapters is None:
-            module.save_pretrained(folder, state_dict=dict(self.engine.export_weights()))
-        elif self.config.trainer.export_lora == "merged":
-            save_merged(module, folder)
-        else:
-            write_adapter(folder, adapter_parameters(module), self.adapters["adapter"])
+        adapter = self.adapters["adapter"] if self.adapters else None
+        save_model(self.engine.module, folder, adapter, merged=self.config.trainer.export_lora == "merged")
         self.tokenizer.save_pretrained(folder)
 
 
@@ -211,6 +209,14 @@ class CriticWorker:
         self.critic = DataParallelPPOCritic(self.config, self.engine)
         model = self.config.actor_rollout_ref.model
         self.adapters = lora_state(self.engine.module, model, path=self.config.critic.model.path)
+
+    @register(Dispatch.ONE)
+    def notes(self) -> list[str]:
+        """As the actor's."""
+        critic = self.config.critic.model
+        key = "critic.model.target_modules"
+        note = stacked_note(self.engine.module, critic.target_modules, key) if critic.lora_rank > 0 else None
+        return [note] if note else []
 
     @register(Dispatch.ONE)
     def lora_state(self) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.models.adapter_files import adapter_settings
+from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.identity import fingerprint
 from posttrain.models.lora import has_adapters
 
@@ -37,10 +38,13 @@ def lora_state(module: torch.nn.Module, model: ModelConfig, path: str | None = N
     }
 
 
-def base_problem(stored: Mapping[str, Any], present: Mapping[str, Any] | None) -> str | None:
-    """Why adapters that were `stored` beside a base must not go on beside the one that is there now."""
+def base_problem(stored: Mapping[str, Any], present: Mapping[str, Any] | None, section: str) -> str | None:
+    """Why adapters that were `stored` beside a base must not go on beside the one that is there now.
+
+    `section` holds the settings of their model.
+    """
     if present is None:
-        return "it holds LoRA adapters only, and this run trains all weights: set actor_rollout_ref.model.lora_rank"
+        return f"it holds LoRA adapters only, and this run trains all weights: set {section}.lora_rank"
     was, now = stored["base"], present["base"]
     if was["fingerprint"] != now["fingerprint"]:
         return (
@@ -53,9 +57,10 @@ def base_problem(stored: Mapping[str, Any], present: Mapping[str, Any] | None) -
     return None
 
 
-def adapter_notes(config: PPOConfig, engine: str) -> list[str]:
-    """What a user of adapters should know about this run."""
-    model, notes = config.actor_rollout_ref.model, []
+def adapter_notes(module: torch.nn.Module, model: ModelConfig) -> list[str]:
+    """What a user of adapters should know about them: another base than theirs, weights that get none."""
+    note = stacked_note(module, model.target_modules) if model.lora_rank > 0 else None
+    notes = [note] if note else []
     if model.lora_adapter_path is not None:
         made_for = json.loads((Path(model.lora_adapter_path) / ADAPTER_CONFIG).read_bytes()).get(
             "base_model_name_or_path"
@@ -64,10 +69,14 @@ def adapter_notes(config: PPOConfig, engine: str) -> list[str]:
             notes.append(
                 f"The adapter in {model.lora_adapter_path} was made beside {made_for}; here its base is {model.path}."
             )
-        if needs_reference(config):
-            notes.append(
-                "The reference is the base without the adapter that the run starts from: KL does not begin at 0."
-            )
+    return notes
+
+
+def policy_notes(config: PPOConfig, engine: str) -> list[str]:
+    """What the adapters of a policy mean for its reference and its rollout."""
+    model, notes = config.actor_rollout_ref.model, []
+    if model.lora_adapter_path is not None and needs_reference(config):
+        notes.append("The reference is the base without the adapter that the run starts from: KL does not begin at 0.")
     if model.quantization is not None:
         notes.append(
             f"The base is held in 4 bits (model.quantization={model.quantization}), which the fused decoder does not "

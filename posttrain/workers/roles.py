@@ -11,7 +11,7 @@ from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
-from posttrain.models.lora import add_adapters, policy_with_adapters
+from posttrain.models.lora import add_adapters, with_adapters
 from posttrain.models.value import ValueModel
 
 
@@ -27,7 +27,7 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> F
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     module = _language_model(config, device, quantization=model.quantization)
     if model.lora_rank > 0:
-        module = policy_with_adapters(module, model)
+        module = with_adapters(module, model)
     settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
     return FSDPEngine(module, settings)
 

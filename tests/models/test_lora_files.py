@@ -16,7 +16,7 @@ from posttrain.config.model import ModelConfig
 from posttrain.models.adapter_files import adapter_parameters, adapter_settings, write_adapter
 from posttrain.models.adapter_targets import AdapterError
 from posttrain.models.identity import fingerprint
-from posttrain.models.lora import add_adapters, policy_with_adapters, save_merged
+from posttrain.models.lora import add_adapters, save_merged, with_adapters
 from tests.rollout.tiny import tiny
 
 IDS = torch.tensor([[5, 9, 3, 77, 12]])
@@ -61,7 +61,7 @@ def test_the_adapter_folder_loads_in_peft_and_here_and_the_merged_one_in_transfo
     torch.testing.assert_close(logits(theirs), expected, rtol=0, atol=1e-5)
     stored = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     shape = {"lora_rank": stored["r"], "lora_alpha": stored["lora_alpha"], "target_modules": stored["target_modules"]}
-    again = policy_with_adapters(plain(base), ModelConfig(**shape, lora_adapter_path=str(tmp_path / "adapter")))
+    again = with_adapters(plain(base), ModelConfig(**shape, lora_adapter_path=str(tmp_path / "adapter")))
     torch.testing.assert_close(logits(again), expected, rtol=0, atol=0)
 
     save_merged(ours, tmp_path / "merged")
@@ -81,9 +81,7 @@ def test_an_adapter_that_peft_wrote_is_taken_with_its_scale_and_patterns(base, t
         weight.data.normal_(0, 0.2)
     theirs.save_pretrained(str(tmp_path))
     shape = ModelConfig(lora_rank=3, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_adapter_path=str(tmp_path))
-    torch.testing.assert_close(
-        logits(policy_with_adapters(plain(base), shape)), logits(theirs.eval()), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(logits(with_adapters(plain(base), shape)), logits(theirs.eval()), rtol=0, atol=1e-6)
 
 
 def test_an_adapter_of_another_model_is_refused_with_the_first_tensors_that_differ(base, tmp_path):
@@ -94,7 +92,7 @@ def test_an_adapter_of_another_model_is_refused_with_the_first_tensors_that_diff
     write_adapter(tmp_path, wrong, adapter_settings(ours, str(base)))
     shape = ModelConfig(lora_rank=3, target_modules=["q_proj"], lora_adapter_path=str(tmp_path))
     with pytest.raises(AdapterError, match=r"stranger.*belongs to no adapter.*\(3, 64\) there and \(3, 32\) here"):
-        policy_with_adapters(plain(base), shape)
+        with_adapters(plain(base), shape)
 
 
 def test_fingerprints_are_those_of_the_weights_wherever_they_lie_and_however_they_are_split(base, tmp_path):

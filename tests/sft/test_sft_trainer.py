@@ -207,8 +207,13 @@ WRONG = {
     ),
     "accumulation alone": (["training.gradient_accumulation_steps=2"], "per_device_train_batch_size"),
     "workers": (["trainer.n_gpus_per_node=2"], "one worker process"),
-    "adapter to start from": (["model.lora_adapter_path=x"], "begin with adapters of their own"),
-    "4 bits": (["model.quantization=nf4"], "4-bit bases are for RL"),
+    "no such adapter": (["model.lora_adapter_path=x"], r"`model\.lora_adapter_path`: the folder .*x does not exist"),
+    "4 bits of all weights": (["model.quantization=nf4"], "weights of 4 bits cannot be trained"),
+    "4 bits in float64": (
+        ["model.quantization=nf4", "model.lora_rank=4", "model.dtype=float64"],
+        "in float32 or bfloat",
+    ),
+    "other bits": (["model.quantization=int3", "model.lora_rank=4"], "known: nf4"),
     "sequence parallel": (["ulysses_sequence_parallel_size=2"], "sequence parallelism is not built"),
 }
 

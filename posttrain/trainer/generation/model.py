@@ -15,7 +15,7 @@ from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest, verify
 from posttrain.config.model import ModelConfig
 from posttrain.models.loading import ModelError, load_causal_lm, load_tokenizer, local_or_hub, resolve_dtype
-from posttrain.trainer.adapted import adapted_policy, stored_lora
+from posttrain.trainer.adapted import adapted_model, stored_lora
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.generation.settings import Settings, is_checkpoint, run_of
 
@@ -68,7 +68,8 @@ def _of_checkpoint(name: str, path: Path, model: ModelConfig, say: Any) -> Model
     if run_of(path) is None or not any(file.startswith("actor/") for file in files):
         raise CheckpointError(
             f"The checkpoint {path} holds no Hugging Face model, and without its run's config.yaml (two folders above) "
-            "and an actor's tensors it cannot be loaded. A run writes one with trainer.export_hf=last or all."
+            "and an actor's tensors it cannot be loaded. A run writes one with trainer.export_hf=last or all; "
+            "`posttrain export` makes one of a supervised run's adapters."
         )
     base = model
     if model.path in (None, "embedded"):
@@ -116,7 +117,7 @@ def load_module(source: ModelSource, device: torch.device) -> torch.nn.Module:
     lora = stored_lora(manager, source.checkpoint)
     if lora is not None:
         advice = "Give the run's model back its folder, or export the checkpoint: posttrain export."
-        adapted = adapted_policy(manager, source.checkpoint, lora, model, **place, advice=advice)
+        adapted = adapted_model(manager, source.checkpoint, lora, model, **place, advice=advice)
         return adapted if lora["base"]["quantization"] else adapted.merge_and_unload()
     module = load_causal_lm(model, **place)
     _lay_over(module, manager, source.checkpoint)

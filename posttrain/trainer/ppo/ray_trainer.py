@@ -162,6 +162,8 @@ class RayPPOTrainer:
             critic = CriticWorker(self.config, self.device, total_updates=updates, tokens=tokens)
             self.critic_wg = LocalWorkerGroup(critic)
             self.critic_wg.init_model()
+            for note in self.critic_wg.notes():
+                say(f"note: {note}")
         self.rm_wg = self.model_reward = None
         if self.config.reward_model.enable:
             self.rm_wg = LocalWorkerGroup(RewardModelWorker(self.config, self.tokenizer, self.device))

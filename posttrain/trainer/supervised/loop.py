@@ -9,6 +9,7 @@ from posttrain.checkpoint.rng import restore_rng
 from posttrain.data.sampler import PromptSampler
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.bases import check_bases
 from posttrain.trainer.ppo.ray_trainer import RunResult, TrainingStopped
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.supervised.recorder import SupervisedRecorder
@@ -103,13 +104,21 @@ class SupervisedTrainer:
     def _save(self) -> Path:
         wanted, last = self.config.trainer.export_hf, self.step >= self.total_steps
         exports = wanted == "all" or (wanted == "last" and last)
-        state = {"step": self.step, "sampler": self.sampler.state_dict(), "bad_steps": self.bad_steps}
+        state = {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "bad_steps": self.bad_steps,
+            "lora": self._adapters(),
+        }
         return self.recorder.save(
             self.step,
             tensors={ROLE: self.task.engine.save()},
             state=state,
             export=(lambda folder: self.task.export(folder / "huggingface")) if exports else None,
         )
+
+    def _adapters(self) -> dict[str, Any]:
+        return {} if self.task.adapters is None else {ROLE: self.task.adapters}
 
     def _resume(self) -> None:
         """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory."""
@@ -119,6 +128,7 @@ class SupervisedTrainer:
         if path is None:
             return
         state, tensors = checkpoints.load_state(path), self.task.engine.save()
+        check_bases(path, state.get("lora", {}), self._adapters())
         checkpoints.load_tensors(path, ROLE, tensors)
         self.task.engine.load(tensors)
         self.step, self.bad_steps = int(state["step"]), int(state["bad_steps"])

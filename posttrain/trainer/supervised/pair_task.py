@@ -8,18 +8,20 @@ from typing import Any
 import torch
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
+from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.engine.pairs import PairEngine
 from posttrain.models.loading import resolve_dtype
-from posttrain.models.lora import add_adapters
-from posttrain.models.scorer import HEADS, load_scorer, without_trailing_padding
+from posttrain.models.lora import with_adapters
+from posttrain.models.scorer import load_scorer, without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
 from posttrain.trainer.supervised.settings import engine_settings
 from posttrain.trainer.supervised.task import Metrics, Task
+from posttrain.workers.lora_state import lora_state
 
 
 def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
@@ -70,10 +72,12 @@ class PairTask(Task):
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
             new_head=True,
+            quantization=model.quantization,
         )
         self.pad_token_id = module.config.get_text_config().pad_token_id
         if model.lora_rank > 0:
-            module = add_adapters(module, model, whole=HEADS, role="")
+            module = with_adapters(module, model, whole=SCORE_HEADS, role="")
+        self.adapters = lora_state(module, model)
         self.engine = PairEngine(module, engine_settings(config, device, total_steps))
 
     def train_step(self, rows: list[int]) -> Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from posttrain.models.loading import is_adapter
 from posttrain.tracking.curve import text_plot
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
@@ -59,5 +60,6 @@ class SupervisedRecorder(RunWriter):
         self.say_best(lambda number: f"{self.task.curve} {abs(number):.4g}")
         model = self.checkpoints.path_of(self.step) / "huggingface"
         if model.is_dir():
-            say(f"The trained model is in {model}.")
+            what = "adapter" if is_adapter(model) else "model"
+            say(f"The trained {what} is in {model}.")
         say(f"The run is in {self.run.path}: metrics.jsonl, logs/run.log, checkpoints/.")

@@ -12,6 +12,7 @@ import torch
 
 from posttrain.config.resolved import Resolved
 from posttrain.models.loading import check_positions, load_tokenizer
+from posttrain.models.quantized import numbers_in
 from posttrain.tracking.progress import say, tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
@@ -19,6 +20,7 @@ from posttrain.trainer.ppo.ray_trainer import RunResult
 from posttrain.trainer.ppo.rundirs import open_run_directory
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
 from posttrain.trainer.supervised.task import Task
+from posttrain.workers.lora_state import adapter_notes
 from posttrain.workers.roles import pick_device
 
 MakeData = Callable[[Any, Any, Any, str], Any]
@@ -69,10 +71,13 @@ def run_supervised(
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:
     weights = list(task.engine.module.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    share = f", {trained:,} of them trained" * (trained < sum(weight.numel() for weight in weights))
+    total = sum(numbers_in(weight) for weight in weights)
+    share = f", {trained:,} of them trained" * (trained < total)
     packed = "packed rows" if task.engine.packed else "padded rows"
-    total = sum(weight.numel() for weight in weights)
-    say(f"Model: {config.model.path}, {total:,} parameters{share}, {weights[0].dtype} on {device}, {packed}")
+    held = f", its base in 4 bits ({config.model.quantization})" if config.model.quantization else ""
+    say(f"Model: {config.model.path}, {total:,} parameters{share}, {weights[0].dtype} on {device}{held}, {packed}")
+    for note in adapter_notes(task.engine.module, config.model):
+        say(f"note: {note}")
     note = check_positions(task.engine.module, longest, f"the longest row has {longest} tokens")
     if note:
         say(f"note: {note}")

@@ -13,10 +13,11 @@ from posttrain.data.sampler import sequential_batches
 from posttrain.data.supervised import SFTDataset
 from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.loading import load_causal_lm, resolve_dtype
-from posttrain.models.lora import add_adapters
+from posttrain.models.lora import with_adapters
 from posttrain.trainer.sft import sft_batch, sft_step
 from posttrain.trainer.supervised.settings import engine_settings
 from posttrain.trainer.supervised.task import Metrics, Task
+from posttrain.workers.lora_state import lora_state
 
 
 class SFTTask(Task):
@@ -35,9 +36,12 @@ class SFTTask(Task):
         total_steps: int,
     ) -> None:
         self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
-        module = load_causal_lm(config.model, dtype=resolve_dtype(config.model.dtype, device), device=device)
-        if config.model.lora_rank > 0:
-            module = add_adapters(module, config.model, role="")
+        model = config.model
+        dtype = resolve_dtype(model.dtype, device)
+        module = load_causal_lm(model, dtype=dtype, device=device, quantization=model.quantization)
+        if model.lora_rank > 0:
+            module = with_adapters(module, model, role="")
+        self.adapters = lora_state(module, model)
         self.engine = FSDPEngine(module, engine_settings(config, device, total_steps))
 
     def train_step(self, rows: list[int]) -> Metrics:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.engine.fsdp import FSDPEngine
+from posttrain.models.lora import save_model
 
 Metrics = dict[str, float]
 
@@ -19,6 +20,9 @@ class Task(ABC):
     tokenizer: Any
     rows: int
     curve: str
+    config: Any
+    adapters: dict[str, Any] | None
+    """What a checkpoint says of the adapters and their base; None where all weights are trained."""
 
     @abstractmethod
     def train_step(self, rows: list[int]) -> Metrics:
@@ -41,8 +45,8 @@ class Task(ABC):
         """By which the best checkpoint is chosen, largest best."""
 
     def export(self, folder: Path) -> None:
-        """A Hugging Face folder: weights (adapters folded in), configuration, tokenizer and chat template."""
-        module: Any = self.engine.module
-        base = module.get_base_model() if hasattr(module, "peft_config") else module
-        base.save_pretrained(folder, state_dict=dict(self.engine.export_weights()))
+        """A Hugging Face folder with tokenizer and chat template: the model, or under LoRA what `trainer.export_lora`
+        says."""
+        adapter = self.adapters["adapter"] if self.adapters else None
+        save_model(self.engine.module, folder, adapter, merged=self.config.trainer.export_lora == "merged")
         self.tokenizer.save_pretrained(folder)
