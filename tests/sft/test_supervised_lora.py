@@ -10,61 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from lora_tools import logits, plain, scores, started, watched
 from peft import PeftModel
 from sft_runs import PREFERENCES, metrics_of, reward_model, sft
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from posttrain import cli
 from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.models.scorer import padded_scores
 from posttrain.trainer.export import export_checkpoint
-from posttrain.trainer.supervised.loop import SupervisedTrainer
 
 LORA = {"model__lora_rank": 4, "model__lora_alpha": 8, "optim__lr": 1e-2, "trainer__save_freq": 1}
-IDS = torch.tensor([[5, 9, 3, 77, 12]])
-
-
-def watched(make: Any, *args: Any, **more: Any) -> tuple[Any, Any]:
-    """(result, the trained module) of a run."""
-    trainers, fit = [], SupervisedTrainer.fit
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SupervisedTrainer, "fit", lambda self: trainers.append(self) or fit(self))
-        return make(*args, **more), trainers[0].task.engine.module
-
-
-def started(make: Any, *args: Any, **more: Any) -> Any:
-    """The module of a run as it was before its first step."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
-
-        def stop(self: Any) -> None:
-            found.append(self.task.engine.module)
-            raise InterruptedError
-
-        patch.setattr(SupervisedTrainer, "fit", stop)
-        make(*args, **more)
-    return found[0]
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model.eval()(input_ids=IDS).logits
-
-
-def plain(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def classifier(folder: Path) -> Any:
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=1)
-    model.config.pad_token_id = 0
-    return model.eval()
-
-
-@torch.no_grad()
-def scores(model: Any) -> torch.Tensor:
-    return padded_scores(model.eval(), [[5, 9, 3, 77, 12], [4, 8]])
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +47,12 @@ def adapter(made, tmp_path_factory):
 @pytest.fixture(scope="module")
 def judge_adapter(judge, tmp_path_factory):
     return export_checkpoint(judge.last, tmp_path_factory.mktemp("out") / "judge", adapter=True)
+
+
+def classifier(folder: Path) -> Any:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=1)
+    model.config.pad_token_id = 0
+    return model.eval()
 
 
 def spoil(folder: Path) -> None:
