@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from posttrain.errors import UserError
 from posttrain.models.quantized import numbers_in
+
+
+class AdapterShape(Protocol):
+    """What the adapters of a role look like: the section `model` of a policy, or the critic's."""
+
+    lora_rank: int
+    lora_alpha: int
+    target_modules: Any
+    exclude_modules: Any
 
 
 class AdapterError(UserError):
@@ -52,17 +61,22 @@ def stacked_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def stacked_note(model: torch.nn.Module, wanted: Any, key: str = "model.target_modules") -> str | None:
-    """A sentence on the weights that `all-linear` leaves without adapters, where a model has such."""
-    stacked = stacked_weights(model) if wanted == "all-linear" else {}
+def stacked_words(model: torch.nn.Module) -> str | None:
+    """The names of such weights and their share of the base, in words; None for a model without any."""
+    stacked = stacked_weights(model)
     if not stacked:
         return None
-    names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name.removeprefix("base_model.model.")) for name in stacked))
+    names = dict.fromkeys(re.sub(r"\d+", "N", name.removeprefix("base_model.model.")) for name in stacked)
     whole = sum(numbers_in(weight) for name, weight in model.named_parameters() if ".lora_" not in name)
-    share = sum(weight.numel() for weight in stacked.values()) / whole
-    return (
-        f"{key}=all-linear: experts that lie in one tensor are no linear modules and get no adapters. {names} "
-        f"({share:.0%} of the base) stay as they are; lora_rank=0 would train all weights."
+    return f"{', '.join(names)} ({sum(weight.numel() for weight in stacked.values()) / whole:.0%} of the base)"
+
+
+def stacked_note(model: torch.nn.Module, shape: AdapterShape, key: str) -> str | None:
+    """A sentence on the weights that `all-linear` leaves without adapters; `key` is the setting's."""
+    words = stacked_words(model) if shape.lora_rank > 0 and shape.target_modules == "all-linear" else None
+    return words and (
+        f"{key}=all-linear: experts that lie in one tensor are no linear modules and get no adapters. {words} stay as "
+        "they are; lora_rank=0 would train all weights."
     )
 
 

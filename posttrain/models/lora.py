@@ -7,25 +7,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.models.adapter_files import fill_adapters, read_adapter, trained_parameters, write_adapter
-from posttrain.models.adapter_targets import find_targets
+from posttrain.models.adapter_targets import AdapterShape, find_targets
 from posttrain.models.quantized import plain_weight
 
 _FROM_FILES = ("use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
-
-
-class AdapterShape(Protocol):
-    """What the adapters of a role look like: the actor's `model` section, or the critic's."""
-
-    lora_rank: int
-    lora_alpha: int
-    target_modules: Any
-    exclude_modules: Any
 
 
 def add_adapters(

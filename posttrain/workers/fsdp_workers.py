@@ -213,9 +213,7 @@ class CriticWorker:
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:
         """As the actor's."""
-        critic = self.config.critic.model
-        key = "critic.model.target_modules"
-        note = stacked_note(self.engine.module, critic.target_modules, key) if critic.lora_rank > 0 else None
+        note = stacked_note(self.engine.module, self.config.critic.model, "critic.model.target_modules")
         return [note] if note else []
 
     @register(Dispatch.ONE)

@@ -14,7 +14,7 @@ from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.models.adapter_files import adapter_settings
-from posttrain.models.adapter_targets import stacked_note
+from posttrain.models.adapter_targets import stacked_note, stacked_words
 from posttrain.models.identity import fingerprint
 from posttrain.models.lora import has_adapters
 
@@ -59,8 +59,11 @@ def base_problem(stored: Mapping[str, Any], present: Mapping[str, Any] | None, s
 
 def adapter_notes(module: torch.nn.Module, model: ModelConfig) -> list[str]:
     """What a user of adapters should know about them: another base than theirs, weights that get none."""
-    note = stacked_note(module, model.target_modules) if model.lora_rank > 0 else None
-    notes = [note] if note else []
+    notes = [note for note in [stacked_note(module, model, "model.target_modules")] if note]
+    if model.quantization is not None and (words := stacked_words(module)):
+        notes.append(
+            f"model.quantization={model.quantization} holds linear modules in 4 bits; {words} keep model.dtype."
+        )
     if model.lora_adapter_path is not None:
         made_for = json.loads((Path(model.lora_adapter_path) / ADAPTER_CONFIG).read_bytes()).get(
             "base_model_name_or_path"

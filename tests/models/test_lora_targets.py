@@ -6,7 +6,7 @@ import pytest
 from peft.tuners.lora import LoraLayer
 
 from posttrain.config.model import ModelConfig
-from posttrain.models.adapter_targets import AdapterError, find_targets
+from posttrain.models.adapter_targets import AdapterError, find_targets, stacked_note
 from posttrain.models.lora import add_adapters
 from tests.rollout.tiny import tiny
 
@@ -70,3 +70,22 @@ def test_the_linear_layers_of_gpt2_are_found_under_their_own_names():
 def test_a_wrong_name_is_answered_with_the_names_that_there_are(targets, exclude, words):
     with pytest.raises(AdapterError, match=words):
         find_targets(tiny("qwen2"), targets, exclude)
+
+
+def test_experts_that_lie_in_one_tensor_get_no_adapters_and_that_is_said():
+    model, shape = tiny("qwen3-moe"), ModelConfig(lora_rank=2)
+    assert adapted("qwen3-moe", "all-linear") == every("q_proj", "k_proj", "v_proj", "o_proj")
+    names = "model.layers.N.mlp.experts.gate_up_proj, model.layers.N.mlp.experts.down_proj"
+    stacked = sum(weight.numel() for name, weight in model.named_parameters() if "experts" in name)
+    share = stacked / sum(weight.numel() for weight in model.parameters())
+    before = stacked_note(model, shape, "model.target_modules")
+    assert f"get no adapters. {names} ({share:.0%} of the base) stay as they are" in before
+    assert before.startswith("model.target_modules=all-linear: ")
+    assert stacked_note(add_adapters(model, shape), shape, "model.target_modules") == before
+    with pytest.raises(AdapterError, match="gate_up_proj holds experts in one tensor; adapters stand beside linear"):
+        find_targets(tiny("qwen3-moe"), ["q_proj", "gate_up_proj"])
+
+
+@pytest.mark.parametrize("kind, shape", [("qwen2", {}), ("qwen3-moe", {"target_modules": ["q_proj"]})])
+def test_nothing_is_said_of_experts_where_there_are_none_or_modules_were_named(kind, shape):
+    assert stacked_note(tiny(kind), ModelConfig(lora_rank=2, **shape), "model.target_modules") is None

@@ -198,3 +198,34 @@ def test_a_reward_model_resumes_beside_its_base_alone(judge, made, tmp_path):
     spoil(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="has other weights"):
         reward_model(tmp_path / "copy", tmp_path / "out", **LORA, trainer__total_training_steps=3)
+
+
+def test_runs_say_that_stacked_experts_get_no_adapters(made, sums, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    import posttrain
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+    from tests.rollout.tiny import tiny
+
+    tokenizer = AutoTokenizer.from_pretrained(made.base)
+    model = tiny("qwen3-moe")
+    model.resize_token_embeddings(len(tokenizer))
+    for thing in (model, tokenizer):
+        thing.save_pretrained(tmp_path / "moe")
+    sft(tmp_path / "moe", tmp_path, model__lora_rank=2, trainer__total_training_steps=1)
+    said = (
+        "note: {}.target_modules=all-linear: experts that lie in one tensor are no linear modules and get no adapters"
+    )
+    assert said.format("model") in capsys.readouterr().out
+    keys = {"algorithm.adv_estimator": "gae", "model.path": str(tmp_path / "moe"), "trainer.device": "cpu"}
+    keys |= {"model.lora_rank": 2, "critic.model.lora_rank": 2, "data.train_files": str(sums["train"])}
+    keys |= {"trainer.default_local_dir": str(tmp_path / "rl"), "trainer.experiment_name": "moe"}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(RayPPOTrainer, "fit", stop)
+        posttrain.train(keys)
+    heard = capsys.readouterr().out
+    assert said.format("model") in heard and said.format("critic.model") in heard
+
+
+def stop(self: Any) -> None:
+    raise InterruptedError
