@@ -49,6 +49,8 @@ def plan(args: Arguments) -> int:
 
 PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it
        posttrain plan [--gpu_gb N] train [--flag VALUE] ...     as train.sh reads it
+       posttrain plan [--gpu_gb N] sft [key=value] ...          as posttrain sft reads it
+       posttrain plan [--gpu_gb N] reward-model [key=value] ... as posttrain reward-model reads it
 
 Predicts the memory of a run by role and stage, without loading weights, for a GPU of N GiB or for the device here.
 The exit status is 1 if it does not fit."""

@@ -258,7 +258,12 @@ def main(args: Sequence[str]) -> int:
 def show_config(args: Sequence[str]) -> int:
     """`posttrain config`: every setting with value, source and sentence, without training."""
     from posttrain.config import load_config
+    from posttrain.config.supervised_tree import command_tree
 
+    if args and (tree := command_tree(args[0])) and not {"-h", "--help"} & set(args):
+        unset = ("model.path", "data.train_files") if len(args) == 1 else ()  # as below
+        print(load_config(args[1:] or {}, provided=unset, tree=tree).describe(), end="")
+        return 0
     request = parse(args[1:] if args[:1] == ["train"] else args)
     if request.help:
         print(CONFIG_USAGE)
@@ -275,5 +280,7 @@ def show_config(args: Sequence[str]) -> int:
 
 CONFIG_USAGE = """usage: posttrain config [key=value] ...             as posttrain.trainer.main_ppo would read it
        posttrain config train [--flag VALUE] ...    as train.sh would read it, environment variables included
+       posttrain config sft [key=value] ...         as posttrain sft would read it
+       posttrain config reward-model [key=value] ...
 
 Prints every setting with its value, where it was set (and in which spelling), and one sentence about it."""

@@ -221,3 +221,10 @@ REWARD_MODEL = Tree(
     environment=_environment(SCORE_HEADS),
     heads=SCORE_HEADS,
 )
+COMMANDS: dict[str, Tree] = {"sft": SFT, "reward-model": REWARD_MODEL}
+"""Verb of `posttrain` -> its tree."""
+
+
+def command_tree(word: str) -> Tree | None:
+    """The tree of a supervised trainer's verb, also when it is written with an underscore."""
+    return COMMANDS.get(word.replace("_", "-"))

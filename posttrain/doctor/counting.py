@@ -1,4 +1,5 @@
-"""Bytes of a model's passes, counted without weights: the real model code runs on torch's meta device.
+"""Bytes of a model's passes, counted without weights: the real model code runs on torch's meta device
+(`meta_models.py`).
 
 Tensors there have shapes and types but no contents, so a pass over a 70B model costs a second and no memory. A dispatch
 mode follows every tensor that is alive; saved-tensor hooks tell which of them wait for the backward pass.
@@ -13,133 +14,18 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from posttrain.config.model import ModelConfig
-from posttrain.config.reward_model import RewardModelModelConfig
-from posttrain.config.root import PPOConfig
+from posttrain.doctor.meta_models import META, is_scorer
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
 from posttrain.models.decoder import KNOWN
-from posttrain.models.forward import decoder_of, hidden_states, token_log_probs
-from posttrain.models.fused_layer import fuse_layers
-from posttrain.models.loading import ModelError, local_or_hub, needs_plain_attention
-from posttrain.models.lora import add_adapters
-from posttrain.models.norms import fuse_norms
-from posttrain.models.quantized import quantized_bytes
+from posttrain.models.forward import decoder_of, hidden_states, token_log_probs, without_adapters
+from posttrain.models.scorer import head_scores, widened
 from posttrain.models.value import ValueModel
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
-
-ATTENTION = "posttrain_meta"
-META = torch.device("meta")
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Holds what a fused kernel holds: queries, keys, values, output and one number per query; never the scores."""
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-def _attention(module: torch.nn.Module, query, key, value, attention_mask, **kwargs: Any):
-    copies = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))  # gathered as rectangles
-    return _FusedAttention.apply(*copies).transpose(1, 2).contiguous(), None  # pyright: ignore
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
-
-
-def meta_model(
-    config: ModelConfig, dtype: torch.dtype, *, path: str | None = None, quantized: bool = False
-) -> torch.nn.Module:
-    """The causal LM of `config` without contents, its parameters in the types that a run would give them.
-
-    Linear layers that a run would hold in 4 bits keep their shapes here, and are marked with the bytes they would take.
-    """
-    from transformers import AutoModelForCausalLM
-
-    settings = _model_settings(config, path or config.path)
-    attention = "eager" if needs_plain_attention(settings) else ATTENTION
-    with META:
-        model = AutoModelForCausalLM.from_config(
-            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-        )
-    fuse_norms(model)
-    fuse_layers(model)
-    if quantized:
-        head = model.get_output_embeddings()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear) and module is not head:
-                module.weight.held_bytes = quantized_bytes(module.weight.numel())  # pyright: ignore
-                module.weight.requires_grad_(False)
-    return model.eval()
-
-
-def _model_settings(config: ModelConfig, path: str | None) -> Any:
-    """The model's config.json with `model.override_config` laid over it; no weights are read."""
-    from transformers import AutoConfig
-
-    from posttrain.models.embedded import build_model, byte_tokenizer
-
-    if path in (None, "embedded"):
-        with META:
-            settings = build_model(byte_tokenizer()).config
-    else:
-        source = local_or_hub(path)
-        try:
-            settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            first = str(error).splitlines()[0]
-            raise ModelError(
-                f"model.path={path}: the model's config.json could not be read: {first}\n"
-                "  The plan needs that file alone: give a folder that holds it, or a hub id that can be reached."
-            ) from error
-    for key, value in config.override_config.items():
-        setattr(settings, key, value)
-    return settings
-
-
-def meta_scorer(config: RewardModelModelConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """The reward model without contents."""
-    from transformers import AutoModelForSequenceClassification
-
-    source = ModelConfig(path=config.path, trust_remote_code=config.trust_remote_code)
-    settings = _model_settings(source, config.path)
-    settings.num_labels, settings.pad_token_id = 1, settings.get_text_config().pad_token_id or 0
-    attention = "eager" if needs_plain_attention(settings) else ATTENTION
-    with META:
-        model = AutoModelForSequenceClassification.from_config(
-            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-        )
-    fuse_norms(model)
-    return model.eval()
-
-
-def actor_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """The policy, with adapters if `lora_rank` asks for them."""
-    model = meta_model(config, dtype, quantized=config.quantization is not None)
-    return add_adapters(model, config) if config.lora_rank > 0 else model
-
-
-def critic_model(config: PPOConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """The value model, with adapters and a 4-bit base as a run would give it."""
-    model, critic = config.actor_rollout_ref.model, config.critic.model
-    adapted = critic.lora_rank > 0
-    whole = meta_model(model, dtype, path=critic.path, quantized=adapted and model.quantization is not None)
-    if adapted:
-        whole = add_adapters(whole, critic, role="critic.").get_base_model()  # pyright: ignore
-    return ValueModel(whole)
 
 
 @dataclass(frozen=True)
@@ -216,18 +102,25 @@ def saved_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> tuple[int
 
 def _layout(model: torch.nn.Module, rows: int, length: int, device: str) -> PackedLayout | None:
     """Rows end to end, where compiled kernels take them so: they keep less than transformers' own layers."""
-    return PackedLayout([length] * rows) if device == "cpu" and can_train(next(model.parameters())) else None
+    if device != "cpu" or not can_train(next(model.parameters())):
+        return None
+    return PackedLayout([length] * rows, wanted_T=torch.empty(rows * length, dtype=torch.long, device=META))
 
 
 def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
-    """Log-probs (or values) of rows that are all response: the largest pass of this many tokens."""
+    """Log-probs (or values, or scores) of rows that are all response: the largest pass of this many tokens."""
     packed = active_layout() is not None
+    if is_scorer(model) and not hasattr(without_adapters(model), "score"):  # an encoder
+        ids = torch.zeros(rows, length, dtype=torch.long, device=META)
+        return widened(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.squeeze(-1))
     ids = torch.zeros((1, rows * length) if packed else (rows, length), dtype=torch.long, device=META)
     # With a mask transformers does not look into the positions for packed rows, which have no contents here.
     hidden = hidden_states(model, ids, ids, torch.ones_like(ids))
     hidden_NE = hidden.flatten(0, 1).index_select(0, ids.flatten())
     if isinstance(model, ValueModel):
         return model.token_values(hidden_NE)
+    if is_scorer(model):
+        return head_scores(model, hidden_NE[:rows])  # one state of each row
     # Computed in chunks of tokens: more than three change no peak.
     hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // model.config.get_text_config().vocab_size]  # pyright: ignore
     return token_log_probs(model, hidden_NE, ids.flatten()[: len(hidden_NE)], 1.0)[0]

@@ -1,68 +1,33 @@
-"""`posttrain plan`: memory of a run by role and stage, before it starts and without its weights.
-
-A plan adds up what lies in memory at the worst moment of each stage. Weights, gradients and optimizer state are exact;
-activations and temporary tensors come from the model's own code on the meta device (`counting.py`), for the largest
-micro-batch that the settings allow.
-"""
+"""`posttrain plan`: memory of an RL run by role and stage, before it starts and without its weights."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
-from posttrain.doctor import counting
+from posttrain.doctor import counting, meta_models
 from posttrain.doctor.counting import ModelBytes
-from posttrain.errors import UserError
+from posttrain.doctor.memory import (
+    Device,
+    ModelCounter,
+    Parts,
+    Plan,
+    backward_parts,
+    place,
+    step_parts,
+    without_passes,
+)
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit
 from posttrain.rollout.native.engine import MANY
 from posttrain.rollout.native.pool import blocks_for, with_slack
-
-GIB = 2**30
-USABLE = 0.9  # of the device; the rest goes to the CUDA context or the Python process, and to fragmentation
-
-
-def shown(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a worker runs on."""
-
-    kind: str
-    bytes: int
-    words: str
-
-    @property
-    def offloads(self) -> bool:
-        """Host memory is another memory."""
-        return self.kind == "cuda"
-
-
-def find_device(config: PPOConfig, gpu_gb: float | None = None) -> Device:
-    """A GPU of `gpu_gb` GiB, or the device that the run would have here."""
-    wanted = config.trainer.device
-    if gpu_gb is not None:
-        if wanted == "cpu":
-            raise UserError("--gpu_gb plans for a GPU, but trainer.device=cpu; leave one of them out")
-        return Device("cuda", int(gpu_gb * GIB), f"a GPU of {gpu_gb:g} GiB")
-    if wanted != "cpu" and torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        return Device("cuda", found.total_memory, f"{found.name}, {found.total_memory / GIB:.1f} GiB")
-    if wanted == "cuda":
-        raise UserError("trainer.device=cuda, but no GPU was found here; say which one is meant: --gpu_gb 80")
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("cpu", size, f"the CPU, {size / GIB:.1f} GiB of host memory")
 
 
 @dataclass(frozen=True)
@@ -96,73 +61,26 @@ class Shape:
         return max(1, min(most, role.ppo_max_token_len_per_gpu // self.longest))
 
 
-class Counter:
-    """Models and counted numbers, kept: plans that differ in a few settings share most of them."""
+class Counter(ModelCounter):
+    """The models of an RL run."""
 
-    def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
+    model_section = "actor_rollout_ref.model"
 
-    def __call__(self, config: PPOConfig, device: Device, role: str, what: Callable[..., Any], *args: Any) -> Any:
-        """`what(model, *args)` of the role's model."""
-        settings = config.actor_rollout_ref.model
-        same = {**settings.to_dict(), "enable_gradient_checkpointing": None}  # an argument where it matters
+    def identity(self, config: PPOConfig) -> tuple[Any, ...]:
         others = (repr(config.critic.model.to_dict()), repr(config.reward_model.model))
-        key = (repr(same), *others, device.kind, role)
-        if key not in self._kept:
-            self._kept[key] = _model(config, device, role)
-        if (key, what, args) not in self._kept:
-            try:
-                self._kept[key, what, args] = what(self._kept[key], *args)
-            except (RuntimeError, NotImplementedError) as error:
-                raise UserError(
-                    f"The passes of {type(self._kept[key]).__name__} in {settings.dtype} cannot be counted without "
-                    f"weights: {str(error).splitlines()[0]}\n  Try actor_rollout_ref.model.dtype=bfloat16 for the plan "
-                    "(float32 takes about twice as much)."
-                ) from error
-        return self._kept[key, what, args]
+        return (without_passes(config.actor_rollout_ref.model), *others)
 
-
-def _model(config: PPOConfig, device: Device, role: str) -> torch.nn.Module:
-    settings = config.actor_rollout_ref.model
-    dtype = resolve_dtype(settings.dtype, torch.device(device.kind))
-    if role == "actor":
-        return counting.actor_model(settings, dtype)
-    if role == "reference":
-        return counting.meta_model(settings, dtype)
-    if role == "reward model":
-        own = config.reward_model.model
-        return counting.meta_scorer(own, resolve_dtype(own.dtype, torch.device(device.kind)))
-    return counting.critic_model(config, dtype)
-
-
-Parts = dict[str, int]
-
-
-@dataclass
-class Plan:
-    """Bytes of every part in every stage, on one worker's device."""
-
-    device: Device
-    shape: Shape
-    stages: dict[str, Parts] = field(default_factory=dict)
-    host: Parts = field(default_factory=dict)
-    """What offloading moves to host memory while it is not used."""
-
-    def peak(self, stage: str | None = None) -> int:
-        """Bytes at the worst moment of a stage, or of the whole step."""
-        return max(sum(parts.values()) for name, parts in self.stages.items() if stage in (None, name))
-
-    @property
-    def worst(self) -> str:
-        return max(self.stages, key=self.peak)
-
-    @property
-    def fits(self) -> bool:
-        return self.peak() <= USABLE * self.device.bytes
-
-    def largest(self, part: str) -> int:
-        """Most bytes of one part over the stages; 0 if no stage has it."""
-        return max(parts.get(part, 0) for parts in self.stages.values())
+    def build(self, config: PPOConfig, device: Device, role: str) -> torch.nn.Module:
+        settings = config.actor_rollout_ref.model
+        dtype = resolve_dtype(settings.dtype, torch.device(device.kind))
+        if role == "actor":
+            return meta_models.actor_model(settings, dtype)
+        if role == "reference":
+            return meta_models.meta_model(settings, dtype)
+        if role == "reward model":
+            own = config.reward_model.model
+            return meta_models.meta_scorer(own, resolve_dtype(own.dtype, torch.device(device.kind)))
+        return meta_models.critic_model(config, dtype)
 
 
 def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = None) -> Plan:
@@ -179,23 +97,25 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
     for role in reversed(roles):  # the critic is updated first
         name = "update" if role == "actor" else "critic update"
         plan.stages[name] = _backward(config, device, plan.shape, counter, role, roles[role], held[role])
-        plan.stages[f"{name.removesuffix('update')}step".strip()] = _step(device, plan.shape, role, held[role])
+        plan.stages[f"{name.removesuffix('update')}step".strip()] = step_parts(
+            role, device, held[role], workers=plan.shape.workers
+        )
     _add_unpacked(plan, {role: counter(config, device, role, counting.unpacked_bytes) for role in roles})
     for role, settings in roles.items():
         offload, bytes_ = settings.fsdp_config, held[role]
         # The actor's weights are used in every stage: they generate, score and are updated.
         moves = offload.param_offload and role == "critic"
         own = ("log-probs", "critic update", "critic step") if role == "critic" else ("update", "step")
-        _place(plan, f"{role} weights", bytes_.weights, own if moves else None)
-        _place(plan, f"{role} optimizer", bytes_.optimizer, own[-2:] if offload.optimizer_offload else None)
+        place(plan, f"{role} weights", bytes_.weights, own if moves else None)
+        place(plan, f"{role} optimizer", bytes_.optimizer, own[-2:] if offload.optimizer_offload else None)
     if needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0:
         moves = config.actor_rollout_ref.ref.fsdp_config.param_offload
         weights = counter(config, device, "reference", ModelBytes.of).weights
-        _place(plan, "reference weights", weights, ("log-probs",) if moves else None)
+        place(plan, "reference weights", weights, ("log-probs",) if moves else None)
     if config.reward_model.enable:
         moves = config.reward_model.fsdp_config.param_offload
         weights = counter(config, device, "reward model", ModelBytes.of).weights
-        _place(plan, "reward model weights", weights, ("reward model",) if moves else None)
+        place(plan, "reward model weights", weights, ("reward model",) if moves else None)
     return plan
 
 
@@ -204,16 +124,6 @@ def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:
     users = {"generate": ["actor"], "log-probs": list(by_role), "update": ["actor"], "critic update": ["critic"]}
     for name in plan.stages.keys() & users.keys():
         plan.stages[name]["temporary tensors"] += max(by_role[role] for role in users[name])
-
-
-def _place(plan: Plan, part: str, size: int, only_in: tuple[str, ...] | None) -> None:
-    """Put a part on the device in every stage, or in some, and in host memory otherwise."""
-    share = math.ceil(size / plan.shape.workers)
-    moves = only_in is not None and plan.device.offloads
-    for name, parts in plan.stages.items():
-        parts[part] = share if not moves or name in (only_in or ()) else 0
-    if moves:
-        plan.host[part] = share
 
 
 def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter, actor: ModelBytes) -> Parts:
@@ -283,27 +193,8 @@ def _rewarding(config: PPOConfig, device: Device, shape: Shape, counter: Counter
 def _backward(
     config: PPOConfig, device: Device, shape: Shape, counter: Counter, role: str, settings: Any, held: ModelBytes
 ) -> Parts:
-    """The moment when the activations of the largest micro-batch are complete."""
     rows, checkpointing = shape.micro_rows(settings), config.actor_rollout_ref.model.enable_gradient_checkpointing
     if role == "critic" and config.critic.model.enable_gradient_checkpointing is not None:
         checkpointing = config.critic.model.enable_gradient_checkpointing
-    activations, peak = counter(
-        config, device, role, counting.training_bytes, rows, shape.longest, checkpointing, device.kind
-    )
-    has_masters = held.optimizer > 2 * held.gradients
-    # A single micro-batch's gradients go to the masters after its backward pass; several are summed during it.
-    summed = 0 if has_masters and rows == shape.mini_rows else held.gradients
-    return {
-        f"{role} gradients": math.ceil(summed / shape.workers),
-        f"{role} activations": activations,
-        "temporary tensors": peak - activations,
-    }
-
-
-def _step(device: Device, shape: Shape, role: str, held: ModelBytes) -> Parts:
-    """The optimizer's step: on CUDA AdamW works on all tensors at once, on the CPU on one after the other."""
-    temporary = held.gradients if device.kind == "cuda" else 2 * held.largest
-    return {
-        f"{role} gradients": math.ceil(held.gradients / shape.workers),
-        "temporary tensors": math.ceil(temporary / shape.workers),
-    }
+    counted = counter(config, device, role, counting.training_bytes, rows, shape.longest, checkpointing, device.kind)
+    return backward_parts(role, counted, held, single=rows == shape.mini_rows, workers=shape.workers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config import PPOConfig
+from posttrain.config.base import Section
 from posttrain.config.schema import assign, lookup
-from posttrain.doctor.plan import Counter, Plan, plan_memory, shown
+from posttrain.doctor.memory import Device, ModelCounter, Plan, shown
+from posttrain.doctor.plan import plan_memory
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ALWAYS_NAMED = (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.n", f"{_MODEL}.enable_gradient_checkpointing")
@@ -42,6 +43,19 @@ _LOWER: dict[str, Next] = {
 
 
 @dataclass(frozen=True)
+class Levers:
+    """The settings of a kind of run that memory depends on."""
+
+    lower: Mapping[str, Next]
+    always: Sequence[str]
+    """Named with their values even where they change nothing."""
+    plan: Callable[[Any, Device, Any], Plan]
+
+
+RL = Levers(_LOWER, ALWAYS_NAMED, plan_memory)
+
+
+@dataclass(frozen=True)
 class Remedy:
     """One setting, its present value, and what another value would do to a stage."""
 
@@ -57,23 +71,23 @@ class Remedy:
         return f"{self.key}={self.present}: with {self.value}, {self.stage} takes {shown(self.saves)} less"
 
 
-def find_remedies(config: PPOConfig, plan: Plan, counter: Counter) -> list[Remedy]:
+def find_remedies(config: Section, plan: Plan, counter: ModelCounter, levers: Levers = RL) -> list[Remedy]:
     """What lowers the worst stage first, then what lowers others; settings without effect are left out."""
-    found = list(_try_all(config, plan, counter))
+    found = list(_try_all(config, plan, counter, levers))
     return sorted(found, key=lambda remedy: (remedy.stage != plan.worst, -remedy.saves))
 
 
-def _try_all(config: PPOConfig, plan: Plan, counter: Counter) -> Iterator[Remedy]:
-    for key, lower in _LOWER.items():
+def _try_all(config: Section, plan: Plan, counter: ModelCounter, levers: Levers) -> Iterator[Remedy]:
+    for key, lower in levers.lower.items():
         present = lookup(config, key)
         value = lower(present, plan)
         saves: dict[str, int] = {}
         if value is not None and value != present:
             changed = copy.deepcopy(config)
             assign(changed, key, value)
-            other = plan_memory(changed, plan.device, counter)
+            other = levers.plan(changed, plan.device, counter)
             saves = {stage: plan.peak(stage) - other.peak(stage) for stage in plan.stages}
         helped = {stage: saved for stage, saved in saves.items() if saved > 0}
-        if helped or key in ALWAYS_NAMED:
+        if helped or key in levers.always:
             stage = plan.worst if plan.worst in helped or not helped else max(helped, key=lambda name: helped[name])
             yield Remedy(key, present, value, stage, helped.get(stage, 0))

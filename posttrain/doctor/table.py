@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
-from posttrain.config import PPOConfig, Resolved
-from posttrain.doctor.plan import GIB, USABLE, Counter, Plan, find_device, plan_memory, shown
-from posttrain.doctor.remedies import Remedy, find_remedies
+from posttrain.config import PPOConfig, Resolved, load_config
+from posttrain.config.base import Section
+from posttrain.config.schema import lookup
+from posttrain.config.supervised_tree import command_tree
+from posttrain.doctor.memory import GIB, USABLE, Plan, find_device, shown
+from posttrain.doctor.plan import Counter
+from posttrain.doctor.remedies import RL, Remedy, find_remedies
+from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
 from posttrain.errors import UserError
 
+PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
-    *(f"actor {part}" for part in ("weights", "gradients", "optimizer", "activations")),
-    *(f"critic {part}" for part in ("weights", "gradients", "optimizer", "activations")),
+    *(f"actor {part}" for part in PARTS),
+    *(f"critic {part}" for part in PARTS),
     "reference weights",
     "reward model weights",
     "rollout weights",
@@ -24,15 +31,16 @@ ROWS = (
 def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
     rest, gpu_gb = _gpu_size(args)
-    resolved = _resolve(rest)
-    if library := resolved.config.actor_rollout_ref.model.external_lib:
+    tree = command_tree(rest[0]) if rest else None
+    config = _resolve(rest).config if tree is None else load_config(rest[1:] or {}, tree=tree).config
+    model_section = "actor_rollout_ref.model" if tree is None else tree.model
+    if library := lookup(config, model_section).external_lib:
         from posttrain.trainer.ppo.external import import_external
 
-        import_external(library)  # the estimator may be registered there
-    device = find_device(resolved.config, gpu_gb)
-    counter = Counter()
-    plan = plan_memory(resolved.config, device, counter)
-    print(report(resolved.config, plan, find_remedies(resolved.config, plan, counter)))
+        import_external(library, f"{model_section}.external_lib")  # models and estimators may be registered there
+    counter, levers = (Counter(), RL) if tree is None else (SupervisedCounter(), LEVERS)
+    plan = levers.plan(config, find_device(config, gpu_gb), counter)
+    print(report(config, plan, find_remedies(config, plan, counter, levers)))
     return 0 if plan.fits else 1
 
 
@@ -57,7 +65,6 @@ def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:
 def _resolve(args: list[str]) -> Resolved:
     """As `posttrain config` reads its arguments: with flags or `train` as train.sh, else as main_ppo."""
     from posttrain import launch
-    from posttrain.config import load_config
 
     request = launch.parse(args[1:] if args[:1] == ["train"] else args)
     if args[:1] == ["train"] or request.flags or not request.rest:
@@ -65,7 +72,7 @@ def _resolve(args: list[str]) -> Resolved:
     return load_config(request.rest)
 
 
-def report(config: PPOConfig, plan: Plan, remedies: Sequence[Remedy]) -> str:
+def report(config: Section, plan: Plan, remedies: Sequence[Remedy]) -> str:
     """The table, the verdict, and the settings that would lower the peak."""
     lines = [*_head(config, plan), "", *_table(plan), ""]
     if plan.host:
@@ -80,12 +87,18 @@ def report(config: PPOConfig, plan: Plan, remedies: Sequence[Remedy]) -> str:
     return "\n".join(lines)
 
 
-def _head(config: PPOConfig, plan: Plan) -> list[str]:
-    model, shape = config.actor_rollout_ref.model, plan.shape
-    rows = shape.micro_rows(config.actor_rollout_ref.actor)
+def _head(config: Any, plan: Plan) -> list[str]:
+    shape = plan.shape
+    if isinstance(config, PPOConfig):
+        path, kind = config.actor_rollout_ref.model.path, config.algorithm.adv_estimator
+        rows = shape.micro_rows(config.actor_rollout_ref.actor)
+        size = f"{rows} rows x {shape.longest} tokens; at once {shape.wave} responses are generated"
+    else:
+        path, kind = config.model.path, "sft" if shape.together == 1 else "pairs (reward model)"
+        size = f"{shape.pass_rows} rows x {shape.longest} tokens, of {shape.batch_rows} rows of a step"
     lines = [
-        f"Memory plan of {model.path or 'embedded'} with {config.algorithm.adv_estimator}, for {plan.device.words}.",
-        f"Largest micro-batch: {rows} rows x {shape.longest} tokens; at once {shape.wave} responses are generated.",
+        f"Memory plan of {path or 'embedded'} with {kind}, for {plan.device.words}.",
+        f"Largest micro-batch: {size}.",
     ]
     if shape.workers > 1:
         lines.append(
@@ -97,7 +110,8 @@ def _head(config: PPOConfig, plan: Plan) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     unit, size = ("GiB", GIB) if plan.peak() >= GIB else ("MiB", 2**20)
-    names = [row for row in ROWS if any(row in parts for parts in plan.stages.values())]
+    rows = (*(f"{ROLE} {part}" for part in PARTS), *ROWS)
+    names = [row for row in rows if any(row in parts for parts in plan.stages.values())]
     cells = [[unit, *plan.stages]]
     for row in names:
         cells.append([row, *(f"{parts[row] / size:.2f}" if parts.get(row) else "-" for parts in plan.stages.values())])

@@ -12,7 +12,9 @@ from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.doctor import counting
 from posttrain.doctor.counting import LiveBytes, ModelBytes
-from posttrain.doctor.plan import GIB, Device, plan_memory
+from posttrain.doctor.memory import GIB, Device
+from posttrain.doctor.meta_models import actor_model
+from posttrain.doctor.plan import plan_memory
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.packing import packed_units
 from posttrain.kernels.packed_attention import packed_rows
@@ -59,7 +61,7 @@ def size(tensors) -> int:
 def test_S3_53_weights_gradients_and_optimizer_equal_the_real_tensors_to_the_byte(tiny_model, case):
     dtype, adapters = CASES[case]
     config = ModelConfig(path=str(tiny_model), **adapters)
-    planned = ModelBytes.of(counting.actor_model(config, dtype))
+    planned = ModelBytes.of(actor_model(config, dtype))
     engine = real_engine(config, dtype, max_rows=4)
     optimizer = engine.optimizer
     assert optimizer is not None
@@ -79,7 +81,7 @@ def test_S3_53_activations_and_peak_are_those_of_a_real_update(tiny_model, case,
     """Activations within 10% of torch's saved tensors, the peak within 5% of all tensors that were alive."""
     dtype, adapters = CASES[case]
     config = ModelConfig(path=str(tiny_model), **adapters)
-    planned, peak = counting.training_bytes(counting.actor_model(config, dtype), ROWS, LENGTH, checkpointing, "cpu")
+    planned, peak = counting.training_bytes(actor_model(config, dtype), ROWS, LENGTH, checkpointing, "cpu")
     engine = real_engine(config, dtype, gradient_checkpointing=checkpointing)
     batch = full_rows()
     engine._backward(batch, loss, 1.0)  # from here on the sums of the gradients exist
@@ -98,7 +100,7 @@ def test_a_pass_without_gradient_takes_what_is_planned(tiny_model):
     engine = real_engine(config, torch.float32)
     with LiveBytes(engine.module) as live:
         engine.log_probs(full_rows())
-    planned = counting.scoring_peak(counting.actor_model(config, torch.float32), ROWS, LENGTH, "cpu")
+    planned = counting.scoring_peak(actor_model(config, torch.float32), ROWS, LENGTH, "cpu")
     assert planned == pytest.approx(live.peak, rel=0.05)
 
 
@@ -115,7 +117,7 @@ def test_S3_55_cache_equals_the_engines_to_the_byte(tiny_model):
     assert cache is not None
     real = size(kept for layer in cache.layers for kept in (layer.keys, layer.values))
     tokens = 6 * (PROMPT + 20 - 1)  # the last token is never fed back
-    assert counting.cache_bytes_per_token(counting.actor_model(config, torch.float32)) * tokens == real
+    assert counting.cache_bytes_per_token(actor_model(config, torch.float32)) * tokens == real
 
 
 @pytest.mark.parametrize("prompts, n, prompt, new", [(4, 8, 8, 24), (16, 1, 60, 3)])
@@ -175,7 +177,7 @@ def test_generation_takes_the_planned_cache_and_temporary_tensors(tiny_model):
             engine.submit(Request(row, [row // n + 1] * PROMPT, sampling, seed=row))
         while engine.has_work():
             engine.step()
-    meta = counting.actor_model(config, torch.float32)
+    meta = actor_model(config, torch.float32)
     cache = prompts * n * (PROMPT + new) * counting.cache_bytes_per_token(meta)
     decode = counting.decode_peak(meta, prompts * n, PROMPT + new, sampling)
     planned = max(counting.prefill_peak(meta, prompts, PROMPT), cache + decode)

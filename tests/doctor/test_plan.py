@@ -12,7 +12,8 @@ import pytest
 
 from posttrain import cli
 from posttrain.config import PPOConfig, load_config
-from posttrain.doctor.plan import GIB, Counter, Device, Plan, plan_memory
+from posttrain.doctor.memory import GIB, Device, Plan
+from posttrain.doctor.plan import Counter, plan_memory
 from posttrain.doctor.remedies import find_remedies
 from posttrain.doctor.table import ROWS, report
 

@@ -1,0 +1,107 @@
+"""`posttrain plan sft` and `posttrain plan reward-model`: memory of a supervised run, by stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.config.reward_trainer import RewardTrainerConfig
+from posttrain.config.sft import SFTConfig
+from posttrain.doctor import counting, meta_models
+from posttrain.doctor.counting import ModelBytes
+from posttrain.doctor.memory import (
+    Device,
+    ModelCounter,
+    Plan,
+    backward_parts,
+    place,
+    step_parts,
+    without_passes,
+)
+from posttrain.doctor.remedies import Levers
+from posttrain.models.loading import resolve_dtype
+
+SupervisedConfig = SFTConfig | RewardTrainerConfig
+ROLE = "model"
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """Rows and tokens that meet in one worker's memory."""
+
+    workers: int
+    longest: int
+    together: int
+    """Rows that are always computed in one pass: the two of a pair."""
+    batch_rows: int
+    """Of an optimizer step."""
+    pass_rows: int
+    """Longest rows in the largest pass."""
+
+    @classmethod
+    def of(cls, config: SupervisedConfig) -> RowShape:
+        data, together = config.data, 2 if isinstance(config, RewardTrainerConfig) else 1
+        workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        units = math.ceil(data.train_batch_size / workers)
+        most = min(units, data.micro_batch_size_per_gpu or units)
+        in_budget = data.max_token_len_per_gpu // (together * data.max_length)
+        passed = max(1, min(most, in_budget))
+        return cls(workers, data.max_length, together, units * together, passed * together)
+
+
+class SupervisedCounter(ModelCounter):
+    """The one model of a supervised run."""
+
+    model_section = "model"
+
+    def identity(self, config: SupervisedConfig) -> tuple[Any, ...]:
+        return (type(config), without_passes(config.model))
+
+    def build(self, config: SupervisedConfig, device: Device, role: str) -> torch.nn.Module:
+        dtype = resolve_dtype(config.model.dtype, torch.device(device.kind))
+        make = meta_models.pair_model if isinstance(config, RewardTrainerConfig) else meta_models.actor_model
+        return make(config.model, dtype)
+
+
+def plan_supervised(config: SupervisedConfig, device: Device, counter: ModelCounter | None = None) -> Plan:
+    """The plan of this configuration on that device."""
+    counter = counter or SupervisedCounter()
+    shape = RowShape.of(config)
+    plan = Plan(device, shape)
+    held = counter(config, device, ROLE, ModelBytes.of)
+    unpacked = counter(config, device, ROLE, counting.unpacked_bytes)  # a pass holds one 4-bit matrix in model.dtype
+    size = (shape.pass_rows, shape.longest)
+    if config.data.val_files is not None:
+        peak = counter(config, device, ROLE, counting.scoring_peak, *size, device.kind)
+        plan.stages["validation"] = {"temporary tensors": peak + unpacked}
+    checkpointing = config.model.enable_gradient_checkpointing
+    counted = counter(config, device, ROLE, counting.training_bytes, *size, checkpointing, device.kind)
+    single = shape.pass_rows == shape.batch_rows
+    plan.stages["update"] = backward_parts(ROLE, counted, held, single=single, workers=shape.workers)
+    plan.stages["update"]["temporary tensors"] += unpacked
+    plan.stages["step"] = step_parts(ROLE, device, held, workers=shape.workers)
+    place(plan, f"{ROLE} weights", held.weights, None)
+    place(plan, f"{ROLE} optimizer", held.optimizer, None)
+    return plan
+
+
+def _fewer_tokens(value: int, plan: Plan) -> int:
+    """Half of the tokens that a pass really has, which may be fewer than the budget; one unit of rows always fits."""
+    shape: RowShape = plan.shape
+    used = min(value, shape.pass_rows * shape.longest)
+    return max(shape.together * shape.longest, used // 2)
+
+
+LEVERS = Levers(
+    lower={
+        "model.enable_gradient_checkpointing": lambda value, plan: True,
+        "data.max_token_len_per_gpu": _fewer_tokens,
+        "model.lora_rank": lambda value, plan: value or 16,
+        "data.max_length": lambda value, plan: None if value < 2 else value // 2,
+    },
+    always=("model.enable_gradient_checkpointing", "data.max_token_len_per_gpu", "model.lora_rank"),
+    plan=plan_supervised,
+)
