@@ -1,7 +1,7 @@
 """`posttrain explain NAME`: what an algorithm, setting or metric is, its source, when to use it, what to watch.
 
 The pages are the docstrings of the algorithm files, read without importing them (no torch), and the texts of
-`explain_texts`; every settings key has at least its own sentence.
+`explain_texts` and `explain_supervised`; every settings key has at least its own sentence.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.schema import Leaf, leaves
+from posttrain.config.supervised_tree import COMMANDS
+from posttrain.explain_supervised import METRICS as SUPERVISED_METRICS
+from posttrain.explain_supervised import TOPICS as SUPERVISED_TOPICS
 from posttrain.explain_texts import METRICS, TOPICS
 
 LOSS_PAGES = {"gpg": "gpg_loss"}
@@ -76,6 +80,10 @@ ALIASES = {
     "lora_adapter_path": "lora",
     "export_lora": "lora",
     "quantization": "lora",
+    "fsdp_sft_trainer": "sft",
+    "sft_trainer": "sft",
+    "reward_model_trainer": "reward-model",
+    "bradley_terry": "reward-model",
 }
 KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 PLUS = "With `+` appended it keeps this value and has the gradient of `k2`, which is unbiased (see `kl_loss_type`)."
@@ -94,18 +102,21 @@ def explain(name: str | None = None) -> str:
         return _contents()
     wanted = name.strip().strip("`").lower()
     page = _page(wanted)
-    settings = _settings(wanted)
-    if page is None and not settings:
-        known = [*_pages(), *ALIASES, *leaves()]
+    settings = _settings(wanted, leaves())
+    elsewhere = _supervised(wanted, page, exact=bool(page or settings))
+    if page is None and not settings and not elsewhere:
+        known = [*_pages(), *ALIASES, *leaves(), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
         near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
         guess = f"Nearest: {', '.join(near)}." if near else ""
         raise UnknownPage(
             [Problem(f"There is no page on `{name}`.", do=f"{guess} `posttrain explain` lists all.".strip())]
         )
-    if page is not None:
+    if page is not None and page not in SUPERVISED_TOPICS.values():
         # The keys that a page names are followed by their own sentences.
         settings |= {key: leaves()[key] for key in KEY.findall(page) if key in leaves()}
-    sentences = "\n".join(_sentence(leaf) for leaf in settings.values())
+    own = [_sentence(leaf) for leaf in settings.values()]
+    others = [_sentence(leaf, commands) for text, (leaf, commands) in elsewhere.items() if text not in own]
+    sentences = "\n".join([*own, *others])
     return "\n\n".join([part for part in (page, sentences) if part])
 
 
@@ -113,7 +124,8 @@ def explain(name: str | None = None) -> str:
 def _pages() -> dict[str, str]:
     """Every page by its name."""
     files = {name: _docstring(*place) for group in FILES.values() for name, place in group.items()}
-    return files | TOPICS | {name: f"`{name}`: {text}" for name, text in METRICS.items()}
+    metrics = {name: f"`{name}`: {text}" for name, text in (METRICS | SUPERVISED_METRICS).items()}
+    return files | TOPICS | SUPERVISED_TOPICS | metrics
 
 
 def _page(wanted: str) -> str | None:
@@ -133,18 +145,36 @@ def _page(wanted: str) -> str | None:
     return pages[found] if found else None
 
 
-def _settings(wanted: str) -> dict[str, Leaf]:
+def _settings(wanted: str, table: dict[str, Leaf]) -> dict[str, Leaf]:
     """The settings that a name means: a key, the end of keys, or a section with all that it holds."""
-    table = leaves()
     if wanted in table:
         return {wanted: table[wanted]}
     ends = {key: leaf for key, leaf in table.items() if key.endswith("." + wanted)}
     return ends or {key: leaf for key, leaf in table.items() if f".{wanted}." in f".{key}"}
 
 
-def _sentence(leaf: Leaf) -> str:
+def _supervised(wanted: str, page: str | None, *, exact: bool) -> dict[str, tuple[Leaf, list[str]]]:
+    """Settings of the supervised trainers by their sentence, each with the commands that have it.
+
+    Those that their own page names; a key as it is written; and, where nothing else is of that name (`exact` is false),
+    the ends of keys and sections.
+    """
+    found: dict[str, tuple[Leaf, list[str]]] = {}
+    for verb, tree in COMMANDS.items():
+        table = leaves(tree.root)
+        if page is not None and page == SUPERVISED_TOPICS.get(verb):
+            hits = {key: table[key] for key in KEY.findall(page) if key in table}
+        else:
+            hits = {wanted: table[wanted]} if wanted in table else {} if exact else _settings(wanted, table)
+        for leaf in hits.values():
+            found.setdefault(_sentence(leaf), (leaf, []))[1].append(f"posttrain {verb}")
+    return found
+
+
+def _sentence(leaf: Leaf, commands: Sequence[str] = ()) -> str:
     default = "null" if leaf.default is None else leaf.default
-    return f"{leaf.key} (default {default})\n    {leaf.sentence}"
+    where = f"of {' and '.join(commands)}, " if commands else ""
+    return f"{leaf.key} ({where}default {default})\n    {leaf.sentence}"
 
 
 @cache
@@ -157,7 +187,8 @@ def _docstring(file: str, function: str) -> str:
 def _contents() -> str:
     lines = ["`posttrain explain NAME`, where NAME is one of these, or any settings key:"]
     groups = {title: list(group) for title, group in FILES.items()}
-    for title, names in (groups | {"Topics": list(TOPICS), "Metrics": list(METRICS)}).items():
+    topics, metrics = [*TOPICS, *SUPERVISED_TOPICS], [*METRICS, *SUPERVISED_METRICS]
+    for title, names in (groups | {"Topics": topics, "Metrics": metrics}).items():
         lines += ["", title, *(f"  {name:<30}{first_sentence(name)}" for name in names)]
     spellings = ", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())
     return "\n".join([*lines, "", f"Other spellings: {spellings}.", "KL types also with `+` appended."])

@@ -101,7 +101,8 @@ small. The learning rate is 10 to 100 times that of full training; ranks of 8 to
 
 Settings: actor_rollout_ref.model.lora_rank, actor_rollout_ref.model.lora_alpha, actor_rollout_ref.model.target_modules,
 actor_rollout_ref.model.exclude_modules, actor_rollout_ref.model.lora_adapter_path (start from an adapter),
-actor_rollout_ref.model.quantization (4 bits), critic.model.lora_rank, trainer.export_lora.
+actor_rollout_ref.model.quantization (4 bits), critic.model.lora_rank, trainer.export_lora. In `posttrain sft` and
+`posttrain reward-model` the first six begin with `model.`.
 
 Watch: actor/grad_norm, sync/probe_max (rollout and trainer agree through the adapters), kl_loss.
 

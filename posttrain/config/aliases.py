@@ -10,7 +10,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from posttrain.config.schema import leaf_of, leaves, sections
+from posttrain.config.base import Section
+from posttrain.config.reward_trainer import RewardTrainerConfig
+from posttrain.config.root import PPOConfig
+from posttrain.config.schema import active_root, leaf_of, leaves, sections
+from posttrain.config.sft import SFTConfig
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -166,8 +170,20 @@ def canonical(spelling: str) -> Canonical:
     return Canonical(None)
 
 
+_PROGRAMS: dict[type[Section], tuple[str, str]] = {
+    PPOConfig: ("`posttrain.trainer.main_ppo` (RL)", "posttrain config"),
+    SFTConfig: ("`posttrain sft`", "posttrain config sft"),
+    RewardTrainerConfig: ("`posttrain reward-model`", "posttrain config reward-model"),
+}
+"""Settings -> (their program, the command that lists them)."""
+
+
 def nearest(spelling: str) -> str:
-    """Advice for an unknown key: the known spelling closest to it, or the sections there are."""
+    """Advice for an unknown key: the program that has it, the known spelling closest to it, or the sections."""
+    if others := [name for root, (name, _) in _PROGRAMS.items() if spelling in leaves(root)]:
+        same = [f"`{key}`" for key in leaves() if key.endswith(f".{spelling}")]
+        here = f"; did you mean {' or '.join(same)}?" if same else ", not of this program"
+        return f"it is a key of {' and '.join(others)}{here}"
     known = [*leaves(), *spellings().renamed, *spellings().derived]
     found = difflib.get_close_matches(spelling, known, n=1, cutoff=0.75)
     if not found:
@@ -181,7 +197,7 @@ def nearest(spelling: str) -> str:
     if found:
         return "did you mean " + " or ".join(_meaning(key) for key in found[:3]) + "?"
     tops = ", ".join(f"`{name}`" for name in sections() if "." not in name)
-    return f"the sections are {tops}; `posttrain config` lists every key"
+    return f"the sections are {tops}; `{_PROGRAMS[active_root()][1]}` lists every key"
 
 
 def _meaning(key: str) -> str:

@@ -27,6 +27,11 @@ def using(root: type[Section]) -> Iterator[None]:
         _root.reset(before)
 
 
+def active_root() -> type[Section]:
+    """The tree of settings that the tables below are of."""
+    return _root.get()
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One setting."""

@@ -15,6 +15,7 @@ from posttrain.doctor.plan import Counter
 from posttrain.doctor.remedies import RL, Remedy, find_remedies
 from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
 from posttrain.errors import UserError
+from posttrain.launch import check_first_word
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
@@ -31,6 +32,7 @@ ROWS = (
 def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
     rest, gpu_gb = _gpu_size(args)
+    check_first_word("plan", rest)
     tree = command_tree(rest[0]) if rest else None
     config = _resolve(rest).config if tree is None else load_config(rest[1:] or {}, tree=tree).config
     model_section = "actor_rollout_ref.model" if tree is None else tree.model

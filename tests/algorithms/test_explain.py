@@ -10,6 +10,7 @@ import pytest
 from posttrain.algorithms import AGGREGATION_MODES, KL_TYPES, registry
 from posttrain.config.problem import ConfigError
 from posttrain.config.schema import leaves
+from posttrain.config.supervised_tree import COMMANDS
 from posttrain.explain import ALIASES, _pages, explain
 
 
@@ -108,14 +109,42 @@ def test_every_settings_key_answers_with_its_sentence_and_default():
         assert " ".join(leaf.sentence.split()) in flat(key)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_settings_of_the_supervised_trainers_answer_too(command):
+    table = leaves(COMMANDS[command].root)
+    for key, leaf in table.items():
+        page = explain(key)
+        assert f"{key} (" in page and leaf.sentence in page, key
+        assert f"default {'null' if leaf.default is None else leaf.default})" in page, key
+    page = explain(command)
+    assert f"posttrain {command} key=value" in page and f"posttrain config {command}" in page
+    assert f"optim.lr (of posttrain {command}, default 1e-05)" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("data.multiturn", "data.multiturn.messages_key (of posttrain sft, default messages)"),
+        ("center_coef", "loss.center_coef (of posttrain reward-model, default 0.0)"),
+        ("optim.lr", "optim.lr (of posttrain sft and posttrain reward-model, default 1e-05)"),
+        ("reward_model_trainer", "Bradley-Terry"),
+        ("val/perplexity", "exp(val/loss)"),
+        ("lora", "`posttrain reward-model` the first six begin with `model.`"),
+    ],
+)
+def test_what_belongs_to_the_supervised_trainers_is_found_by_its_names(name, words):
+    assert words in flat(name)
+
+
 def test_pages_name_only_settings_that_exist():
     import re
 
-    heads = {key.split(".")[0] for key in leaves()}
     for name, page in _pages().items():
+        table = [*leaves(), *leaves(COMMANDS[name].root)] if name in COMMANDS else leaves()
+        heads = {key.split(".")[0] for key in table}
         for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", page):
-            if key.split(".")[0] in heads:
-                known = any(k == key or k.startswith(key.rstrip(".") + ".") for k in leaves())
+            if key.split(".")[0] in heads and not key.endswith(".md"):
+                known = any(k == key or k.startswith(key.rstrip(".") + ".") for k in table)
                 assert known, f"{name} names {key}"
 
 

@@ -172,6 +172,34 @@ def test_explain_prints_a_page_and_answers_an_unknown_name(capsys: pytest.Captur
     assert "grpo" in capsys.readouterr().err
 
 
+def test_config_shows_the_settings_of_the_supervised_trainers(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["config", "sft", "training.learning_rate=2e-5", "data.train_files=x.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "optim.lr: 2.0e-05    # command line, written `training.learning_rate`" in shown
+    assert "data.multiturn.enable: null    # default" in shown and "actor_rollout_ref" not in shown
+    for word in ("reward-model", "reward_model"):
+        assert cli.main(["config", word]) == 0
+        shown = capsys.readouterr().out
+        assert "loss.center_coef: 0.0    # default" in shown and "model.path: null    # default" in shown
+    assert cli.main(["config", "sft", "--help"]) == 0
+    assert "posttrain config reward-model" in capsys.readouterr().out
+    assert cli.main(["config", "sft", "optim.lrr=1"]) == 2
+    assert "did you mean `optim.lr`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["config", "plan"])
+def test_a_first_word_that_names_no_program_is_answered_with_those_that_do(verb, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([verb, "grpo", "data.train_files=x.json"]) == 2
+    assert f"posttrain {verb} grpo: the first word may be `train` (train.sh), `sft` or" in capsys.readouterr().err
+
+
+def test_a_supervised_key_given_to_RL_is_answered_with_its_program(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["config", "data.multiturn.enable=true", "optim.lr=1"]) == 2
+    said = capsys.readouterr().err
+    assert "it is a key of `posttrain sft`, not of this program" in said
+    assert "did you mean `actor_rollout_ref.actor.optim.lr` or `critic.optim.lr`?" in said
+
+
 def test_export_of_something_else_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
     assert "nothing" in capsys.readouterr().err

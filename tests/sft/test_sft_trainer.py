@@ -196,6 +196,12 @@ def test_updates_that_are_not_finite_stop_the_run(tiny_model, tmp_path, monkeypa
 WRONG = {
     "unknown key": (["model.pth=x"], "Unknown key `model.pth`.*did you mean `model.path`"),
     "RL's key": (["actor_rollout_ref.actor.optim.lr=1"], "settings of RL"),
+    "a key of RL": (
+        ["algorithm.adv_estimator=grpo"],
+        r"it is a key of `posttrain\.trainer\.main_ppo` \(RL\), not of this",
+    ),
+    "a key of reward models": (["data.chosen_key=x"], "it is a key of `posttrain reward-model`"),
+    "nothing near": (["zzz.qqq=1"], "sections are `data`, .*`posttrain config sft` lists every key"),
     "no arguments": ([], r"nothing to train.*model\.path=embedded"),
     "missing file": (["data.train_files=no.parquet"], "no.parquet does not exist"),
     "missing model": (["model.path=./nowhere"], "nowhere does not exist"),
