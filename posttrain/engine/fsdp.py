@@ -88,11 +88,11 @@ class FSDPEngine(TrainEngine):
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
-        hidden_NE = rows.states(hidden, rows.predict_N)
+        hidden_UE = rows.states(hidden, rows.predict_U)
         if isinstance(self.module, ValueModel):
-            return {"values": rows.scatter(self.module.token_values(hidden_NE))}
-        log_probs_N, entropy_N = token_log_probs(self.module, hidden_NE, rows.label_N, temperature)
-        return {"log_probs": rows.scatter(log_probs_N), "entropy": rows.scatter(entropy_N)}
+            return {"values": rows.scatter(self.module.token_values(hidden_UE))}
+        log_probs_U, entropy_U = token_log_probs(self.module, hidden_UE, rows.label_U, temperature)
+        return {"log_probs": rows.scatter(log_probs_U), "entropy": rows.scatter(entropy_U)}
 
     def update(self, data: DataProto, loss: LossFn, *, temperature: float = 1.0) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen engine cannot be updated"

@@ -1,6 +1,7 @@
 """Rows of a batch packed end to end, each prompt and each response to it once; micro-batches that fit a token budget.
 
-Shapes: B rows, S width of prompt and response, R response width, T packed tokens, N response tokens.
+Shapes: B rows, S width of prompt and response, R response width, T packed tokens, N response tokens, U distinct
+pairs of a place and the token that it predicts.
 """
 
 from __future__ import annotations
@@ -109,30 +110,36 @@ def plan_micro_batches(units: list[Unit], *, token_budget: int, max_rows: int | 
 class Rows:
     """Input of one forward pass, and where the response tokens are in it.
 
-    `predict_N` are the (flattened) places whose hidden state predicts a response token, `label_N` those tokens, and
-    `slot_N` their places in a (B, R) tensor.
+    `predict_U` are the (flattened) places whose hidden state predicts a response token, and `label_U` those tokens.
+    Tokens that come after the same beginning share one such pair: `source_N` (if any do) is the pair of each token, and
+    `slot_N` its place in a (B, R) tensor.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     layout: PackedLayout | None
-    predict_N: torch.Tensor
-    label_N: torch.Tensor
+    predict_U: torch.Tensor
+    label_U: torch.Tensor
+    source_N: torch.Tensor | None
     slot_N: torch.Tensor
     shape: tuple[int, int]
 
-    def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
-        """(B, R) with the values in the places of their tokens and 0 elsewhere."""
-        flat = values_N.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.slot_N,), values_N).view(self.shape)
+    def of_tokens(self, values_U: torch.Tensor) -> torch.Tensor:
+        """Values of all response tokens, from those of the pairs."""
+        return values_U if self.source_N is None else values_U.index_select(0, self.source_N)
 
-    def states(self, hidden: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
+    def scatter(self, values_U: torch.Tensor) -> torch.Tensor:
+        """(B, R) with the values in the places of their tokens and 0 elsewhere."""
+        flat = values_U.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_put((self.slot_N,), self.of_tokens(values_U)).view(self.shape)
+
+    def states(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Hidden states at these places, from a pass that gave those of all tokens or of the wanted ones only."""
         flat = hidden.flatten(0, 1)
         if self.layout is not None and self.layout.wanted_T is not None and len(flat) < self.layout.total:
-            place_N = torch.searchsorted(self.layout.wanted_T, place_N)
-        return flat.index_select(0, place_N)
+            places = torch.searchsorted(self.layout.wanted_T, places)
+        return flat.index_select(0, places)
 
 
 def padded_rows(data: DataProto, device: torch.device) -> Rows:
@@ -143,7 +150,7 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     row_N, col_N = real_BR.nonzero(as_tuple=True)
     predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, slots, (rows, width))
+    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, None, slots, (rows, width))
 
 
 def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Rows:
@@ -183,7 +190,17 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
         lengths.tolist(), device, segment_T=segment_T, position_T=position_T, wanted_T=predict_N.unique()
     )
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, predict_N, labels, slots, (rows, width))
+    pairs = (predict_N, labels, None)
+    if bool((source_B != row_B).any()):
+        pairs = _distinct(predict_N, labels)
+    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, *pairs, slots, (rows, width))
+
+
+def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The distinct pairs of place and label, and which of them each token has."""
+    size = label_N.max() + 1
+    pair_U, source_N = (predict_N * size + label_N).unique(return_inverse=True)
+    return pair_U // size, pair_U % size, source_N
 
 
 def _tensors(data: DataProto, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

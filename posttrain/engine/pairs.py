@@ -54,7 +54,7 @@ class PairEngine(FSDPEngine):
             hidden = hidden_states(self.module, rows.input_ids, rows.position_ids)
             count, width = rows.shape
             tokens_B = torch.bincount(rows.slot_N // width, minlength=count)  # of the answers, in the order of rows
-            ends_B = rows.predict_N[tokens_B.cumsum(0) - 1]
+            ends_B = rows.of_tokens(rows.predict_U)[tokens_B.cumsum(0) - 1]
             return {"scores": head_scores(self.module, rows.states(hidden, ends_B))[:, None]}
         assert rows.attention_mask is not None
         real = zip(rows.input_ids, rows.attention_mask.bool(), strict=True)

@@ -25,6 +25,7 @@ _COLUMNS = {
     "special": bool,  # sampled with filters or a penalty
     "by_text": bool,  # ended by a stop string
     "stops": np.int32,  # which set of stop tokens
+    "history": np.int64,  # the same for rows with the same prompt and the same tokens up to the newest
 }
 
 
@@ -45,6 +46,7 @@ class Slots:
         self.stop_sets: list[tuple[int, ...]] = []
         self.free: list[int] = []
         self.active = np.zeros(0, np.int64)
+        self.next_history = np.zeros(1, np.int64)
 
     def __getattr__(self, name: str) -> np.ndarray:
         return self.__dict__["columns"][name]
@@ -69,12 +71,24 @@ class Slots:
         self.starts[slots] = [
             _padded([*starts(p.blocks, 0), *starts(own, len(p.ids))], FAR, self.width) for _, p, own in rows
         ]
+        for _, prompt, _ in rows:
+            if prompt.history < 0:
+                prompt.history = int(self.next_history[0])
+                self.next_history += 1
         values = [_values(request, prompt, self._stop_set) for request, prompt, _ in rows]
         for name, column in zip(_COLUMNS, zip(*values, strict=True), strict=True):
             self.columns[name][slots] = np.asarray(column, _COLUMNS[name])
         for slot, (request, prompt, own) in zip(slots.tolist(), rows, strict=True):
             self.requests[slot], self.prompts[slot], self.blocks[slot], self.spans[slot] = request, prompt, own, []
         return slots
+
+    def tell_apart(self, slots: np.ndarray) -> None:
+        """These rows' newest tokens join their histories."""
+        if len(slots):
+            last = self.last[slots]
+            _, number = np.unique(self.history[slots] * (last.max() + 1) + last, return_inverse=True)
+            self.history[slots] = self.next_history + number
+            self.next_history += len(slots)
 
     def drop(self, slot: int) -> None:
         self.requests[slot] = self.prompts[slot] = None
@@ -159,4 +173,5 @@ def _values(request: Request, prompt: Prompt, stop_set: Callable[[tuple[int, ...
         (sampling.filtered and not sampling.greedy) or sampling.repetition_penalty != 1.0,
         bool(sampling.stop),
         stop_set(sampling.stop_token_ids),
+        prompt.history,
     )
