@@ -221,9 +221,9 @@ class NativeEngine(RolloutEngine):
         """Outputs of these rows; their slots and blocks are free again."""
         if not ended:
             return []
-        slots, outputs, self.settled_in = self.slots, [], False
-        for slot, reason in ended.items():
-            outputs.append(slots.output(slot, reason, self.version))
+        slots, self.settled_in = self.slots, False
+        outputs = slots.outputs(ended, self.version)
+        for slot in ended:
             prompt = slots.prompts[slot]
             assert prompt is not None
             self.queue.row_done(prompt, slots.blocks[slot])
