@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.config.problem import ConfigError, Problem
-from posttrain.errors import UserError
 
 if TYPE_CHECKING:
     from posttrain.config import Resolved
@@ -261,8 +260,7 @@ def show_config(args: Sequence[str]) -> int:
     from posttrain.config import load_config
     from posttrain.config.supervised_tree import command_tree
 
-    check_first_word("config", args)
-    if args and (tree := command_tree(args[0])) and not {"-h", "--help"} & set(args):
+    if (tree := command_tree("config", args)) and not {"-h", "--help"} & set(args):
         unset = ("model.path", "data.train_files") if len(args) == 1 else ()  # as below
         print(load_config(args[1:] or {}, provided=unset, tree=tree).describe(), end="")
         return 0
@@ -278,15 +276,6 @@ def show_config(args: Sequence[str]) -> int:
         resolved = load_config({}, provided=(MODEL, "data.train_files"))
     print(resolved.describe(), end="")
     return 0
-
-
-def check_first_word(verb: str, args: Sequence[str]) -> None:
-    """`posttrain config` and `posttrain plan` begin with a program's name, or with settings."""
-    if args and args[0].isidentifier() and args[0] not in ("train", "sft", "reward_model"):
-        raise UserError(
-            f"posttrain {verb} {args[0]}: the first word may be `train` (train.sh), `sft` or `reward-model`; without "
-            "one, settings (key=value) are read as posttrain.trainer.main_ppo reads them"
-        )
 
 
 CONFIG_USAGE = """usage: posttrain config [key=value] ...             as posttrain.trainer.main_ppo would read it

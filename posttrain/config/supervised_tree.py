@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.settling import put, set_default, take
 from posttrain.config.sft import SFTConfig
 from posttrain.config.tree import Tree
+from posttrain.errors import UserError
 
 _MICRO, _BATCH = "data.micro_batch_size_per_gpu", "data.train_batch_size"
 _ACCUMULATION = "training.gradient_accumulation_steps"
@@ -225,6 +227,12 @@ COMMANDS: dict[str, Tree] = {"sft": SFT, "reward-model": REWARD_MODEL}
 """Verb of `posttrain` -> its tree."""
 
 
-def command_tree(word: str) -> Tree | None:
-    """The tree of a supervised trainer's verb, also when it is written with an underscore."""
-    return COMMANDS.get(word.replace("_", "-"))
+def command_tree(verb: str, args: Sequence[str]) -> Tree | None:
+    """The supervised tree that the arguments of `posttrain config` or `posttrain plan` begin with; None for RL's."""
+    word = args[0].replace("_", "-") if args else ""
+    if re.fullmatch(r"[A-Za-z][\w-]*", word) and word not in ("train", *COMMANDS):
+        raise UserError(
+            f"posttrain {verb} {args[0]}: the first word may be `train` (train.sh), `sft` or `reward-model`; without "
+            "one, settings (key=value) are read as posttrain.trainer.main_ppo reads them"
+        )
+    return COMMANDS.get(word)

@@ -15,7 +15,6 @@ from posttrain.doctor.plan import Counter
 from posttrain.doctor.remedies import RL, Remedy, find_remedies
 from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
 from posttrain.errors import UserError
-from posttrain.launch import check_first_word
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
@@ -32,8 +31,7 @@ ROWS = (
 def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
     rest, gpu_gb = _gpu_size(args)
-    check_first_word("plan", rest)
-    tree = command_tree(rest[0]) if rest else None
+    tree = command_tree("plan", rest)
     config = _resolve(rest).config if tree is None else load_config(rest[1:] or {}, tree=tree).config
     model_section = "actor_rollout_ref.model" if tree is None else tree.model
     if library := lookup(config, model_section).external_lib:
