@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from posttrain.rewards.numbers import Number, find_numbers, is_unfinished, last_number, parse_number
+from posttrain.rewards.numbers import Number, find_numbers, is_unfinished, last_number, parse_integer, parse_number
 
 _HASHES = re.compile(r"####[ \t]*([^\s#][^\n]*)")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -65,6 +65,9 @@ def said_answer(text: str) -> tuple[str, bool] | None:
 
 def final_number(text: str) -> Number | None:
     """The number that a text ends up with, or None."""
+    plain = parse_integer(text)
+    if plain is not None:
+        return plain
     explicit = explicit_answer(text)
     if explicit is not None:
         return parse_number(explicit) or last_number(result_of(explicit))

@@ -24,6 +24,7 @@ _DECORATION = re.compile(
     r"\\left|\\right|\\displaystyle|\\[!;:]|\^\s*(?:\{\s*)?\\circ\s*\}?|°|\\degree|[*`]|\\[()\[\]]"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!)(?=\d{3})")
+_INTEGER = re.compile(r"\s*(-?[0-9]{1,15})\s*")
 _LONGEST = 100  # more characters than this are no answer, and int() of a huge string is slow
 
 
@@ -45,6 +46,12 @@ class Number(NamedTuple):
         else:
             text = repr(float(value))
         return text + "%" * self.percent
+
+
+def parse_integer(text: str) -> Number | None:
+    """The number of a text that is a plain integer, or None; `parse_number` reads the same, in ten times the time."""
+    match = _INTEGER.fullmatch(text)
+    return Number(Fraction(int(match.group(1))), False) if match else None
 
 
 def tidy(text: str) -> str:
@@ -107,8 +114,11 @@ def _value(match: re.Match[str]) -> Number | None:
         return None
     try:
         if part["plain"] is not None:
-            value = _exact(part["plain"]) / (_exact(part["over"]) if part["over"] else 1)
-            value *= _MYRIADS.get(part["myriad"] or "", 1)
+            value = _exact(part["plain"])
+            if part["over"]:
+                value /= _exact(part["over"])
+            if part["myriad"]:
+                value *= _MYRIADS[part["myriad"]]
         elif part["mixed"] is not None:
             value = int(part["mixed"]) + Fraction(int(part["mnum"]), int(part["mden"]))
         else:
@@ -124,4 +134,5 @@ def _exact(digits: str) -> Fraction:
     mantissa, _, exponent = digits.replace(",", "").lower().partition("e")
     if len(exponent) > 4:
         raise ValueError("an exponent of this size is not an answer")
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
+    value = Fraction(mantissa)
+    return value * Fraction(10) ** int(exponent) if exponent else value

@@ -1,27 +1,26 @@
 """A reward worker: `python -m posttrain.rewards.worker FD PARENT`; imports the reward once, then scores for RewardPool.
 
-In:  the RewardSpec, then chunks of tasks [(task id, [pickled Fields, ...]), ...]
-Out: ("ready", spec) or ("failed", what, todo); ("print", line); ("wait", seconds);
-     ("done", task id, [(score, parts, error), ...], seconds)
+What it hears and says stands in channel.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import os
 import pickle
 import random
 import signal
+import socket
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from posttrain.rewards.channel import CHUNK_S, Channel
 from posttrain.rewards.failures import describe_exception
 from posttrain.rewards.loading import load_scores
 from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
@@ -35,8 +34,12 @@ _SLOW_IMPORT_S = 60.0
 def main() -> None:
     """Serve one parent until it hangs up."""
     _die_with_parent(int(sys.argv[2]))
-    channel = _Channel(Connection(int(sys.argv[1])))
-    spec = channel.conn.recv()
+    os.set_inheritable(int(sys.argv[1]), False)  # a program that outlives the worker must not hold its connection
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    messages = _messages(channel)
+    spec = next(messages, None)
+    if spec is None:
+        return
     out = _Lines(channel)
     sys.stdout = sys.stderr = out
     if spec.code:
@@ -53,19 +56,41 @@ def main() -> None:
         return
     _announce_slow_imports(channel)
     channel.send(("ready", spec))
-    while True:
-        for task, payloads in channel.conn.recv():
-            out.new_sample()
-            start = time.perf_counter()
-            outcomes = score_task(score, payloads)
-            out.flush_line()
-            channel.send(("done", task, outcomes, time.perf_counter() - start))
+    gc.freeze()  # collections need not walk through what was imported
+    for chunk in messages:
+        _score_chunk(score, chunk, channel, out)
 
 
-def score_task(score: ScoreItems, payloads: Sequence[bytes]) -> list[Outcome]:
+def _messages(channel: Channel) -> Iterator[Any]:
+    while not channel.ended:
+        yield from channel.receive()
+
+
+def _score_chunk(score: ScoreItems, chunk: list[tuple[int, list[Any]]], channel: Channel, out: _Lines) -> None:
+    process = os.getpid()
+    start = time.monotonic()
+    give_back = start + CHUNK_S
+    for number, payloads in chunk:
+        if start > give_back:  # slower than the pool thought: other workers may be idle
+            channel.send(("back",))
+            return
+        out.new_sample()
+        outcomes = score_task(score, payloads)
+        if os.getpid() != process:  # the function forked, and this is the child that came back, too
+            os._exit(0)
+        out.flush_line()
+        end = time.monotonic()
+        channel.send(("done", number, outcomes, start, end))
+        start = end
+
+
+def score_task(score: ScoreItems, payloads: Sequence[tuple[bytes, str, int | None]]) -> list[Outcome]:
     """One outcome per payload; whatever happens is turned into an outcome."""
     try:
-        items = [pickle.loads(payload) for payload in payloads]
+        items = []
+        for row, response, tokens in payloads:
+            data_source, ground_truth, extra_info = pickle.loads(row)
+            items.append((data_source, response, ground_truth, extra_info, tokens))
         _seed("\n".join(str(item[1]) for item in items))
         return score(items)
     except BaseException as error:
@@ -88,27 +113,16 @@ def _die_with_parent(parent: int) -> None:
             os._exit(0)
 
 
-def _announce_slow_imports(channel: _Channel) -> None:
+def _announce_slow_imports(channel: Channel) -> None:
     from posttrain.rewards.scorers import math as math_scorer
 
     math_scorer.before_slow_import = lambda: channel.send(("wait", _SLOW_IMPORT_S))
 
 
-class _Channel:
-    """The connection, safe to use from the user's threads too."""
-
-    def __init__(self, conn: Connection[Any, Any]) -> None:
-        self.conn, self._lock = conn, threading.Lock()
-
-    def send(self, message: tuple[Any, ...]) -> None:
-        with self._lock:
-            self.conn.send(message)
-
-
 class _Lines(io.TextIOBase):
     """Stands for stdout and stderr: sends whole lines to the parent, and per sample no more than a screen."""
 
-    def __init__(self, channel: _Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel, self._pid, self._rest = channel, os.getpid(), ""
         self.new_sample()
 

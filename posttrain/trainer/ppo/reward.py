@@ -5,9 +5,10 @@ Shapes: B rows, R response width.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.algorithms import overlong_penalty
@@ -18,7 +19,7 @@ from posttrain.rewards.types import RewardItem, RewardResult
 
 
 class RewardManager:
-    """`begin` a batch, `feed` each response as it ends, `finish` to have all scores; or call it on a whole batch.
+    """`begin` a batch, `feed` responses as they end, `finish` to have all scores; or call it on a whole batch.
 
     Without a pool all scores are 0: a reward model gives them. `named` says whether the user named the function.
     """
@@ -32,27 +33,31 @@ class RewardManager:
     def begin(self, rows: DataProto) -> None:
         """The rows that responses will be fed for, with their truths and groups."""
         self.rows = rows
-        uids = rows.non_tensor_batch["uid"]
-        names, counts = np.unique(uids, return_counts=True)
-        self.group_size = dict(zip(names.tolist(), counts.tolist(), strict=True))
+        self.group_size = Counter(rows.non_tensor_batch["uid"].tolist())
 
-    def feed(self, row: int, token_ids: list[int]) -> None:
-        """Score the response of one row; returns at once."""
+    def feed(self, responses: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Score responses, each the number of its row and its token ids; returns at once."""
         assert self.rows is not None, "begin() comes before feed()"
-        if self.pool is None:
+        if self.pool is None or not responses:
             return
+        texts = self.tokenizer.batch_decode([ids for _, ids in responses], skip_special_tokens=True)
+        self.pool.submit_many(
+            [(row, self._item(row, text, len(ids))) for (row, ids), text in zip(responses, texts, strict=True)]
+        )
+
+    def _item(self, row: int, text: str, tokens: int) -> RewardItem:
+        assert self.rows is not None
         fields = self.rows.non_tensor_batch
         uid = fields["uid"][row]
-        item = RewardItem(
+        return RewardItem(
             data_source=fields["data_source"][row] or self.default_source,
-            solution_str=self.tokenizer.decode(token_ids, skip_special_tokens=True),
+            solution_str=text,
             ground_truth=fields["ground_truth"][row],
             extra_info=fields["extra_info"][row],
             group=uid,
             group_size=self.group_size[uid],
-            tokens=len(token_ids),
+            tokens=tokens,
         )
-        self.pool.submit(row, item)
 
     def finish(self) -> DataProto:
         """Wait for the rest; gives `reward_score`, `reward_parts` and `reward_error` of each row."""
@@ -71,8 +76,8 @@ class RewardManager:
     def score(self, data: DataProto) -> DataProto:
         """As begin, feed and finish, for responses that are all there."""
         self.begin(data)
-        for row, (ids, mask) in enumerate(zip(data.batch["responses"], _real_responses(data), strict=True)):
-            self.feed(row, ids[mask].tolist())
+        pairs = zip(data.batch["responses"], _real_responses(data), strict=True)
+        self.feed([(row, ids[mask].tolist()) for row, (ids, mask) in enumerate(pairs)])
         return self.finish()
 
     def __call__(self, data: DataProto) -> torch.Tensor:
