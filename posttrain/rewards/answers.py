@@ -9,6 +9,7 @@ import re
 
 from posttrain.rewards.numbers import Number, find_numbers, is_unfinished, last_number, parse_integer, parse_number
 
+_DIGIT = re.compile(r"\d")
 _HASHES = re.compile(r"####[ \t]*([^\s#][^\n]*)")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _SAYS = re.compile(
@@ -66,7 +67,7 @@ def said_answer(text: str) -> tuple[str, bool] | None:
 def final_number(text: str) -> Number | None:
     """The number that a text ends up with, or None."""
     plain = parse_integer(text)
-    if plain is not None:
+    if plain is not None or not _DIGIT.search(text):
         return plain
     explicit = explicit_answer(text)
     if explicit is not None:

@@ -1,6 +1,6 @@
 """Messages between a RewardPool and one of its workers: pickles with their length before them, over a socket.
 
-To the worker: the RewardSpec, then chunks of tasks [(task's number, [(row's fields, response, tokens), ...]), ...]
+To the worker: the RewardSpec, then chunks of tasks [(task's number, [Payload, ...]), ...]
 From it:       ("ready", spec) or ("failed", what, todo); ("print", line); ("wait", seconds);
                ("done", number, [(score, parts, error), ...], start, end); ("back",): gives back the rest of its chunk
 
@@ -17,9 +17,12 @@ import struct
 import threading
 from typing import Any
 
+Payload = tuple[bytes, str, "int | None"]
+"""Pickled (data_source, ground_truth, extra_info), the response, and its number of tokens."""
+
 CHUNK_S = 0.05
 """Seconds of work that a chunk should hold; what a worker has not begun by then it gives back."""
-CHUNK = 256
+CHUNK = 512
 """Most tasks of a chunk. All their answers fit into the socket's buffer."""
 _BUFFER = 1 << 20  # the kernel gives as much of it as it allows
 _LENGTH = struct.Struct("!Q")

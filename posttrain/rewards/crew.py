@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from posttrain.rewards.channel import CHUNK, CHUNK_S
+from posttrain.rewards.channel import CHUNK, CHUNK_S, Payload
 from posttrain.rewards.loading import IMPORT_S
 from posttrain.rewards.outcomes import Outcome, failure
 from posttrain.rewards.process import WorkerProcess
@@ -21,13 +21,10 @@ from posttrain.rewards.types import RewardError, RewardSpec
 
 _QUICK_S = 0.0005
 """Answers of tasks below this are taken together: to wake up for each would cost more than to score it."""
-_PAUSE_S = 0.002
-"""For how long they are left to gather."""
+_PAUSE_S = 0.005
+"""For how long they are left to gather at most; work that is shorter is not divided among workers."""
 _USELESS_DEATHS = 3
 """Workers that may die in a row without having answered or been at work on a sample."""
-
-Payload = tuple[bytes, str, "int | None"]
-"""Pickled (data_source, ground_truth, extra_info), the response, and its number of tokens."""
 
 
 @dataclass(slots=True)
@@ -82,8 +79,7 @@ class Crew:
                 continue
             if not self.backlog:
                 return
-            size = min(self._chunk_size(), -(-len(self.backlog) // self._size))
-            worker.pending.extend(self.backlog.popleft() for _ in range(size))
+            worker.pending.extend(self.backlog.popleft() for _ in range(self._chunk_size()))
             worker.deadline = time.monotonic() + self._timeout
             try:
                 worker.handle.channel.send([(task.number, task.payloads) for task in worker.pending])
@@ -91,17 +87,18 @@ class Crew:
                 self._bury(worker, "the worker process hung up", blame=False)
 
     def _chunk_size(self) -> int:
-        """Slow functions are spread one by one over the workers."""
+        """An equal share, if it is neither trifling nor long; slow functions are spread one by one over the workers."""
         if self._task_s is None:
             return 1
-        return max(1, min(CHUNK, int(CHUNK_S / max(self._task_s, 1e-6))))
+        share, task_s = -(-len(self.backlog) // self._size), max(self._task_s, 1e-6)
+        most = max(1, min(CHUNK, int(CHUNK_S / task_s), len(self.backlog)))
+        return min(most, max(share, int(_PAUSE_S / 2 / task_s)))
 
     def _let_answers_gather(self) -> None:
-        if self._task_s is None or self._task_s > _QUICK_S:
-            return
+        """Sleep while quick tasks are at work, until the first worker may need more."""
         busy = [worker for worker in self._workers if worker.pending]
-        if busy:
-            work = self._task_s * max(len(worker.pending) for worker in busy)
+        if busy and self._task_s is not None and self._task_s < _QUICK_S:
+            work = self._task_s * min(len(worker.pending) for worker in busy)
             left = min(worker.deadline for worker in busy) - time.monotonic()
             time.sleep(max(0.0, min(_PAUSE_S, work, left)))
 

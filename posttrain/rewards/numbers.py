@@ -103,8 +103,8 @@ def same_number(left: Number, right: Number) -> bool:
 
 
 def _close(left: Fraction, right: Fraction) -> bool:
-    if left == right or (left.denominator == 1 and right.denominator == 1):
-        return left == right
+    if left.denominator == 1 and right.denominator == 1:
+        return left.numerator == right.numerator
     return abs(left - right) <= min(Fraction(1), max(abs(left), abs(right))) / 1_000_000
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain.rewards.crew import Crew, Payload, Task
+from posttrain.rewards.channel import Payload
+from posttrain.rewards.crew import Crew, Task
 from posttrain.rewards.outcomes import Outcome
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 

@@ -11,19 +11,18 @@ import gc
 import io
 import os
 import pickle
-import random
 import signal
 import socket
 import sys
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from posttrain.rewards.channel import CHUNK_S, Channel
+from posttrain.rewards.channel import CHUNK_S, Channel, Payload
 from posttrain.rewards.failures import describe_exception
 from posttrain.rewards.loading import load_scores
 from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
+from posttrain.rewards.seeding import Seeding
 from posttrain.rewards.types import RewardError
 
 PRINT_LINES, PRINT_CHARS = 20, 2000
@@ -46,6 +45,7 @@ def main() -> None:
         from posttrain.rewards.scorers import code
 
         code.configure(**spec.code)
+    seeding = Seeding()
     try:
         score, spec = load_scores(spec)
     except RewardError as error:
@@ -58,7 +58,7 @@ def main() -> None:
     channel.send(("ready", spec))
     gc.freeze()  # collections need not walk through what was imported
     for chunk in messages:
-        _score_chunk(score, chunk, channel, out)
+        _score_chunk(lambda payloads: score_task(score, payloads, seeding), chunk, channel, out)
 
 
 def _messages(channel: Channel) -> Iterator[Any]:
@@ -66,7 +66,12 @@ def _messages(channel: Channel) -> Iterator[Any]:
         yield from channel.receive()
 
 
-def _score_chunk(score: ScoreItems, chunk: list[tuple[int, list[Any]]], channel: Channel, out: _Lines) -> None:
+def _score_chunk(
+    score: Callable[[list[Payload]], list[Outcome]],
+    chunk: list[tuple[int, list[Payload]]],
+    channel: Channel,
+    out: _Lines,
+) -> None:
     process = os.getpid()
     start = time.monotonic()
     give_back = start + CHUNK_S
@@ -75,7 +80,7 @@ def _score_chunk(score: ScoreItems, chunk: list[tuple[int, list[Any]]], channel:
             channel.send(("back",))
             return
         out.new_sample()
-        outcomes = score_task(score, payloads)
+        outcomes = score(payloads)
         if os.getpid() != process:  # the function forked, and this is the child that came back, too
             os._exit(0)
         out.flush_line()
@@ -84,25 +89,17 @@ def _score_chunk(score: ScoreItems, chunk: list[tuple[int, list[Any]]], channel:
         start = end
 
 
-def score_task(score: ScoreItems, payloads: Sequence[tuple[bytes, str, int | None]]) -> list[Outcome]:
+def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding) -> list[Outcome]:
     """One outcome per payload; whatever happens is turned into an outcome."""
     try:
         items = []
         for row, response, tokens in payloads:
             data_source, ground_truth, extra_info = pickle.loads(row)
             items.append((data_source, response, ground_truth, extra_info, tokens))
-        _seed("\n".join(str(item[1]) for item in items))
+        seeding.new_sample("\n".join([response for _, response, _ in payloads]))
         return score(items)
     except BaseException as error:
         return [failure(describe_exception(error))] * len(payloads)
-
-
-def _seed(text: str) -> None:
-    """Seed the usual generators by the sample: a score does not depend on which worker computed it, or after what."""
-    seed = zlib.crc32(text.encode("utf-8", "surrogatepass"))
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def _die_with_parent(parent: int) -> None:

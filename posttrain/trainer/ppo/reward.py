@@ -33,31 +33,32 @@ class RewardManager:
     def begin(self, rows: DataProto) -> None:
         """The rows that responses will be fed for, with their truths and groups."""
         self.rows = rows
-        self.group_size = Counter(rows.non_tensor_batch["uid"].tolist())
+        fields = rows.non_tensor_batch
+        columns = [fields[name].tolist() for name in ("uid", "data_source", "ground_truth", "extra_info")]
+        self.fields = list(zip(*columns, strict=True))
+        self.group_size = Counter(columns[0])
 
     def feed(self, responses: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Score responses, each the number of its row and its token ids; returns at once."""
         assert self.rows is not None, "begin() comes before feed()"
         if self.pool is None or not responses:
             return
-        texts = self.tokenizer.batch_decode([ids for _, ids in responses], skip_special_tokens=True)
-        self.pool.submit_many(
-            [(row, self._item(row, text, len(ids))) for (row, ids), text in zip(responses, texts, strict=True)]
-        )
+        texts = self._texts([ids for _, ids in responses])
+        items: list[tuple[int, RewardItem]] = []
+        for (row, ids), text in zip(responses, texts, strict=True):
+            uid, source, truth, extra_info = self.fields[row]
+            size = self.group_size[uid]
+            item = RewardItem(source or self.default_source, text, truth, extra_info, uid, size, len(ids))
+            items.append((row, item))
+        self.pool.submit_many(items)
 
-    def _item(self, row: int, text: str, tokens: int) -> RewardItem:
-        assert self.rows is not None
-        fields = self.rows.non_tensor_batch
-        uid = fields["uid"][row]
-        return RewardItem(
-            data_source=fields["data_source"][row] or self.default_source,
-            solution_str=text,
-            ground_truth=fields["ground_truth"][row],
-            extra_info=fields["extra_info"][row],
-            group=uid,
-            group_size=self.group_size[uid],
-            tokens=tokens,
-        )
+    def _texts(self, responses: list[Sequence[int]]) -> list[str]:
+        """Short responses are often the same: each is decoded once."""
+        keys = [tuple(ids) for ids in responses]
+        different = list(set(keys))
+        decoded = self.tokenizer.batch_decode([list(key) for key in different], skip_special_tokens=True)
+        texts = dict(zip(different, decoded, strict=True))
+        return [texts[key] for key in keys]
 
     def finish(self) -> DataProto:
         """Wait for the rest; gives `reward_score`, `reward_parts` and `reward_error` of each row."""
