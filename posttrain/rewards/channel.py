@@ -2,7 +2,8 @@
 
 To the worker: the RewardSpec, then chunks of tasks [(task's number, [Payload, ...]), ...]
 From it:       ("ready", spec) or ("failed", what, todo); ("print", line); ("wait", seconds);
-               ("done", number, [(score, parts, error), ...], start, end); ("back",): gives back the rest of its chunk
+               ("done", number, [(score, parts, error), ...], start, end);
+               ("back", seconds of a task): gives back the rest of its chunk
 
 A worker sends each answer when it has it, into the socket's buffer. There it is safe whatever the worker does next, and
 the pool takes out many at a time.

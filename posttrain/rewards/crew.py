@@ -22,7 +22,9 @@ from posttrain.rewards.types import RewardError, RewardSpec
 _QUICK_S = 0.0005
 """Answers of tasks below this are taken together: to wake up for each would cost more than to score it."""
 _PAUSE_S = 0.005
-"""For how long they are left to gather at most; work that is shorter is not divided among workers."""
+"""For how long they are left to gather at most."""
+_TRIFLE_S = 0.002
+"""Work that is not worth the waking of a second worker."""
 _USELESS_DEATHS = 3
 """Workers that may die in a row without having answered or been at work on a sample."""
 
@@ -74,33 +76,37 @@ class Crew:
 
     def _hand_out(self) -> None:
         """Give idle workers a chunk each. Only idle ones: they are reading, so that sending cannot block."""
-        for worker in list(self._workers):
-            if not worker.ready or worker.pending:
-                continue
+        idle = [worker for worker in self._workers if worker.ready and not worker.pending]
+        for place, worker in enumerate(idle):
             if not self.backlog:
                 return
-            worker.pending.extend(self.backlog.popleft() for _ in range(self._chunk_size()))
+            size = self._chunk_size(len(idle) - place, len(self.backlog))
+            worker.pending.extend(self.backlog.popleft() for _ in range(size))
             worker.deadline = time.monotonic() + self._timeout
             try:
                 worker.handle.channel.send([(task.number, task.payloads) for task in worker.pending])
             except OSError:
                 self._bury(worker, "the worker process hung up", blame=False)
 
-    def _chunk_size(self) -> int:
+    def _chunk_size(self, idle: int, waiting: int) -> int:
         """An equal share, if it is neither trifling nor long; slow functions are spread one by one over the workers."""
         if self._task_s is None:
             return 1
-        share, task_s = -(-len(self.backlog) // self._size), max(self._task_s, 1e-6)
-        most = max(1, min(CHUNK, int(CHUNK_S / task_s), len(self.backlog)))
-        return min(most, max(share, int(_PAUSE_S / 2 / task_s)))
+        task_s = max(self._task_s, 1e-6)
+        share = -(-waiting // (idle if self._quick() else self._size))
+        most = max(1, min(CHUNK, int(CHUNK_S / task_s), waiting))
+        return min(most, max(share, int(_TRIFLE_S / task_s)))
 
     def _let_answers_gather(self) -> None:
         """Sleep while quick tasks are at work, until the first worker may need more."""
         busy = [worker for worker in self._workers if worker.pending]
-        if busy and self._task_s is not None and self._task_s < _QUICK_S:
+        if busy and self._task_s is not None and self._quick():
             work = self._task_s * min(len(worker.pending) for worker in busy)
             left = min(worker.deadline for worker in busy) - time.monotonic()
             time.sleep(max(0.0, min(_PAUSE_S, work, left)))
+
+    def _quick(self) -> bool:
+        return self._task_s is not None and self._task_s < _QUICK_S
 
     def _listen(self, wake: int) -> None:
         channels: dict[Any, _Worker] = {worker.handle.channel: worker for worker in self._workers}
@@ -121,6 +127,7 @@ class Crew:
             elif kind == "wait":
                 worker.deadline = time.monotonic() + rest[0] + self._timeout
             elif kind == "back":
+                self._task_s = rest[0]
                 self._give_back(worker)
             elif kind == "ready":
                 worker.ready = True
@@ -135,7 +142,9 @@ class Crew:
         assert task.number == number, "a worker answers in the order of its tasks"
         worker.deadline = end + self._timeout  # by the worker's clock, which is ours: the answer may have lain here
         if worker.warm:  # the first task may have imported what it needs: it says nothing about the next
-            self._task_s = end - start if self._task_s is None else 0.9 * self._task_s + 0.1 * (end - start)
+            seconds = end - start
+            known = seconds if self._task_s is None else self._task_s
+            self._task_s = 0.9 * known + 0.1 * min(seconds, 10 * known)  # one that was interrupted is no slow function
         worker.warm = True
         self._finish(task, outcomes)
 

@@ -24,7 +24,6 @@ _DECORATION = re.compile(
     r"\\left|\\right|\\displaystyle|\\[!;:]|\^\s*(?:\{\s*)?\\circ\s*\}?|°|\\degree|[*`]|\\[()\[\]]"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!)(?=\d{3})")
-_INTEGER = re.compile(r"\s*(-?[0-9]{1,15})\s*")
 _LONGEST = 100  # more characters than this are no answer, and int() of a huge string is slow
 
 
@@ -46,12 +45,6 @@ class Number(NamedTuple):
         else:
             text = repr(float(value))
         return text + "%" * self.percent
-
-
-def parse_integer(text: str) -> Number | None:
-    """The number of a text that is a plain integer, or None; `parse_number` reads the same, in ten times the time."""
-    match = _INTEGER.fullmatch(text)
-    return Number(Fraction(int(match.group(1))), False) if match else None
 
 
 def tidy(text: str) -> str:

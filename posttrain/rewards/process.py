@@ -48,7 +48,7 @@ class WorkerProcess:
     def wait_until_ready(self, seconds: float) -> RewardSpec:
         """The spec with what the worker found filled in; RewardError if the worker failed, died or took too long."""
         end = time.monotonic() + seconds
-        while wait([self.channel], max(0.0, end - time.monotonic())):
+        while wait([self.channel.fileno()], max(0.0, end - time.monotonic())):
             for kind, *rest in self.channel.receive():
                 if kind == "print":
                     print(rest[0])

@@ -73,11 +73,10 @@ def _score_chunk(
     out: _Lines,
 ) -> None:
     process = os.getpid()
-    start = time.monotonic()
-    give_back = start + CHUNK_S
-    for number, payloads in chunk:
-        if start > give_back:  # slower than the pool thought: other workers may be idle
-            channel.send(("back",))
+    begin = start = time.monotonic()
+    for place, (number, payloads) in enumerate(chunk):
+        if start > begin + CHUNK_S:  # slower than the pool thought: other workers may be idle
+            channel.send(("back", (start - begin) / place))
             return
         out.new_sample()
         outcomes = score(payloads)
