@@ -65,7 +65,7 @@ class FSDPEngine(TrainEngine):
         self.module.eval()
         out: dict[str, torch.Tensor] = {}
         for units in self._plan(data):
-            index = [row for unit in units for row in unit]
+            index = [row for unit in units for row in unit.rows]
             rows = self._rows(data[index], units)
             with packed_rows(rows.layout):
                 for name, part in self._forward(rows, temperature).items():
@@ -78,21 +78,21 @@ class FSDPEngine(TrainEngine):
         settings = self.settings
         share = self.packed and settings.share_prompts
         all_pairs = not can_train(next(self.module.parameters()))
-        units, tokens = plan_units(data, share=share, width=self.width, all_pairs=all_pairs, max_rows=settings.max_rows)
-        return plan_micro_batches(units, tokens, token_budget=settings.token_budget, max_rows=settings.max_rows)
+        units = plan_units(data, share=share, width=self.width, all_pairs=all_pairs, max_rows=settings.max_rows)
+        return plan_micro_batches(units, token_budget=settings.token_budget, max_rows=settings.max_rows)
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not self.packed:
             return padded_rows(micro, self.settings.device)
-        return packed_units(micro, [len(unit) for unit in units], self.settings.device)
+        return packed_units(micro, units, self.settings.device)
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
-        hidden_NE = rows.states(hidden, rows.predict_N)
+        hidden_UE = rows.states(hidden, rows.predict_U)
         if isinstance(self.module, ValueModel):
-            return {"values": rows.scatter(self.module.token_values(hidden_NE))}
-        log_probs_N, entropy_N = token_log_probs(self.module, hidden_NE, rows.label_N, temperature)
-        return {"log_probs": rows.scatter(log_probs_N), "entropy": rows.scatter(entropy_N)}
+            return {"values": rows.scatter(self.module.token_values(hidden_UE))}
+        log_probs_U, entropy_U = token_log_probs(self.module, hidden_UE, rows.label_U, temperature)
+        return {"log_probs": rows.scatter(log_probs_U), "entropy": rows.scatter(entropy_U)}
 
     def update(self, data: DataProto, loss: LossFn, *, temperature: float = 1.0) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen engine cannot be updated"
@@ -116,7 +116,7 @@ class FSDPEngine(TrainEngine):
         self.module.train(self.settings.gradient_checkpointing)
         finite = True
         for units in self._plan(data):
-            micro = data[[row for unit in units for row in unit]].to(self.settings.device)
+            micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)
             rows = self._rows(micro, units)
             with packed_rows(rows.layout):
                 share = loss(micro, self._forward(rows, temperature))

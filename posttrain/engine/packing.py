@@ -1,6 +1,7 @@
-"""Rows of a batch packed end to end, each prompt once, and batches cut into micro-batches that fit a token budget.
+"""Rows of a batch packed end to end, each prompt and each response to it once; micro-batches that fit a token budget.
 
-Shapes: B rows, S width of prompt and response, R response width, T packed tokens, N response tokens.
+Shapes: B rows, S width of prompt and response, R response width, T packed tokens, N response tokens, U distinct
+pairs of a place and the token that it predicts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,18 @@ import torch
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.protocol import DataProto
 
-Unit = list[int]
-"""Rows that are computed together: responses to one prompt that share it, or a single row."""
+
+@dataclass(frozen=True)
+class Unit:
+    """Rows that are computed together: responses to one prompt that share it, or a single row.
+
+    `sources[i]` is the row (counted within the unit) whose tokens serve the i-th: itself, or one whose response begins
+    with all that is computed of the i-th.
+    """
+
+    rows: list[int]
+    sources: list[int]
+    tokens: int
 
 
 def plan_units(
@@ -23,29 +34,46 @@ def plan_units(
     width: int = 0,
     all_pairs: bool = True,
     max_rows: int | None = None,
-) -> tuple[list[Unit], list[int]]:
-    """(units, tokens of each, as `packed_units` packs them).
+) -> list[Unit]:
+    """Units of the batch, as `packed_units` packs them.
 
-    Prompts are shared where a pass over a model of that width becomes cheaper by it.
+    Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
 
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
     pairs of a sequence takes more of them; one that skips what is not seen takes fewer.
     """
-    response_width = data.batch["responses"].shape[1]
-    mask = data.batch["attention_mask"]
-    prompt = mask[:, :-response_width].sum(-1).tolist()
-    response_B = mask[:, -response_width:].sum(-1)
-    total = [p + r for p, r in zip(prompt, (response_B - 1).clamp(min=0).tolist(), strict=True)]
+    computed = _computed(data)
     units: list[Unit] = []
     for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
         size = max_rows or len(rows)
         for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            together = prompt[part[0]] + sum(total[row] - prompt[row] for row in part)
-            cheaper = not all_pairs or _cost(together, width) <= sum(_cost(total[row], width) for row in part)
-            units += [part] if cheaper else [[row] for row in part]
-    tokens = [prompt[unit[0]] + sum(total[row] - prompt[row] for row in unit) for unit in units]
-    return units, tokens
+            together = _unit(rows[start : start + size], computed)
+            apart = [_unit([row], computed) for row in together.rows] if all_pairs else []
+            dearer = all_pairs and _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+            units += apart if dearer else [together]
+    return units
+
+
+def _computed(data: DataProto) -> list[tuple[int, bytes]]:
+    """By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes."""
+    width = data.batch["responses"].shape[1]
+    mask = data.batch["attention_mask"].cpu()
+    prompts, responses = mask[:, :-width].sum(-1).tolist(), mask[:, -width:].sum(-1).tolist()
+    ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
+    return [(p, row[: max(0, r - 1)].tobytes()) for p, r, row in zip(prompts, responses, ids, strict=True)]
+
+
+def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
+    """These rows as a unit. In the order of their bytes a response stands before those that begin with it."""
+    sources, tokens, longest = [0] * len(rows), computed[rows[0]][0], b""
+    source = -1
+    for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]][1], -place), reverse=True):
+        response = computed[rows[place]][1]
+        if source < 0 or not longest.startswith(response):
+            source, longest = place, response
+            tokens += len(response) // 8
+        sources[place] = source
+    return Unit(rows, sources, tokens)
 
 
 def _cost(tokens: int, width: int) -> int:
@@ -53,31 +81,28 @@ def _cost(tokens: int, width: int) -> int:
     return tokens * (6 * width + tokens)
 
 
-def _equal_prompts(data: DataProto) -> list[Unit]:
+def _equal_prompts(data: DataProto) -> list[list[int]]:
     """Rows grouped by equal prompts, in order of their first row."""
     width = data.batch["input_ids"].shape[1] - data.batch["responses"].shape[1]
     real = data.batch["attention_mask"][:, :width].bool()
     ids = data.batch["input_ids"][:, :width].masked_fill(~real, -1).cpu().numpy()
-    groups: dict[bytes, Unit] = {}
+    groups: dict[bytes, list[int]] = {}
     for row in range(len(data)):
         groups.setdefault(ids[row].tobytes(), []).append(row)
     return list(groups.values())
 
 
-def plan_micro_batches(
-    units: list[Unit], tokens: list[int], *, token_budget: int, max_rows: int | None = None
-) -> list[list[Unit]]:
+def plan_micro_batches(units: list[Unit], *, token_budget: int, max_rows: int | None = None) -> list[list[Unit]]:
     """Units of each forward pass: large ones first, filled up to the budget, at least one unit each."""
-    order = sorted(range(len(units)), key=lambda unit: (-tokens[unit], units[unit][0]))
     plan: list[list[Unit]] = []
     used, rows = 0, 0
-    for unit in order:
-        size = len(units[unit])
-        if not plan or used + tokens[unit] > token_budget or (max_rows is not None and rows + size > max_rows):
+    for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.rows[0])):
+        size = len(unit.rows)
+        if not plan or used + unit.tokens > token_budget or (max_rows is not None and rows + size > max_rows):
             plan.append([])
             used, rows = 0, 0
-        plan[-1].append(units[unit])
-        used, rows = used + tokens[unit], rows + size
+        plan[-1].append(unit)
+        used, rows = used + unit.tokens, rows + size
     return plan
 
 
@@ -85,30 +110,36 @@ def plan_micro_batches(
 class Rows:
     """Input of one forward pass, and where the response tokens are in it.
 
-    `predict_N` are the (flattened) places whose hidden state predicts a response token, `label_N` those tokens, and
-    `slot_N` their places in a (B, R) tensor.
+    `predict_U` are the (flattened) places whose hidden state predicts a response token, and `label_U` those tokens.
+    Tokens that come after the same beginning share one such pair: `source_N` (if any do) is the pair of each token, and
+    `slot_N` its place in a (B, R) tensor.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     layout: PackedLayout | None
-    predict_N: torch.Tensor
-    label_N: torch.Tensor
+    predict_U: torch.Tensor
+    label_U: torch.Tensor
+    source_N: torch.Tensor | None
     slot_N: torch.Tensor
     shape: tuple[int, int]
 
-    def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
-        """(B, R) with the values in the places of their tokens and 0 elsewhere."""
-        flat = values_N.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.slot_N,), values_N).view(self.shape)
+    def of_tokens(self, values_U: torch.Tensor) -> torch.Tensor:
+        """Values of all response tokens, from those of the pairs."""
+        return values_U if self.source_N is None else values_U.index_select(0, self.source_N)
 
-    def states(self, hidden: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
+    def scatter(self, values_U: torch.Tensor) -> torch.Tensor:
+        """(B, R) with the values in the places of their tokens and 0 elsewhere."""
+        flat = values_U.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_put((self.slot_N,), self.of_tokens(values_U)).view(self.shape)
+
+    def states(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Hidden states at these places, from a pass that gave those of all tokens or of the wanted ones only."""
         flat = hidden.flatten(0, 1)
         if self.layout is not None and self.layout.wanted_T is not None and len(flat) < self.layout.total:
-            place_N = torch.searchsorted(self.layout.wanted_T, place_N)
-        return flat.index_select(0, place_N)
+            places = torch.searchsorted(self.layout.wanted_T, places)
+        return flat.index_select(0, places)
 
 
 def padded_rows(data: DataProto, device: torch.device) -> Rows:
@@ -119,28 +150,32 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     row_N, col_N = real_BR.nonzero(as_tuple=True)
     predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, slots, (rows, width))
+    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, None, slots, (rows, width))
 
 
-def packed_units(data: DataProto, units: list[int], device: torch.device) -> Rows:
-    """The rows packed; `units` are the numbers of adjacent rows that share their prompt, in order.
+def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Rows:
+    """The rows packed; the rows of `data` are those of the units, end to end.
 
-    The last token of a response is predicted, but predicts nothing, and no other token looks at it: it is left out.
+    The last token of a response is predicted, but predicts nothing, and no other token looks at it: it is left out. A
+    response that another one of its unit begins with is read off that one.
     """
     ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
     rows, width = real_BR.shape
     start = ids_BS.shape[1] - width
-    sizes = torch.tensor(units, device=device)
+    sizes = torch.tensor([len(unit.rows) for unit in units], device=device)
     leader_B = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-    number_B = torch.arange(rows, device=device) - leader_B + 1  # of a response among those that share its prompt
+    row_B = torch.arange(rows, device=device)
+    number_B = row_B - leader_B + 1  # of a response among those that share its prompt
+    source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources], device=device)
     kept_BS = mask_BS.clone()
     kept_BS[:, :start] &= (number_B == 1)[:, None]
+    kept_BS[:, start:] &= (source_B == row_B)[:, None]
     length_B = real_BR.sum(-1)
     answered = (length_B > 0).nonzero().squeeze(1)
     kept_BS[answered, start + length_B[answered] - 1] = False
     place_BS = (kept_BS.flatten().long().cumsum(0) - 1).view_as(ids_BS)
     prompt_end_B = place_BS[leader_B, start - 1]
-    before_BR = torch.cat([prompt_end_B[:, None], place_BS[:, start:-1]], -1)
+    before_BR = torch.cat([prompt_end_B[:, None], place_BS[source_B, start:-1]], -1)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
     segment_T = None
     if len(units) < rows:
@@ -155,7 +190,17 @@ def packed_units(data: DataProto, units: list[int], device: torch.device) -> Row
         lengths.tolist(), device, segment_T=segment_T, position_T=position_T, wanted_T=predict_N.unique()
     )
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, predict_N, labels, slots, (rows, width))
+    pairs = (predict_N, labels, None)
+    if bool((source_B != row_B).any()):
+        pairs = _distinct(predict_N, labels)
+    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, *pairs, slots, (rows, width))
+
+
+def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The distinct pairs of place and label, and which of them each token has."""
+    size = label_N.max() + 1
+    pair_U, source_N = (predict_N * size + label_N).unique(return_inverse=True)
+    return pair_U // size, pair_U % size, source_N
 
 
 def _tensors(data: DataProto, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,6 +12,8 @@ Shapes: B rows, two per pair.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
@@ -35,29 +37,24 @@ class PairEngine(FSDPEngine):
 
     def _plan(self, data: DataProto) -> list[list[Unit]]:
         """Pairs of each pass, as units that share their beginning or do not."""
-        pairs = [[row, row + 1] for row in range(0, len(data), 2)]
-        planned = [self._pair_units(data, pair) for pair in pairs]
-        tokens = [size for _, size in planned]
-        passes = plan_micro_batches(
-            [[number] for number in range(len(pairs))],
-            tokens,
-            token_budget=self.settings.token_budget,
-            max_rows=self.settings.max_rows,
-        )
-        return [[unit for [number] in chosen for unit in planned[number][0]] for chosen in passes]
+        pairs = [self._pair(data, row) for row in range(0, len(data), 2)]
+        whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
+        settings = self.settings
+        passes = plan_micro_batches(whole, token_budget=settings.token_budget, max_rows=settings.max_rows)
+        return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
-    def _pair_units(self, data: DataProto, pair: Unit) -> tuple[list[Unit], int]:
+    def _pair(self, data: DataProto, first: int) -> list[Unit]:
         share = self.packed and self.settings.share_prompts
         all_pairs = not can_train(next(self.module.parameters()))
-        units, tokens = plan_units(data[pair], share=share, width=self.width, all_pairs=all_pairs)
-        return [[pair[row] for row in unit] for unit in units], sum(tokens)
+        units = plan_units(data[[first, first + 1]], share=share, width=self.width, all_pairs=all_pairs)
+        return [replace(unit, rows=[first + row for row in unit.rows]) for unit in units]
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         if self.packed:
             hidden = hidden_states(self.module, rows.input_ids, rows.position_ids)
             count, width = rows.shape
             tokens_B = torch.bincount(rows.slot_N // width, minlength=count)  # of the answers, in the order of rows
-            ends_B = rows.predict_N[tokens_B.cumsum(0) - 1]
+            ends_B = rows.of_tokens(rows.predict_U)[tokens_B.cumsum(0) - 1]
             return {"scores": head_scores(self.module, rows.states(hidden, ends_B))[:, None]}
         assert rows.attention_mask is not None
         real = zip(rows.input_ids, rows.attention_mask.bool(), strict=True)

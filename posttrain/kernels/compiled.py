@@ -31,7 +31,7 @@ _SIGNATURES = {
     "add_rms_norm": [_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT],
     "silu_mul": [_POINTER] * 2 + [_LONG, _LONG, _INT],
     "sample": [_POINTER] * 7 + [_LONG, _LONG, _INT],
-    "run_layers": [_POINTER] * 8,
+    "run_layers": [_POINTER] * 9,
     "run_steps": [_POINTER] * 7,
     "pack": [_POINTER] * 2 + [_LONG, _LONG, _INT, _INT],
     "can_multiply": [],

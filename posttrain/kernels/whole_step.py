@@ -78,12 +78,20 @@ class _Rows(ctypes.Structure):
         *((name, _LONG) for name in ("rows", "steps", "stop_at_end")),
         *((name, _POINTER) for name in ("last", "positions", "counts", "limits", "seeds", "temperatures", "greedy")),
         *((name, _POINTER) for name in ("stops", "stop_starts", "stop_ids", "tokens", "log_probs", "ended")),
+        *((name, _POINTER) for name in ("histories", "next_history")),
     )
+
+
+class _Wanted(ctypes.Structure):
+    _fields_ = (("count", _LONG), *((name, _POINTER) for name in ("places", "rows", "positions", "tile_starts")))
 
 
 @dataclass
 class DecodeRows:
     """Rows that decode on their own for a number of steps; what they made is written into the same arrays.
+
+    Rows that are the same up to their newest token are computed once: `histories` are equal where prompts and all
+    tokens but the newest are, and `next_history` is a number that was never given.
 
     B rows, S steps, N blocks of a row. `ended` is 1 for a row that came to a stop token and 2 at its limit.
     """
@@ -96,6 +104,8 @@ class DecodeRows:
     temperatures: np.ndarray  # (B,) float32
     greedy: np.ndarray  # (B,) uint8
     stops: np.ndarray  # (B,) int32, which set of stop tokens
+    histories: np.ndarray  # (B,) int64
+    next_history: np.ndarray  # (1,) int64
     stop_sets: Sequence[Sequence[int]]
     table: np.ndarray  # (B, N) int32
     starts: np.ndarray  # (B, N) int32
@@ -186,8 +196,10 @@ class WholeStep:
         step: StepTokens,
         caches: Sequence[LayerCache],
         rotation: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """All layers, into `residual_TE`; keys and values enter the caches."""
+        wanted_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All layers; keys and values of all tokens enter the caches. The residual of the wanted tokens (all, if None)
+        is written over the first rows of `residual_TE`, which are given back."""
         tokens = len(residual_TE)
         layout = self._layout(tokens, len(step.tile_starts) - 1, step.table_RN.shape[1])
         model, work = self._model(caches, rotation), self._workspace(residual_TE)
@@ -195,7 +207,13 @@ class WholeStep:
         function = kernel("run_layers", residual_TE)
         assert function is not None
         pointers = (ctypes.addressof(x) for x in (model, work, layout))
-        function(*pointers, *(x.data_ptr() for x in lists))
+        kept, wanted = [], None
+        if wanted_N is not None:
+            ones = torch.arange(len(wanted_N) + 1, dtype=torch.int32)
+            kept = [wanted_N, step.rows_T[wanted_N], step.positions_T[wanted_N], ones]
+            wanted = _Wanted(len(wanted_N), *(x.data_ptr() for x in kept))
+        function(*pointers, *(x.data_ptr() for x in lists), None if wanted is None else ctypes.addressof(wanted))
+        return residual_TE if wanted_N is None else residual_TE[: len(wanted_N)]
 
     def decode(
         self, rows: DecodeRows, caches: Sequence[LayerCache], rotation: tuple[torch.Tensor, torch.Tensor]
@@ -212,6 +230,7 @@ class WholeStep:
         stop_ids = np.concatenate([*stop_sets, np.zeros(1, np.int64)])
         settings = (rows.limits, rows.seeds, rows.temperatures, rows.greedy, rows.stops, stop_starts, stop_ids)
         arrays = (rows.last, rows.positions, rows.counts, *settings, rows.tokens, rows.log_probs, rows.ended)
+        arrays = (*arrays, rows.histories, rows.next_history)
         of = _Rows(count, rows.steps, rows.stop_at_end, *(array.ctypes.data for array in arrays))
         function = kernel("run_steps", self.like)
         assert function is not None

@@ -107,26 +107,25 @@ class FastDecoder:
         )
 
     def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
-        """Final hidden states of the wanted tokens (all, if None); keys and values of all tokens enter the caches."""
+        """Final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
         if self.arena.left_behind():
             self._bind()
         rotation = self._rotation(step.longest, step.device)
         residual_TE = F.embedding(step.ids_T, self.embedding)
         if self.whole is not None:
             found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
-            self.whole.run(residual_TE, step, found, rotation)
-            residual_TE = residual_TE if wanted_N is None else residual_TE[wanted_N]
+            residual_TE = self.whole.run(residual_TE, step, found, rotation, wanted_N)
             return add_rms_norm(residual_TE, None, self.norm, self.epsilon)
         added_TE: torch.Tensor | None = None
         for number, layer in enumerate(self.layers):
             x_TE = add_rms_norm(residual_TE, added_TE, layer.before, self.epsilon)
             cache = caches(number, self.key_heads, self.size)
-            added_TE = layer.out(self._attend(layer, layer.qkv(x_TE), cache, step, rotation))
+            attended = self._attend(layer, layer.qkv(x_TE), cache, step, rotation)
+            if wanted_N is not None and number == len(self.layers) - 1:
+                attended, residual_TE = attended[wanted_N], residual_TE[wanted_N]
+            added_TE = layer.out(attended)
             x_TE = add_rms_norm(residual_TE, added_TE, layer.between, self.epsilon)
             added_TE = layer.down(silu_mul(layer.gate_up(x_TE)))
-        assert added_TE is not None
-        if wanted_N is not None:
-            residual_TE, added_TE = residual_TE[wanted_N], added_TE[wanted_N]
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
 
     def decode(self, rows: DecodeRows, caches: Caches) -> bool:

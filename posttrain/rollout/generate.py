@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
     prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
     responses = [output.token_ids for output in outputs]
     response_BR, response_mask_BR = _pad(responses, pad_token_id, left=False)
-    log_probs_BR, _ = _pad([output.log_probs for output in outputs], 0.0, left=False)
+    log_probs_BR, _ = _pad([output.log_probs for output in outputs], 0.0, left=False, dtype=np.float32)
     attention_mask = torch.cat([prompt_mask_BP, response_mask_BR], -1)
     return DataProto.from_dict(
         tensors={
@@ -79,13 +80,13 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     return array
 
 
-def _pad(rows: Sequence[Sequence[Any]], value: Any, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, rows))
-    gaps = [width - len(row) for row in rows]
-    if left:
-        padded = [[value] * gap + list(row) for row, gap in zip(rows, gaps, strict=True)]
-        mask = [[0] * gap + [1] * len(row) for row, gap in zip(rows, gaps, strict=True)]
-    else:
-        padded = [list(row) + [value] * gap for row, gap in zip(rows, gaps, strict=True)]
-        mask = [[1] * len(row) + [0] * gap for row, gap in zip(rows, gaps, strict=True)]
-    return torch.tensor(padded), torch.tensor(mask)
+def _pad(
+    rows: Sequence[Sequence[Any]], value: Any, *, left: bool, dtype: Any = np.int64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    width = int(lengths.max())
+    places = np.arange(width)
+    real = places >= width - lengths[:, None] if left else places < lengths[:, None]
+    padded = np.full(real.shape, value, dtype)
+    padded[real] = np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum()))
+    return torch.from_numpy(padded), torch.from_numpy(real.astype(np.int64))

@@ -14,7 +14,7 @@ from posttrain.doctor import counting
 from posttrain.doctor.counting import LiveBytes, ModelBytes
 from posttrain.doctor.plan import GIB, Device, plan_memory
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.packing import packed_units
+from posttrain.engine.packing import packed_units, plan_units
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
@@ -84,7 +84,7 @@ def test_S3_53_activations_and_peak_are_those_of_a_real_update(tiny_model, case,
     batch = full_rows()
     engine._backward(batch, loss, 1.0)  # from here on the sums of the gradients exist
     engine.module.train(checkpointing)
-    rows = packed_units(batch, [1] * len(batch), CPU)
+    rows = packed_units(batch, plan_units(batch, share=False), CPU)
     with packed_rows(rows.layout):
         saved, _ = counting.saved_bytes(engine.module, lambda: engine._forward(rows, 1.0))
     assert planned == pytest.approx(saved, rel=0.1)

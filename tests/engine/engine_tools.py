@@ -19,17 +19,25 @@ VOCABULARY = 261
 
 
 def ragged_batch(
-    rows: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0, prompts: int | None = None
+    rows: int = 16,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    prompts: int | None = None,
+    alike: bool = False,
 ) -> DataProto:
     """Rows with responses of 1 to 12 tokens, a masked span in some, random everything else.
 
     Every row has a prompt of its own of 2 to 9 tokens; with `prompts`, that many longer ones are shared by the rows.
+    With `alike`, responses are equal, or begin alike, or one is the beginning of another.
     """
     rng = np.random.default_rng(seed)
     low, high = (2, 10) if prompts is None else (15, 30)
     texts = [rng.integers(0, VOCABULARY, rng.integers(low, high)).tolist() for _ in range(prompts or rows)]
     prompt_ids = [texts[row * len(texts) // rows] for row in range(rows)]
     responses = [rng.integers(0, VOCABULARY, rng.integers(1, 13)).tolist() for _ in range(rows)]
+    if alike:
+        whole = rng.integers(0, VOCABULARY, 12).tolist()
+        responses = [[*whole[: len(ids) - row % 2], *ids[len(ids) - row % 2 :]] for row, ids in enumerate(responses)]
     outputs = [Output(i, ids, rng.normal(-3, 1, len(ids)).tolist(), "stop") for i, ids in enumerate(responses)]
     batch = to_batch(prompt_ids, outputs, pad_token_id=0)
     mask = batch.batch["response_mask"]

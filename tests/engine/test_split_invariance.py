@@ -5,6 +5,9 @@ import torch
 from engine_tools import gradient, objective, ragged_batch
 
 from posttrain.algorithms import AGGREGATION_MODES
+from posttrain.engine.packing import packed_units, plan_units
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 LAYOUTS = [
@@ -26,8 +29,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "float64"])
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_S4_17_gradient_is_the_same_in_every_layout(make_engine, dtype, mode):
-    batch = ragged_batch(dtype=dtype, prompts=5)
+@pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
+def test_S4_17_gradient_is_the_same_in_every_layout(make_engine, dtype, mode, alike):
+    batch = ragged_batch(dtype=dtype, prompts=5, alike=alike)
     whole_loss = objective(loss_agg_mode=mode)
     whole = gradient(make_engine(dtype, share_prompts=False), batch, whole_loss)
     assert whole.norm() > 1e-3
@@ -69,6 +73,28 @@ def test_a_prompt_is_computed_once_for_all_its_responses_where_that_is_cheaper(m
     make_engine(share_prompts=False).log_probs(batch)
     last = len(batch)  # the last token of a response is only predicted
     assert seen == [prompt + response - last, int(mask.sum()) - last]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_responses_that_begin_alike_are_computed_once(make_engine, share):
+    """Only what is fed counts: the last token of a response is not."""
+    prompt, answers = [7, 8, 9], [[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3, 6], [], [9], [5, 2], [1, 2, 3]]
+    outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]
+    batch = to_batch([prompt] * len(answers), outputs, pad_token_id=0)
+    units = plan_units(batch, share=share, width=64, all_pairs=False)
+    fed = [ids[:-1] for ids in answers]
+    if not share:
+        assert [(unit.rows, unit.sources) for unit in units] == [([row], [0]) for row in range(len(answers))]
+        assert [unit.tokens for unit in units] == [len(prompt) + len(ids) for ids in fed]
+        return
+    [unit] = units
+    assert all(fed[source][: len(ids)] == ids for ids, source in zip(fed, unit.sources, strict=True))
+    assert {tuple(fed[source]) for source in unit.sources} == {(1, 2, 3), (5,)} and unit.tokens == 3 + 3 + 1
+    rows = packed_units(batch, units, torch.device("cpu"))
+    assert rows.input_ids.tolist() == [[7, 8, 9, 1, 2, 3, 5]]
+    engine = make_engine()
+    for name, value in make_engine(share_prompts=False).log_probs(batch).items():
+        torch.testing.assert_close(engine.log_probs(batch)[name], value, rtol=0, atol=1e-9)
 
 
 def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):

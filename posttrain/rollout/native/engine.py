@@ -2,7 +2,8 @@
 
 A step lets in what there is room for, computes one flat batch (the newest token of every running row, and pieces of new
 prompts up to a budget), and samples one token of every row whose logits are there. Equal prompts are computed once.
-While nobody can be let in, rows go on for several tokens in one step, where the decoder can do that.
+While nobody can be let in, rows go on for several tokens in one step, where the decoder can do that; rows that have
+made the same tokens so far are computed as one.
 
 Shapes: T tokens of a step, N whose logits are wanted, V vocabulary.
 """
@@ -26,9 +27,9 @@ from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, unifo
 
 _COLUMNS_OF_ROWS = {
     "last": "last", "positions": "length", "counts": "count", "limits": "limit", "seeds": "seed",
-    "temperatures": "temperature", "greedy": "greedy", "stops": "stops",
+    "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history",
 }  # fmt: skip
-MANY = 16  # steps for which it pays to lay weights out anew
+MANY, MANY_TOKENS = 16, 512  # steps of a row, or tokens of all rows, for which it pays to lay weights out anew
 FEW = 512  # prompt tokens for which weights laid out for decoding are as good as any
 
 
@@ -118,12 +119,13 @@ class NativeEngine(RolloutEngine):
     def _go_on(self, decoding: np.ndarray) -> dict[int, str] | None:
         """Several tokens for every row, up to its end: the rows that ended, and why; None if the decoder cannot."""
         slots = self.slots
-        before = slots.count[decoding]
+        before, known = slots.count[decoding], int(slots.next_history[0])
         rows = DecodeRows(
             **{name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()},
             table=slots.table[decoding],
             starts=slots.starts[decoding],
             stop_sets=slots.stop_sets,
+            next_history=slots.next_history,
             steps=min(self.tokens_per_step, int((slots.limit[decoding] - before).max())),
             stop_at_end=bool(self.queue.prompts),
         )
@@ -134,7 +136,8 @@ class NativeEngine(RolloutEngine):
         places = (decoding[row], before[row] + step)
         slots.tokens[places], slots.log_probs[places] = rows.tokens[row, step], rows.log_probs[row, step]
         slots.last[decoding], slots.length[decoding], slots.count[decoding] = rows.last, rows.positions, rows.counts
-        self.response_tokens += len(row)
+        slots.history[decoding] = rows.histories
+        self.response_tokens += int(slots.next_history[0]) - known  # each that was computed got a history
         reasons = {1: "stop", 2: "length"}
         return {int(decoding[place]): reasons[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
 
@@ -154,6 +157,7 @@ class NativeEngine(RolloutEngine):
                 prompt.place = len(wanted)
                 wanted.append(total - 1)
         slots.length[decoding] += 1
+        slots.tell_apart(decoding)
         self.response_tokens += len(decoding)
         self.prompt_tokens += total - len(decoding)
         running = (slots.table[decoding], slots.starts[decoding])
@@ -170,7 +174,8 @@ class NativeEngine(RolloutEngine):
         return self.slots.add(rows), [prompt for _, prompt, _ in rows]
 
     def _settle(self, requests: Iterable[Request]) -> None:
-        if any(request.sampling.max_tokens >= MANY for request in requests):
+        tokens = [request.sampling.max_tokens for request in requests]
+        if max(tokens, default=0) >= MANY or sum(tokens) >= MANY_TOKENS:
             self.settles = True
             self.decoder.settle()
 
@@ -216,9 +221,9 @@ class NativeEngine(RolloutEngine):
         """Outputs of these rows; their slots and blocks are free again."""
         if not ended:
             return []
-        slots, outputs, self.settled_in = self.slots, [], False
-        for slot, reason in ended.items():
-            outputs.append(slots.output(slot, reason, self.version))
+        slots, self.settled_in = self.slots, False
+        outputs = slots.outputs(ended, self.version)
+        for slot in ended:
             prompt = slots.prompts[slot]
             assert prompt is not None
             self.queue.row_done(prompt, slots.blocks[slot])

@@ -22,6 +22,7 @@ class Prompt:
     computed: int = 0  # tokens whose keys and values are in the cache
     rows: int = 0  # running rows that read its blocks
     logits_V: torch.Tensor | None = None  # after its last token, kept while requests wait
+    history: int = -1  # the number of its rows' common past; given when the first of them starts
     place: int = -1  # of its logits among those of the step that is being computed
 
     @property

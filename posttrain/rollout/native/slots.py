@@ -5,12 +5,10 @@ A slot is a place for one row; a finished row's slot is taken by the next reques
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from posttrain.kernels.decode import FAR
-from posttrain.rollout.base import Output, Request
+from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.native.batch import starts
 from posttrain.rollout.native.prompts import Prompt
 
@@ -25,7 +23,9 @@ _COLUMNS = {
     "special": bool,  # sampled with filters or a penalty
     "by_text": bool,  # ended by a stop string
     "stops": np.int32,  # which set of stop tokens
+    "history": np.int64,  # the same for rows with the same prompt and the same tokens up to the newest
 }
+_BY_SAMPLING = ("limit", "temperature", "greedy", "special", "by_text", "stops")
 
 
 class Slots:
@@ -45,6 +45,7 @@ class Slots:
         self.stop_sets: list[tuple[int, ...]] = []
         self.free: list[int] = []
         self.active = np.zeros(0, np.int64)
+        self.next_history = np.zeros(1, np.int64)
 
     def __getattr__(self, name: str) -> np.ndarray:
         return self.__dict__["columns"][name]
@@ -66,15 +67,37 @@ class Slots:
         self._widen(max(len(p.blocks) + len(own) for _, p, own in rows), max(r.sampling.max_tokens for r, _, _ in rows))
         slots = np.asarray([self.free.pop() for _ in rows])
         self.table[slots] = [_padded([*p.blocks, *own], 0, self.width) for _, p, own in rows]
-        self.starts[slots] = [
-            _padded([*starts(p.blocks, 0), *starts(own, len(p.ids))], FAR, self.width) for _, p, own in rows
-        ]
-        values = [_values(request, prompt, self._stop_set) for request, prompt, _ in rows]
-        for name, column in zip(_COLUMNS, zip(*values, strict=True), strict=True):
-            self.columns[name][slots] = np.asarray(column, _COLUMNS[name])
+        first: dict[tuple[int, int], list[int]] = {}  # by the lengths of a prompt and of the room for the response
+        for _, prompt, own in rows:
+            if (len(prompt.ids), len(own)) not in first:
+                begin = [*starts(prompt.blocks, 0), *starts(own, len(prompt.ids))]
+                first[len(prompt.ids), len(own)] = _padded(begin, FAR, self.width)
+            if prompt.history < 0:
+                prompt.history = int(self.next_history[0])
+                self.next_history += 1
+        self.starts[slots] = [first[len(prompt.ids), len(own)] for _, prompt, own in rows]
+        self.length[slots] = [len(prompt.ids) for _, prompt, _ in rows]
+        self.history[slots] = [prompt.history for _, prompt, _ in rows]
+        self.seed[slots] = np.array([request.seed & (2**64 - 1) for request, _, _ in rows], np.uint64)
+        self.last[slots] = self.count[slots] = 0
+        kinds: dict[int, tuple] = {}  # what follows from the sampling, which most rows share
+        for request, _, _ in rows:
+            if id(request.sampling) not in kinds:
+                kinds[id(request.sampling)] = self._kind(request.sampling)
+        columns = zip(*[kinds[id(request.sampling)] for request, _, _ in rows], strict=True)
+        for name, column in zip(_BY_SAMPLING, columns, strict=True):
+            self.columns[name][slots] = column
         for slot, (request, prompt, own) in zip(slots.tolist(), rows, strict=True):
             self.requests[slot], self.prompts[slot], self.blocks[slot], self.spans[slot] = request, prompt, own, []
         return slots
+
+    def tell_apart(self, slots: np.ndarray) -> None:
+        """These rows' newest tokens join their histories."""
+        if len(slots):
+            last = self.last[slots]
+            _, number = np.unique(self.history[slots] * (last.max() + 1) + last, return_inverse=True)
+            self.history[slots] = self.next_history + number
+            self.next_history += len(slots)
 
     def drop(self, slot: int) -> None:
         self.requests[slot] = self.prompts[slot] = None
@@ -84,10 +107,18 @@ class Slots:
         """The response so far."""
         return self.tokens[slot, : self.count[slot]].tolist()
 
-    def _stop_set(self, ids: tuple[int, ...]) -> int:
-        if ids not in self.stop_sets:
-            self.stop_sets.append(ids)
-        return self.stop_sets.index(ids)
+    def _kind(self, sampling: Sampling) -> tuple:
+        """A row's values in the columns `_BY_SAMPLING`."""
+        if sampling.stop_token_ids not in self.stop_sets:
+            self.stop_sets.append(sampling.stop_token_ids)
+        return (
+            sampling.max_tokens,
+            1.0 if sampling.greedy else sampling.temperature,
+            sampling.greedy,
+            (sampling.filtered and not sampling.greedy) or sampling.repetition_penalty != 1.0,
+            bool(sampling.stop),
+            self.stop_sets.index(sampling.stop_token_ids),
+        )
 
     def stopped(self, slots: np.ndarray) -> np.ndarray:
         """Which of these rows' newest tokens are among their stop tokens."""
@@ -101,8 +132,8 @@ class Slots:
 
     def note_version(self, slot: int, version: int) -> None:
         """Tokens generated since the last note were made by `version`."""
-        spans, count = self.spans[slot], int(self.count[slot])
-        new = count - sum(length for _, length in spans)
+        spans = self.spans[slot]
+        new = int(self.count[slot]) - sum(length for _, length in spans)
         if not new:
             return
         if spans and spans[-1][0] == version:
@@ -110,12 +141,18 @@ class Slots:
         else:
             spans.append((version, new))
 
-    def output(self, slot: int, reason: str, version: int) -> Output:
-        request, count = self.requests[slot], int(self.count[slot])
-        assert request is not None
-        self.note_version(slot, version)
-        tokens, log_probs = self.tokens[slot, :count].tolist(), self.log_probs[slot, :count].tolist()
-        return Output(request.id, tokens, log_probs, reason, self.spans[slot])
+    def outputs(self, ended: dict[int, str], version: int) -> list[Output]:
+        """What these rows have made; each with the reason why it ended."""
+        slots = list(ended)
+        counts = self.count[slots].tolist()
+        tokens, log_probs = (array[slots, : max(counts)].tolist() for array in (self.tokens, self.log_probs))
+        found = []
+        for slot, reason, count, ids, values in zip(slots, ended.values(), counts, tokens, log_probs, strict=True):
+            request = self.requests[slot]
+            assert request is not None
+            self.note_version(slot, version)
+            found.append(Output(request.id, ids[:count], values[:count], reason, self.spans[slot]))
+        return found
 
     def _grow(self, more: int) -> None:
         """Have this many free slots."""
@@ -143,20 +180,3 @@ class Slots:
 
 def _padded(values: list[int], fill: int, width: int) -> list[int]:
     return values + [fill] * (width - len(values))
-
-
-def _values(request: Request, prompt: Prompt, stop_set: Callable[[tuple[int, ...]], int]) -> tuple:
-    """A new row's values in the order of the columns."""
-    sampling = request.sampling
-    return (
-        len(prompt.ids),
-        0,
-        0,
-        sampling.max_tokens,
-        request.seed & (2**64 - 1),
-        1.0 if sampling.greedy else sampling.temperature,
-        sampling.greedy,
-        (sampling.filtered and not sampling.greedy) or sampling.repetition_penalty != 1.0,
-        bool(sampling.stop),
-        stop_set(sampling.stop_token_ids),
-    )
