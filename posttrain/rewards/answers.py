@@ -6,6 +6,7 @@ It stands in `\\boxed{}`, after `####`, in `<answer>`, after "the answer is" or 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from posttrain.rewards.numbers import Number, find_numbers, is_unfinished, last_number, parse_number
 
@@ -21,6 +22,7 @@ _LATEX_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
 _MATH = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 REMARK = re.compile(r"(?<=[\w%])\s+[(（].*", re.DOTALL)
 _CLAUSE = re.compile(r"\b(?:because|since|which|where)\b|因为|[,，;；](?=\s)")
+_SHORT = 100
 _BOXES_READ = 20  # from the end; a response of nothing but unclosed boxes must not cost quadratic time
 
 
@@ -65,10 +67,14 @@ def said_answer(text: str) -> tuple[str, bool] | None:
 
 def final_number(text: str) -> Number | None:
     """The number that a text ends up with, or None."""
+    return _final_number_of_short(text) if len(text) < _SHORT else _final_number(text)
+
+
+def _final_number(text: str) -> Number | None:
     explicit = explicit_answer(text)
     if explicit is not None:
         return parse_number(explicit) or last_number(result_of(explicit))
-    whole = parse_number(text) if len(text) < 100 else None
+    whole = parse_number(text) if len(text) < _SHORT else None
     if whole is not None:
         return whole
     said = said_answer(text)
@@ -78,6 +84,9 @@ def final_number(text: str) -> Number | None:
         if numbers or find_numbers(clause):  # what is said and left open (`5 or 6`) is no answer
             return None if not numbers else numbers[-1] if said[1] else numbers[0]
     return last_number(text)
+
+
+_final_number_of_short = lru_cache(maxsize=4096)(_final_number)  # truths come back, and so do short responses
 
 
 def result_of(answer: str) -> str:

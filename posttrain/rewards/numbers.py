@@ -96,8 +96,8 @@ def same_number(left: Number, right: Number) -> bool:
 
 
 def _close(left: Fraction, right: Fraction) -> bool:
-    if left == right or (left.denominator == 1 and right.denominator == 1):
-        return left == right
+    if left.denominator == 1 and right.denominator == 1:
+        return left.numerator == right.numerator
     return abs(left - right) <= min(Fraction(1), max(abs(left), abs(right))) / 1_000_000
 
 
@@ -107,8 +107,11 @@ def _value(match: re.Match[str]) -> Number | None:
         return None
     try:
         if part["plain"] is not None:
-            value = _exact(part["plain"]) / (_exact(part["over"]) if part["over"] else 1)
-            value *= _MYRIADS.get(part["myriad"] or "", 1)
+            value = _exact(part["plain"])
+            if part["over"]:
+                value /= _exact(part["over"])
+            if part["myriad"]:
+                value *= _MYRIADS[part["myriad"]]
         elif part["mixed"] is not None:
             value = int(part["mixed"]) + Fraction(int(part["mnum"]), int(part["mden"]))
         else:
@@ -124,4 +127,5 @@ def _exact(digits: str) -> Fraction:
     mantissa, _, exponent = digits.replace(",", "").lower().partition("e")
     if len(exponent) > 4:
         raise ValueError("an exponent of this size is not an answer")
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
+    value = Fraction(mantissa)
+    return value * Fraction(10) ** int(exponent) if exponent else value

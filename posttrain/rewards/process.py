@@ -9,16 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import posttrain
 from posttrain.rewards import guardian
+from posttrain.rewards.channel import Channel
 from posttrain.rewards.types import RewardError, RewardSpec
 
 _ROOT = str(Path(posttrain.__file__).resolve().parents[1])
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_SEND_S = 60.0
+"""Seconds that a worker which should be reading may take none of a message."""
 
 
 class WorkerProcess:
@@ -39,27 +41,26 @@ class WorkerProcess:
         )
         guardian.watch(self.process.pid)
         theirs.close()
-        self.conn: Connection[Any, Any] = Connection(ours.detach())
+        self.channel = Channel(ours, send_s=_SEND_S)
         with contextlib.suppress(OSError):  # a worker that died already is noticed where it is read
-            self.conn.send(spec)
+            self.channel.send(spec)
 
     def wait_until_ready(self, seconds: float) -> RewardSpec:
         """The spec with what the worker found filled in; RewardError if the worker failed, died or took too long."""
         end = time.monotonic() + seconds
-        while self.conn.poll(max(0.0, end - time.monotonic())):
-            try:
-                kind, *rest = self.conn.recv()
-            except (EOFError, OSError):
+        while wait([self.channel.fileno()], max(0.0, end - time.monotonic())):
+            for kind, *rest in self.channel.receive():
+                if kind == "print":
+                    print(rest[0])
+                elif kind == "failed":
+                    raise RewardError(rest[0], todo=rest[1])
+                elif kind == "ready":
+                    return rest[0]
+            if self.channel.ended:
                 raise RewardError(
                     f"a worker ended ({self.exit_text()}) while it imported the reward",
                     todo="run the file alone with python; it must be importable",
-                ) from None
-            if kind == "print":
-                print(rest[0])
-            elif kind == "failed":
-                raise RewardError(rest[0], todo=rest[1])
-            elif kind == "ready":
-                return rest[0]
+                )
         raise RewardError(
             f"importing the reward took longer than {seconds:g} s", todo="move slow work out of the file's top level"
         )
@@ -83,7 +84,7 @@ class WorkerProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         guardian.forget(self.process.pid)
-        self.conn.close()
+        self.channel.close()
 
 
 def _environment() -> dict[str, str]:

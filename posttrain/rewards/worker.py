@@ -1,30 +1,28 @@
 """A reward worker: `python -m posttrain.rewards.worker FD PARENT`; imports the reward once, then scores for RewardPool.
 
-In:  the RewardSpec, then chunks of tasks [(task id, [pickled Fields, ...]), ...]
-Out: ("ready", spec) or ("failed", what, todo); ("print", line); ("wait", seconds);
-     ("done", task id, [(score, parts, error), ...], seconds)
+What it hears and says stands in channel.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import os
 import pickle
-import random
 import signal
+import socket
 import sys
-import threading
 import time
-import zlib
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from posttrain.rewards.channel import CHUNK_S, Channel, Payload
 from posttrain.rewards.failures import describe_exception
 from posttrain.rewards.loading import load_scores
 from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
+from posttrain.rewards.seeding import Seeding
 from posttrain.rewards.types import RewardError
 
 PRINT_LINES, PRINT_CHARS = 20, 2000
@@ -35,14 +33,19 @@ _SLOW_IMPORT_S = 60.0
 def main() -> None:
     """Serve one parent until it hangs up."""
     _die_with_parent(int(sys.argv[2]))
-    channel = _Channel(Connection(int(sys.argv[1])))
-    spec = channel.conn.recv()
+    os.set_inheritable(int(sys.argv[1]), False)  # a program that outlives the worker must not hold its connection
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    messages = _messages(channel)
+    spec = next(messages, None)
+    if spec is None:
+        return
     out = _Lines(channel)
     sys.stdout = sys.stderr = out
     if spec.code:
         from posttrain.rewards.scorers import code
 
         code.configure(**spec.code)
+    seeding = Seeding()
     try:
         score, spec = load_scores(spec)
     except RewardError as error:
@@ -53,31 +56,49 @@ def main() -> None:
         return
     _announce_slow_imports(channel)
     channel.send(("ready", spec))
-    while True:
-        for task, payloads in channel.conn.recv():
-            out.new_sample()
-            start = time.perf_counter()
-            outcomes = score_task(score, payloads)
-            out.flush_line()
-            channel.send(("done", task, outcomes, time.perf_counter() - start))
+    gc.freeze()  # collections need not walk through what was imported
+    for chunk in messages:
+        _score_chunk(lambda payloads: score_task(score, payloads, seeding), chunk, channel, out)
 
 
-def score_task(score: ScoreItems, payloads: Sequence[bytes]) -> list[Outcome]:
+def _messages(channel: Channel) -> Iterator[Any]:
+    while not channel.ended:
+        yield from channel.receive()
+
+
+def _score_chunk(
+    score: Callable[[list[Payload]], list[Outcome]],
+    chunk: list[tuple[int, list[Payload]]],
+    channel: Channel,
+    out: _Lines,
+) -> None:
+    process = os.getpid()
+    begin = start = time.monotonic()
+    for place, (number, payloads) in enumerate(chunk):
+        if start > begin + CHUNK_S:  # slower than the pool thought: other workers may be idle
+            channel.send(("back", (start - begin) / place))
+            return
+        out.new_sample()
+        outcomes = score(payloads)
+        if os.getpid() != process:  # the function forked, and this is the child that came back, too
+            os._exit(0)
+        out.flush_line()
+        end = time.monotonic()
+        channel.send(("done", number, outcomes, start, end))
+        start = end
+
+
+def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding) -> list[Outcome]:
     """One outcome per payload; whatever happens is turned into an outcome."""
     try:
-        items = [pickle.loads(payload) for payload in payloads]
-        _seed("\n".join(str(item[1]) for item in items))
+        items = []
+        for row, response, tokens in payloads:
+            data_source, ground_truth, extra_info = pickle.loads(row)
+            items.append((data_source, response, ground_truth, extra_info, tokens))
+        seeding.new_sample("\n".join([response for _, response, _ in payloads]))
         return score(items)
     except BaseException as error:
         return [failure(describe_exception(error))] * len(payloads)
-
-
-def _seed(text: str) -> None:
-    """Seed the usual generators by the sample: a score does not depend on which worker computed it, or after what."""
-    seed = zlib.crc32(text.encode("utf-8", "surrogatepass"))
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def _die_with_parent(parent: int) -> None:
@@ -88,27 +109,16 @@ def _die_with_parent(parent: int) -> None:
             os._exit(0)
 
 
-def _announce_slow_imports(channel: _Channel) -> None:
+def _announce_slow_imports(channel: Channel) -> None:
     from posttrain.rewards.scorers import math as math_scorer
 
     math_scorer.before_slow_import = lambda: channel.send(("wait", _SLOW_IMPORT_S))
 
 
-class _Channel:
-    """The connection, safe to use from the user's threads too."""
-
-    def __init__(self, conn: Connection[Any, Any]) -> None:
-        self.conn, self._lock = conn, threading.Lock()
-
-    def send(self, message: tuple[Any, ...]) -> None:
-        with self._lock:
-            self.conn.send(message)
-
-
 class _Lines(io.TextIOBase):
     """Stands for stdout and stderr: sends whole lines to the parent, and per sample no more than a screen."""
 
-    def __init__(self, channel: _Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel, self._pid, self._rest = channel, os.getpid(), ""
         self.new_sample()
 

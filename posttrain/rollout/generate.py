@@ -23,18 +23,18 @@ def generate(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
     seeds: Sequence[int],
-    on_output: Callable[[int, Output], None] | None = None,
+    on_outputs: Callable[[list[Output]], None] | None = None,
 ) -> list[Output]:
-    """One output per prompt, in order; `on_output(row, output)` is called as soon as a row is finished."""
+    """One output per prompt, in order, its row as `id`; `on_outputs` is given those of a step as soon as they end."""
     for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
         engine.submit(Request(row, prompt, sampling, seed))
     outputs: dict[int, Output] = {}
     with no_garbage_collection():
         while engine.has_work():
-            for output in engine.step():
-                outputs[output.id] = output  # pyright: ignore
-                if on_output is not None:
-                    on_output(output.id, output)  # pyright: ignore
+            ended = engine.step()
+            outputs.update((output.id, output) for output in ended)  # pyright: ignore
+            if ended and on_outputs is not None:
+                on_outputs(ended)
     return [outputs[row] for row in range(len(prompts))]
 
 

@@ -26,10 +26,10 @@ from posttrain.workers.probe import WeightProbe
 from posttrain.workers.reward_model.worker import RewardModelWorker
 from posttrain.workers.roles import actor_engine, check_vocabulary, critic_engine, reference_engine
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "OnOutput", "RewardModelWorker"]
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "OnOutputs", "RewardModelWorker"]
 
 SHARED_PROOF_FREQ = 10
-OnOutput = Callable[[int, Output], None]
+OnOutputs = Callable[[list[Output]], None]
 
 
 class ActorRolloutRefWorker:
@@ -66,7 +66,7 @@ class ActorRolloutRefWorker:
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
 
     @register(Dispatch.SPLIT)
-    def generate_sequences(self, prompts: DataProto, on_output: OnOutput | None = None) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, on_outputs: OnOutputs | None = None) -> DataProto:
         """One response per row, in order.
 
         `meta_info["validate"]` takes the validation's sampling settings, `meta_info["greedy"]` the likeliest tokens.
@@ -78,7 +78,7 @@ class ActorRolloutRefWorker:
         seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
         with self.engine.on_device():
             self.rollout.wake()
-            outputs = generate(self.rollout, ids, [sampling] * len(ids), seeds, on_output)
+            outputs = generate(self.rollout, ids, [sampling] * len(ids), seeds, on_outputs)
             self.rollout.sleep()
         return to_batch(ids, outputs, self.tokenizer.pad_token_id)
 

@@ -90,9 +90,7 @@ def test_each_answer_moves_the_deadline_so_that_a_long_chunk_is_no_timeout():
     with RewardPool(spec, num_workers=1, timeout_s=0.8) as pool:
         pool.submit("fast", RewardItem("", "fast", ""))  # a fast function is given long chunks
         pool.wait_all()
-        with pool._changed:  # nothing is handed out until all are there
-            for key in range(10):
-                pool.submit(key, RewardItem("", "slow", ""))
+        pool.submit_many([(key, RewardItem("", "slow", "")) for key in range(10)])
         assert [result.error for result in pool.wait_all().values()] == [None] * 10
 
 

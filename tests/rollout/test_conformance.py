@@ -101,8 +101,10 @@ def test_stop_tokens_and_stop_strings_end_a_response_and_are_kept(make, prompts,
 def test_outputs_come_as_soon_as_they_end(make, prompts):
     order = []
     settings = [Sampling(max_tokens=n) for n in (9, 2, 5, 1)]
-    generate(make(), prompts, settings, range(4), on_output=lambda row, output: order.append(row))
-    assert order == [3, 1, 2, 0]
+    generate(
+        make(), prompts, settings, range(4), on_outputs=lambda ended: order.append([output.id for output in ended])
+    )
+    assert order == [[3], [1], [2], [0]]
 
 
 def test_abort_gives_partial_outputs_and_the_others_go_on_unchanged(make, prompts):

@@ -54,7 +54,7 @@ def test_reward_workers_do_not_outlive_a_killed_run(tiny_model, sums, tmp_path):
     code = code.replace(
         "os.kill(os", "print('worker', *[w.handle.process.pid for w in pool_of(self)], flush=True); os.kill(os"
     )
-    code = code.replace("plain =", "pool_of = lambda trainer: trainer.reward_fn.pool._workers\nplain =")
+    code = code.replace("plain =", "pool_of = lambda trainer: trainer.reward_fn.pool._crew._workers\nplain =")
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == -9, ended.stderr[-2000:]
     pids = [int(word) for line in ended.stdout.splitlines() if line.startswith("worker") for word in line.split()[1:]]

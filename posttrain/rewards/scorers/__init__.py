@@ -53,8 +53,10 @@ def known_sources() -> list[str]:
 
 def canonical_source(data_source: str) -> str | None:
     """The name under which a data source's scorer is registered (`openai/gsm8k` is `gsm8k`), or None."""
+    if data_source in SCORERS:
+        return data_source
     short = str(data_source).strip().rpartition("/")[2].lower()
-    for name in (data_source, short, ALIASES.get(short)):
+    for name in (short, ALIASES.get(short)):
         if name in SCORERS:
             return name
     return None

@@ -69,8 +69,8 @@ class Scoring:
         extra_info: Any,
     ) -> None:
         """Score the responses to one prompt; returns at once."""
-        for number, (text, length) in enumerate(zip(responses, tokens, strict=True)):
-            item = RewardItem(
+        items = [
+            RewardItem(
                 data_source=data_source or self._default,
                 solution_str=text,
                 ground_truth=ground_truth,
@@ -79,7 +79,9 @@ class Scoring:
                 group_size=len(responses),
                 tokens=length,
             )
-            self._pool.submit((prompt, number), item)
+            for text, length in zip(responses, tokens, strict=True)
+        ]
+        self._pool.submit_many([((prompt, number), item) for number, item in enumerate(items)])
 
     def finish(self) -> dict[Any, RewardResult]:
         """(prompt, number of the response) -> its result, for all that was fed."""

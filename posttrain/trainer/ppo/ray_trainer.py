@@ -274,7 +274,7 @@ class RayPPOTrainer:
         gen_batch.non_tensor_batch["seed"] = np.array(seeds, dtype=object)
         self.reward_fn.begin(batch)
         output = self.actor_rollout_wg.generate_sequences(
-            gen_batch, on_output=lambda row, done: self.reward_fn.feed(row, done.token_ids)
+            gen_batch, on_outputs=lambda ended: self.reward_fn.feed([(one.id, one.token_ids) for one in ended])
         )
         output.meta_info.clear()
         return batch.union(output).set_decoder(self._decode)  # `response` is there for whoever reads it

@@ -5,9 +5,10 @@ Shapes: B rows, R response width.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.algorithms import overlong_penalty
@@ -18,7 +19,7 @@ from posttrain.rewards.types import RewardItem, RewardResult
 
 
 class RewardManager:
-    """`begin` a batch, `feed` each response as it ends, `finish` to have all scores; or call it on a whole batch.
+    """`begin` a batch, `feed` responses as they end, `finish` to have all scores; or call it on a whole batch.
 
     Without a pool all scores are 0: a reward model gives them. `named` says whether the user named the function.
     """
@@ -32,27 +33,32 @@ class RewardManager:
     def begin(self, rows: DataProto) -> None:
         """The rows that responses will be fed for, with their truths and groups."""
         self.rows = rows
-        uids = rows.non_tensor_batch["uid"]
-        names, counts = np.unique(uids, return_counts=True)
-        self.group_size = dict(zip(names.tolist(), counts.tolist(), strict=True))
+        fields = rows.non_tensor_batch
+        columns = [fields[name].tolist() for name in ("uid", "data_source", "ground_truth", "extra_info")]
+        self.fields = list(zip(*columns, strict=True))
+        self.group_size = Counter(columns[0])
 
-    def feed(self, row: int, token_ids: list[int]) -> None:
-        """Score the response of one row; returns at once."""
+    def feed(self, responses: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Score responses, each the number of its row and its token ids; returns at once."""
         assert self.rows is not None, "begin() comes before feed()"
-        if self.pool is None:
+        if self.pool is None or not responses:
             return
-        fields = self.rows.non_tensor_batch
-        uid = fields["uid"][row]
-        item = RewardItem(
-            data_source=fields["data_source"][row] or self.default_source,
-            solution_str=self.tokenizer.decode(token_ids, skip_special_tokens=True),
-            ground_truth=fields["ground_truth"][row],
-            extra_info=fields["extra_info"][row],
-            group=uid,
-            group_size=self.group_size[uid],
-            tokens=len(token_ids),
-        )
-        self.pool.submit(row, item)
+        texts = self._texts([ids for _, ids in responses])
+        items: list[tuple[int, RewardItem]] = []
+        for (row, ids), text in zip(responses, texts, strict=True):
+            uid, source, truth, extra_info = self.fields[row]
+            size = self.group_size[uid]
+            item = RewardItem(source or self.default_source, text, truth, extra_info, uid, size, len(ids))
+            items.append((row, item))
+        self.pool.submit_many(items)
+
+    def _texts(self, responses: list[Sequence[int]]) -> list[str]:
+        """Short responses are often the same: each is decoded once."""
+        keys = [tuple(ids) for ids in responses]
+        different = list(set(keys))
+        decoded = self.tokenizer.batch_decode([list(key) for key in different], skip_special_tokens=True)
+        texts = dict(zip(different, decoded, strict=True))
+        return [texts[key] for key in keys]
 
     def finish(self) -> DataProto:
         """Wait for the rest; gives `reward_score`, `reward_parts` and `reward_error` of each row."""
@@ -71,8 +77,8 @@ class RewardManager:
     def score(self, data: DataProto) -> DataProto:
         """As begin, feed and finish, for responses that are all there."""
         self.begin(data)
-        for row, (ids, mask) in enumerate(zip(data.batch["responses"], _real_responses(data), strict=True)):
-            self.feed(row, ids[mask].tolist())
+        pairs = zip(data.batch["responses"], _real_responses(data), strict=True)
+        self.feed([(row, ids[mask].tolist()) for row, (ids, mask) in enumerate(pairs)])
         return self.finish()
 
     def __call__(self, data: DataProto) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Validator:
         gen_batch.meta_info["validate"] = True
         trainer.reward_fn.begin(batch)
         output = trainer.actor_rollout_wg.generate_sequences(
-            gen_batch, on_output=lambda row, done: trainer.reward_fn.feed(row, done.token_ids)
+            gen_batch, on_outputs=lambda ended: trainer.reward_fn.feed([(one.id, one.token_ids) for one in ended])
         )
         batch.union(trainer.reward_fn.finish())
         if trainer.model_reward:

@@ -1,0 +1,76 @@
+"""Messages between a RewardPool and one of its workers: pickles with their length before them, over a socket.
+
+To the worker: the RewardSpec, then chunks of tasks [(task's number, [Payload, ...]), ...]
+From it:       ("ready", spec) or ("failed", what, todo); ("print", line); ("wait", seconds);
+               ("done", number, [(score, parts, error), ...], start, end);
+               ("back", seconds of a task): gives back the rest of its chunk
+
+A worker sends each answer when it has it, into the socket's buffer. There it is safe whatever the worker does next, and
+the pool takes out many at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import threading
+from typing import Any
+
+Payload = tuple[bytes, str, "int | None"]
+"""Pickled (data_source, ground_truth, extra_info), the response, and its number of tokens."""
+
+CHUNK_S = 0.05
+"""Seconds of work that a chunk should hold; what a worker has not begun by then it gives back."""
+CHUNK = 512
+"""Most tasks of a chunk. All their answers fit into the socket's buffer."""
+_BUFFER = 1 << 20  # the kernel gives as much of it as it allows
+_LENGTH = struct.Struct("!Q")
+_READ = 1 << 18
+
+
+class Channel:
+    """One end; `send` may be called by several threads."""
+
+    def __init__(self, sock: socket.socket, send_s: float | None = None) -> None:
+        """`send_s` seconds without progress end a `send` with an OSError; with it `receive` never waits."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        sock.settimeout(send_s)
+        self._socket, self._lock, self._received = sock, threading.Lock(), bytearray()
+        self.ended = False
+        """Whether the other end was closed and all that it said was received."""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message, protocol=5)
+        with self._lock:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> list[Any]:
+        """The whole messages of what has come."""
+        try:
+            data = os.read(self._socket.fileno(), _READ)
+            self.ended = not data
+        except BlockingIOError:
+            return []
+        except OSError:
+            self.ended = True
+            return []
+        self._received += data
+        messages, start, size = [], 0, len(self._received)
+        with memoryview(self._received) as view:
+            while size - start >= _LENGTH.size:
+                body = start + _LENGTH.size
+                end = body + _LENGTH.unpack_from(view, start)[0]
+                if end > size:
+                    break
+                messages.append(pickle.loads(view[body:end]))
+                start = end
+        del self._received[:start]
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
