@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,15 +26,27 @@ class AdapterError(UserError):
     """Adapters that cannot be made or loaded; the text says what to do."""
 
 
-def find_targets(model: torch.nn.Module, wanted: Any, exclude: Any = None, *, key: str = "target_modules") -> list[str]:
-    """Names for peft: short ones (`q_proj`) where they mean exactly the modules that were asked for, else full ones."""
+def find_targets(
+    model: torch.nn.Module,
+    wanted: Any,
+    exclude: Any = None,
+    *,
+    whole: Sequence[str] = (),
+    key: str = "target_modules",
+) -> list[str]:
+    """Names for peft: short ones (`q_proj`) where they mean exactly the modules that were asked for, else full ones.
+
+    Top modules named in `whole` are trained themselves: nothing in them gets adapters.
+    """
     linear = linear_modules(model)
-    chosen = _chosen(model, linear, wanted, key)
+    chosen = [name for name in _chosen(model, linear, wanted, key) if name.partition(".")[0] not in whole]
     if exclude:
         unwanted = set(_matches(list(chosen), exclude, model, key.replace("target_", "exclude_")))
         chosen = [name for name in chosen if name not in unwanted]
     if not chosen:
-        raise AdapterError(f"{key}={wanted} without {exclude} leaves no module for an adapter. {_there_are(linear)}")
+        raise AdapterError(
+            f"{key}={wanted} without {exclude or list(whole)} leaves no module for an adapter. {_there_are(linear)}"
+        )
     short = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name, _ in model.named_modules() for end in short if _ends(name, end)}
     return short if meant == set(chosen) else chosen

@@ -34,12 +34,13 @@ def add_adapters(
     """
     from peft import LoraConfig, get_peft_model
 
-    targets = find_targets(model, shape.target_modules, shape.exclude_modules, key=f"{role}model.target_modules")
+    key = f"{role}model.target_modules"
+    targets = find_targets(model, shape.target_modules, shape.exclude_modules, whole=whole, key=key)
     settings = LoraConfig(
         r=shape.lora_rank,
         lora_alpha=shape.lora_alpha,
         lora_dropout=0.0,  # RL compares passes over the same tokens: none may be random
-        target_modules=[name for name in targets if name not in whole],
+        target_modules=targets,
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **{name: value for name, value in (more or {}).items() if name in _FROM_FILES and value},
     )

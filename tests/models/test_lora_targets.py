@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from peft.tuners.lora import LoraLayer
 
 from posttrain.config.model import ModelConfig
@@ -89,3 +90,39 @@ def test_experts_that_lie_in_one_tensor_get_no_adapters_and_that_is_said():
 @pytest.mark.parametrize("kind, shape", [("qwen2", {}), ("qwen3-moe", {"target_modules": ["q_proj"]})])
 def test_nothing_is_said_of_experts_where_there_are_none_or_modules_were_named(kind, shape):
     assert stacked_note(tiny(kind), ModelConfig(lora_rank=2, **shape), "model.target_modules") is None
+
+
+def test_weights_that_4_bits_leave_out_are_named():
+    from posttrain.workers.lora_state import adapter_notes
+
+    shape = ModelConfig(lora_rank=2, quantization="nf4", target_modules=["q_proj"])
+    notes = adapter_notes(tiny("qwen3-moe"), shape)
+    assert len(notes) == 1 and "experts.down_proj (" in notes[0] and "of the base) keep model.dtype" in notes[0]
+    assert adapter_notes(tiny("qwen2"), shape) == []
+
+
+def test_a_head_of_several_layers_is_trained_whole_and_stored_as_peft_stores_it(tmp_path):
+    from peft import PeftModel
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    from posttrain.config.lora import SCORE_HEADS
+    from posttrain.models.adapter_files import adapter_settings, trained_parameters, write_adapter
+
+    size = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = RobertaConfig(**size, num_attention_heads=2, num_labels=1, pad_token_id=1)
+    torch.manual_seed(0)
+    base = RobertaForSequenceClassification(config).eval()
+    base.save_pretrained(tmp_path / "base")
+    model = add_adapters(base, ModelConfig(lora_rank=2), whole=SCORE_HEADS, role="")
+    layers = {name for name, part in model.get_base_model().named_modules() if isinstance(part, LoraLayer)}
+    assert layers and not any(name.startswith("classifier") for name in layers)
+    for weight in trained_parameters(model).values():
+        weight.data.normal_(0, 0.2)
+    write_adapter(tmp_path / "adapter", trained_parameters(model), adapter_settings(model, "base"))
+    other = RobertaForSequenceClassification.from_pretrained(tmp_path / "base").eval()
+    ids = torch.tensor([[5, 9, 3, 7]])
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        theirs = PeftModel.from_pretrained(other, str(tmp_path / "adapter"))(input_ids=ids).logits
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
+    assert float(expected.abs()) > 1e-3
