@@ -179,8 +179,8 @@ def test_pairs_stay_together_and_a_common_beginning_is_computed_once(tiny_model,
     monkeypatch.setattr(pairs, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest))
     engine = PairEngine(scorer(tiny_model), EngineSettings(device=CPU, max_rows=1))
     assert all(
-        sorted(row // 2 for unit in units for row in unit) == [number] * 2
-        for number, units in [(units[0][0] // 2, units) for units in engine._plan(pair_batch(PAIRS, 256))]
+        sorted(row // 2 for unit in units for row in unit.rows) == [number] * 2
+        for number, units in [(units[0].rows[0] // 2, units) for units in engine._plan(pair_batch(PAIRS, 256))]
     )
     engine.scores(pair_batch(PAIRS[1:2], 256))
     assert seen == [20 + 1 + 2]
