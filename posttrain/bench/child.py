@@ -65,15 +65,26 @@ class Child:
             raise ChildFailed(answer["error"])
         return answer
 
+    def pause(self) -> None:
+        """Hold it and its processes still: threads that spin for a while after their work would slow the next one."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
     def close(self) -> None:
         """Let it end by itself, or end it; processes that it left behind are in its group, and end with it."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        self.go_on()
         try:
             self.process.stdin.close()
             self.process.wait(timeout=10)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.process.stdout.close()

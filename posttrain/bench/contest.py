@@ -1,6 +1,6 @@
 """Several systems, each in its own process, measured in alternation: A, B, C, A, B, C.
 
-All are loaded and warmed up first and then wait; only one works at a time, so drift of the machine hits all alike.
+All are loaded and warmed up first and then held still; only one runs at a time, so drift of the machine hits all alike.
 """
 
 from __future__ import annotations
@@ -84,10 +84,13 @@ def measure(
             stack.callback(child.close)
             if _load(entry, child, warm_ups, line):
                 running.append((entry, child))
+            child.pause()
         for number in range(repeat):
             for entry, child in running:
                 words = f"{entry.system.name}: run {number + 1} of {repeat}"
+                child.go_on()
                 _ask(entry, child, {"seed": number + warm_ups}, words, line)
+                child.pause()
     line.clear()
     return entries
 

@@ -9,7 +9,7 @@ Shapes: T tokens of one step, E width of the model, I width of the gated layer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -165,23 +165,28 @@ class WholeStep:
         size: int,
         scale: float,
         epsilon: float,
+        room: torch.Tensor | None = None,
     ) -> None:
+        """`room` is memory of an earlier one's, taken again if it has the right size."""
         self.heads, self.key_heads, self.size, self.scale, self.epsilon = heads, key_heads, size, scale, epsilon
         self.width, self.hidden = layers[0].qkv.shape[1], layers[0].down.shape[1]
         self.like, self.ends = layers[0].qkv, ends
         self.kept: list[torch.Tensor | None] = []  # what the pointers below point to
         matrices = [getattr(weights, name) for weights in layers for name in MATRICES]
         sizes = [packed_size(weight) for weight in (*matrices, ends.head)]
-        self.room = iter(zeros_in_large_pages([sum(sizes)], self.like.dtype).split(sizes))
+        if room is None or len(room) != sum(sizes) or room.dtype is not self.like.dtype:
+            room = zeros_in_large_pages([sum(sizes)], self.like.dtype)
+        self.room = room
+        places = iter(room.split(sizes))
         self.layers = (_Layer * len(layers))()
         for place, weights in zip(self.layers, layers, strict=True):
-            self._fill(place, weights)
-        self.head = pack(ends.head, next(self.room))
+            self._fill(place, weights, places)
+        self.head = pack(ends.head, next(places))
         self.work: dict[str, torch.Tensor] = {}
 
-    def _fill(self, place: _Layer, weights: LayerWeights) -> None:
+    def _fill(self, place: _Layer, weights: LayerWeights, places: Iterator[torch.Tensor]) -> None:
         for name in MATRICES:
-            self._point(place, name, pack(weights.to_pack(name), next(self.room), gated=name == "gate_up"))
+            self._point(place, name, pack(weights.to_pack(name), next(places), gated=name == "gate_up"))
         for name in ("qkv_bias", "before", "between", "query_norm", "key_norm"):
             self._point(place, name, getattr(weights, name))
         place.window = weights.window or 0

@@ -19,6 +19,7 @@ from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, Layer
 from posttrain.models.arena import Arena, Projection, base_layer
 from posttrain.models.forward import head_of, without_adapters
 
+KEPT = 2**28  # bytes of packed copies whose memory outlives them: to take it anew costs more than to fill it
 KNOWN = ("qwen2", "qwen3", "llama", "mistral")
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # the others depend on how long the row is
 
@@ -88,6 +89,7 @@ class FastDecoder:
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
         self.whole: WholeStep | None = None
+        self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
 
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]
@@ -170,7 +172,8 @@ class FastDecoder:
             sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
             weights = [layer.weights() for layer in self.layers]
             ends = EndWeights(self.embedding, self.norm, self.head.merged() if self.head.adapters else self.head.weight)
-            self.whole = WholeStep(weights, ends, **sizes, scale=self.scale, epsilon=self.epsilon)
+            self.whole = WholeStep(weights, ends, **sizes, scale=self.scale, epsilon=self.epsilon, room=self.room)
+            self.room = self.whole.room if self.whole.room.nbytes <= KEPT else None
             self.head.pack()
             return
         for projection in self._projections():

@@ -113,6 +113,23 @@ def test_a_process_that_dies_or_hangs_gives_one_line(tmp_path: Path):
     stuck.close()
 
 
+def test_a_paused_process_uses_no_core_until_it_goes_on(tmp_path: Path):
+    code = "import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(line.strip(), flush=True)"
+    child = Child([sys.executable, "-c", code], {}, tmp_path / "log")
+    assert child._answer(lambda _: None, 30.0) == {}
+    child.pause()
+    state = Path(f"/proc/{child.process.pid}/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    with pytest.raises(ChildFailed, match="no answer within 0 s"):
+        child.ask({"seed": 1}, lambda _: None, 0.0)
+    child.go_on()
+    assert child._answer(lambda _: None, 30.0) == {"seed": 1}
+    child.pause()
+    child.close()  # also of one that is held still
+    assert child.process.returncode == 0
+
+
 def test_nothing_that_a_process_started_outlives_it(tmp_path: Path):
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
     parent = Child([sys.executable, "-c", code], {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
