@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.optim import OptimConfig
+from posttrain.config.trainer import RunConfig
 
 
 @dataclass
@@ -65,47 +66,12 @@ class EngineConfig(Section):
 
 
 @dataclass
-class SupervisedTrainerConfig(Section):
+class SupervisedTrainerConfig(RunConfig):
     """The run. Example: `trainer.total_epochs=3 trainer.save_freq=100`."""
 
     project_name: str = "sft"
     """First level of the run directory, and the loggers' project."""
-    experiment_name: str | None = None
-    """Second level of the run directory, and the loggers' run; null numbers runs and continues an unfinished one."""
-    default_local_dir: str = "outputs"
-    """Folder under which run directories are made."""
     total_epochs: int = 1
     """Passes over the training data."""
-    total_training_steps: int | None = None
-    """Optimizer steps in all; null takes `total_epochs` times the batches of an epoch."""
-    save_freq: int = -1
-    """Save a checkpoint every so many steps; -1 saves the last step only."""
-    test_freq: int = -1
-    """Validate every so many steps; -1 validates before training and at the end only."""
-    val_before_train: bool = True
-    """Validate before the first step."""
-    max_ckpt_to_keep: int | None = None
-    """Keep this many newest checkpoints (and the best one by validation); null keeps all."""
-    export_hf: str = "last"
-    """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
     export_lora: str = "merged"
     """What that folder holds under LoRA: the `merged` model, or the `adapter` alone."""
-    resume_mode: str = "auto"
-    """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues
-    `resume_from_path`."""
-    resume_from_path: str | None = None
-    """Checkpoint folder (`.../global_step_N`) to continue from."""
-    logger: list[str] = field(default_factory=lambda: ["console"])
-    """Any of `console` (a line per step), `tensorboard`, `wandb`; `metrics.jsonl` is always written."""
-    n_gpus_per_node: int = 1
-    """Worker processes per node, one per GPU (or per CPU process)."""
-    nnodes: int = 1
-    """Machines."""
-    device: str = "auto"
-    """`auto` (CUDA if there is one), `cpu` or `cuda`."""
-    seed: int = 1
-    """Seed of the order of rows and of new weights."""
-    deterministic: bool = False
-    """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
-    max_bad_steps: int = 3
-    """Stop after this many updates in a row that were skipped because loss or gradient was not finite."""

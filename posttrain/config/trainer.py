@@ -8,13 +8,13 @@ from posttrain.config.base import Section
 
 
 @dataclass
-class TrainerConfig(Section):
-    """The run. Example: `trainer.total_epochs=15 trainer.save_freq=20`."""
+class RunConfig(Section):
+    """What every trainer's run has."""
 
     project_name: str = "posttrain"
     """First level of the run directory, and the loggers' project."""
     experiment_name: str | None = None
-    """Second level of the run directory, and the loggers' run; null numbers runs (`grpo-1`, `grpo-2`, ...) and
+    """Second level of the run directory, and the loggers' run; null numbers runs (`grpo-1`, `sft-2`, ...) and
     continues an unfinished one."""
     default_local_dir: str = "outputs"
     """Folder under which run directories are made."""
@@ -28,12 +28,8 @@ class TrainerConfig(Section):
     """Validate every so many steps; -1 validates before training and at the end only."""
     val_before_train: bool = True
     """Validate before the first step."""
-    val_only: bool = False
-    """Validate and stop."""
     max_ckpt_to_keep: int | None = None
-    """Keep this many newest checkpoints (and the best one); null keeps all."""
-    best_metric: str | None = None
-    """Validation metric (largest is best) whose best checkpoint is kept; null takes the first `val/.../mean@k`."""
+    """Keep this many newest checkpoints (and the best one by validation); null keeps all."""
     export_hf: str = "last"
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
     export_lora: str = "adapter"
@@ -55,10 +51,20 @@ class TrainerConfig(Section):
     """Seed of sampling, data order and initialisation."""
     deterministic: bool = False
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
-    critic_warmup: int = 0
-    """Steps during which only the critic is trained."""
     max_bad_steps: int = 3
     """Stop after this many updates in a row that were skipped because loss or gradient was not finite."""
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """The run. Example: `trainer.total_epochs=15 trainer.save_freq=20`."""
+
+    val_only: bool = False
+    """Validate and stop."""
+    best_metric: str | None = None
+    """Validation metric (largest is best) whose best checkpoint is kept; null takes the first `val/.../mean@k`."""
+    critic_warmup: int = 0
+    """Steps during which only the critic is trained."""
     rollout_mismatch_tol: float | None = None
     """Largest mean difference between rollout and trainer log-probs before a run stops; null takes 1e-3 in float32,
     5e-2 in bfloat16."""
