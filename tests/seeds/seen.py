@@ -45,9 +45,9 @@ class Watched(RayPPOTrainer):
         self.log_probs_before_update: list[torch.Tensor] = []
         super().__init__(*args, **named)
 
-    def _resume(self) -> None:
+    def _load_checkpoint(self) -> None:
         before = self.step
-        super()._resume()
+        super()._load_checkpoint()
         if self.step != before:
             self.calls.append(f"resume at {self.step}")
 

@@ -182,7 +182,7 @@ class RayPPOTrainer:
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
         """Train to the last step; gives what was reached. Ctrl-C and SIGTERM save and end it early."""
-        resume(self)
+        self._load_checkpoint()
         self.recorder.start(self.step)
         status = "failed"
         try:
@@ -234,7 +234,7 @@ class RayPPOTrainer:
         self.recorder.finish_step(step, batch, metrics, validation)
         self._count_bad_steps(metrics)
         if self._save_is_due():
-            save(self)
+            self._save_checkpoint()
 
     # -- stages ---------------------------------------------------------------------------------------------------
     def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
@@ -417,8 +417,14 @@ class RayPPOTrainer:
         freq = self.config.trainer.save_freq
         return self.step >= self.sizes.total_steps or (freq > 0 and self.step % freq == 0)
 
+    def _save_checkpoint(self) -> Path:
+        return save(self)
+
+    def _load_checkpoint(self) -> None:
+        resume(self)
+
     def _leave(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
             if self.step and not self._save_is_due():
-                save(self)
+                self._save_checkpoint()
             say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")
