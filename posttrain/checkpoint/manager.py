@@ -142,10 +142,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoint folders, oldest first, whole or not."""
-        if not self.folder.is_dir():
-            return []
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in matches if match)
+        return _steps_in(self.folder)
 
     def newest(self) -> Path | None:
         """The newest checkpoint whose every file is as it was written; damaged ones are named in a note and skipped."""
@@ -209,6 +206,9 @@ class CheckpointManager:
     def _checked(self, path: str | os.PathLike[str], name: str) -> Path:
         """The file `name` of a checkpoint that was verified (once per manager), if its manifest lists it."""
         folder = Path(path)
+        if not folder.is_dir():
+            there = [f"global_step_{step}" for step in _steps_in(folder.parent)]
+            raise CheckpointError(f"There is no checkpoint {folder}; {folder.parent} holds {_few(there) or 'none'}.")
         if folder not in self._verified:
             problems = verify(folder)
             if problems:
@@ -288,6 +288,13 @@ def _differences(
     if not partial:
         found += [f"{name} is in it and not in this run" for name in stored if name not in wanted]
     return found
+
+
+def _steps_in(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _few(items: list[str], most: int = 8) -> str:

@@ -82,7 +82,7 @@ class ModelCounter(ABC):
         if (key, what, args) not in self._kept:
             try:
                 self._kept[key, what, args] = what(self._kept[key], *args)
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 raise UserError(
                     f"The passes of {type(self._kept[key]).__name__} cannot be counted without weights: "
                     f"{str(error).splitlines()[0]}\n  Try {self.model_section}.dtype=bfloat16 for the plan "

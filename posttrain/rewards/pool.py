@@ -135,10 +135,10 @@ class RewardPool:
             seen.add(key)
         raise AssertionError("all keys are new")
 
-    def _enqueue(self, members: list[tuple[Hashable, Payload]]) -> None:
+    def _enqueue(self, members: list[tuple[Any, Payload]]) -> None:
         if len(members) > 1:
             with contextlib.suppress(TypeError):  # keys without an order: a group stays in the order of submission
-                members = sorted(members, key=lambda member: member[0])  # type: ignore[arg-type,return-value]
+                members = sorted(members, key=lambda member: member[0])
         self._queue.append(Task(self._next, [key for key, _ in members], [payload for _, payload in members]))
         self._next += 1
 

@@ -170,6 +170,16 @@ def test_damaged_checkpoint_is_named_skipped_and_refused(tmp_path, damage):
         manager.load_state(tmp_path / "global_step_2")
 
 
+def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path):
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*global_step_9; .*run holds none\."):
+        manager.load_state(tmp_path / "run" / "global_step_9")
+    save(manager, 1)
+    save(manager, 12)
+    with pytest.raises(CheckpointError, match=r"holds global_step_1; global_step_12\."):
+        manager.load_state(tmp_path / "run" / "global_step_9")
+
+
 def test_what_the_manifest_does_not_list_is_not_loaded(tmp_path):
     manager = CheckpointManager(tmp_path)
     path = save(manager, 1)
