@@ -118,8 +118,9 @@ def test_a_paused_process_uses_no_core_until_it_goes_on(tmp_path: Path):
     child = Child([sys.executable, "-c", code], {}, tmp_path / "log")
     assert child._answer(lambda _: None, 30.0) == {}
     child.pause()
-    state = Path(f"/proc/{child.process.pid}/stat")
+    state, waited = Path(f"/proc/{child.process.pid}/stat"), 0
     while state.read_text().rpartition(")")[2].split()[0] != "T":
+        assert (waited := waited + 1) < 500, "it was not stopped"
         time.sleep(0.01)
     with pytest.raises(ChildFailed, match="no answer within 0 s"):
         child.ask({"seed": 1}, lambda _: None, 0.0)
