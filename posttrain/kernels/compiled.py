@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,7 @@ _problem: str | None = None
 def _functions() -> dict[str, Any] | None:
     global _problem
     try:
+        _share_openmp()
         library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError, LookupError) as error:
         _problem = f"{error}".strip().splitlines()[0]
@@ -91,6 +93,17 @@ def _functions() -> dict[str, Any] | None:
             function.argtypes, function.restype = arguments, _INT if name == "can_multiply" else None
             found[f"{name}_{suffix}"] = function
     return found
+
+
+def _share_openmp() -> None:
+    """Make the symbols of the OpenMP that torch has loaded visible to the library, which is linked without one.
+
+    torch's builds for x86 load theirs for all; those for ARM keep it to themselves, and the library would not load.
+    """
+    maps = Path("/proc/self/maps")
+    loaded = re.findall(r"\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*", maps.read_text()) if maps.exists() else []
+    for path in sorted(set(loaded)):
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
 def _library() -> Path:

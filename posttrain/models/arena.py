@@ -22,6 +22,12 @@ _ONEDNN = getattr(torch.ops, "mkldnn", None)
 _REORDER = getattr(_ONEDNN, "_reorder_linear_weight", None) if torch.backends.mkldnn.is_available() else None
 
 
+def _can_pack() -> bool:
+    """Whether oneDNN lays bfloat16 weights out on this processor; older x86 and ARM processors refuse."""
+    supported = getattr(_ONEDNN, "_is_mkldnn_bf16_supported", None)
+    return _REORDER is not None and supported is not None and supported()
+
+
 class Projection:
     """One matrix product, with low-rank adapters beside it where the model has them."""
 
@@ -50,7 +56,8 @@ class Projection:
             self.packed is None
             and self.weight.device.type == "cpu"
             and self.weight.dtype is torch.bfloat16
-            and _REORDER
+            and _REORDER is not None
+            and _can_pack()
         ):
             self.packed = _REORDER(self.weight)
 

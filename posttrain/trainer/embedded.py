@@ -57,12 +57,14 @@ def _make_model(folder: Path, say: Any) -> None:
     from tqdm import tqdm
 
     from posttrain.models.attention import ATTENTION
+    from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
 
     tokenizer = byte_tokenizer()
     model = build_model(tokenizer, seed=RECIPE["seed"])
     model.set_attn_implementation(ATTENTION)
     fuse_norms(model)
+    fuse_layers(model)
     steps = RECIPE["sft_steps"]
     optim = OptimConfig(
         lr=RECIPE["lr"], betas=[0.9, 0.95], lr_warmup_steps=20, lr_scheduler_type="cosine", min_lr_ratio=0.1
