@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.sft import SFTConfig
 from posttrain.data.sampler import sequential_batches
 from posttrain.data.supervised import SFTDataset
@@ -57,11 +58,12 @@ class SFTTask(Task):
         if self.val is None:
             return None
         total, count = 0.0, 0
-        for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
-            batch = sft_batch([self.val[row] for row in rows], self.tokenizer.pad_token_id)
-            log_probs, mask = self.engine.log_probs(batch)["log_probs"], batch.batch["response_mask"]
-            total -= float((log_probs.double() * mask).sum())
-            count += int(mask.sum())
+        with pulse.work("rows", len(self.val)):
+            for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+                batch = sft_batch([self.val[row] for row in rows], self.tokenizer.pad_token_id)
+                log_probs, mask = self.engine.log_probs(batch)["log_probs"], batch.batch["response_mask"]
+                total -= float((log_probs.double() * mask).sum())
+                count += int(mask.sum())
         loss = total / count
         return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), "val/trained_tokens": float(count)}
 
