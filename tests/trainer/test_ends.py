@@ -162,3 +162,47 @@ def test_a_reward_that_fails_is_recorded_with_its_sample_and_the_run_goes_on(tin
     failed = [row for row in rows if row["error"]]
     assert 0 < len(failed) < len(rows)
     assert all(row["score"] == -1.0 and "odd one out" in row["error"] for row in failed)
+
+
+def fails_always(data_source, solution_str, ground_truth, extra_info=None):
+    raise ValueError("no key in the environment")
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_run_whose_rewards_all_fail_stops_at_its_first_batch_and_says_why(tiny_model, sums, tmp_path, validates):
+    from posttrain.rewards.all_failed import AllFailed
+
+    more = {"data__val_files": str(sums["test"])} if validates else {}
+    with pytest.raises(AllFailed, match=r"(?s)failed on all 12 responses.*no key in the environment.*reward try"):
+        run(tiny_model, sums, tmp_path, reward=fails_always, **more)
+    path = tmp_path / "test" / "run"
+    assert metrics_of(path) == [] and not list(path.glob("checkpoints/global_step_*"))
+
+
+def test_an_unknown_data_source_under_the_default_reward_file_stops_the_run(tiny_model, sums, tmp_path, capsys):
+    """As `./train.sh` does it: its reward file asks the built-in scorers, which know nothing of this source."""
+    import json
+
+    from posttrain.cli import main
+
+    rows = [{"prompt": f"{n} + 1 = ?", "ground_truth": str(n + 1), "data_source": "no/such_source"} for n in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    wanted = settings(tiny_model, {"train": tmp_path / "rows.json"}, tmp_path)
+    folder = Path(__file__).parents[2]
+    assert main(["train", f"--train-sh={folder}", *(f"{key}={value}" for key, value in wanted.items())]) == 2
+    said = capsys.readouterr().err
+    assert "failed on all 12 responses" in said and "no built-in scorer for data source 'no/such_source'" in said
+
+
+def test_a_reward_that_worked_before_has_three_batches_to_come_back():
+    from posttrain.rewards.all_failed import AllFailed, FailureWatch
+
+    watch, bad = FailureWatch(), ["away", "away"]
+    watch.look(["away", None])
+    watch.look(bad)
+    watch.look(bad)
+    watch.look([None, None])
+    watch.look(bad)
+    watch.look(bad)
+    with pytest.raises(AllFailed, match=r"all 2 responses of each of the last 3 batches(.|\n)*away"):
+        watch.look(bad)

@@ -166,15 +166,27 @@ def test_verls_column_names_are_read(tmp_path, monkeypatch, capsys):
     assert "{'test_score/gsm8k': 0.5}" in capsys.readouterr().out
 
 
-def test_a_failing_reward_is_counted_and_said(tmp_path, capsys):
-    (tmp_path / "bad.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    1/0\n"
-    )
+def failing(tmp_path: Path, condition: str) -> list[str]:
+    """`posttrain eval` over the two responses of RESPONSES[0], by a reward that fails under a condition."""
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    (tmp_path / "bad.py").write_text(f"{head}    if {condition}: 1/0\n    return 1.0\n")
     (tmp_path / "r.json").write_text(json.dumps(RESPONSES[:1]))
     command = ["eval", "--responses", str(tmp_path / "r.json"), "--reward-func", str(tmp_path / "bad.py")]
-    assert cli.main([*command, "--out", str(tmp_path / "out"), "reward.num_workers=1"]) == 0
-    assert "! 2 scores failed" in capsys.readouterr().out
-    assert read_report(tmp_path / "out")["results"]["math_reasoning"]["reward_failures"] == 2
+    return [*command, "--out", str(tmp_path / "out"), "reward.num_workers=1"]
+
+
+def test_a_failing_reward_is_counted_and_said(tmp_path, capsys):
+    first = RESPONSES[0]["responses"][0]
+    assert cli.main(failing(tmp_path, f"solution_str == {first!r}")) == 0
+    assert "! 1 scores failed" in capsys.readouterr().out
+    assert read_report(tmp_path / "out")["results"]["math_reasoning"]["reward_failures"] == 1
+
+
+def test_a_reward_that_always_fails_makes_no_report(tmp_path, capsys):
+    assert cli.main(failing(tmp_path, "True")) == 2
+    said = capsys.readouterr().err
+    assert "failed on all 2 responses" in said and "ZeroDivisionError" in said and "reward try" in said
+    assert not (tmp_path / "out").exists()
 
 
 def report_of(rows: dict[str, tuple[str, float]], **settings) -> dict:

@@ -174,6 +174,8 @@ class RayPPOTrainer:
             self.model_reward = ModelReward(
                 self.config, self.rm_wg, functions=self.reward_fn.pool is not None, named=self.reward_fn.named
             )
+            if self.model_reward.function_weight == 0:
+                self.reward_fn.watch = None  # it only tells which responses are right
             for sentence in (*self.rm_wg.notes(), self.model_reward.words()):
                 say(sentence)
 
