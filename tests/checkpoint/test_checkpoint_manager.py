@@ -220,7 +220,7 @@ def test_when_all_checkpoints_are_damaged_nothing_starts_over(tmp_path):
     manager = CheckpointManager(tmp_path, on_note=lambda note: None)
     for step in (1, 2):
         flip_byte(save(manager, step) / "state.json")
-    with pytest.raises(CheckpointError, match=r"(?s)global_step_2.*global_step_1.*does not start over.*experiment_name"):
+    with pytest.raises(CheckpointError, match=r"(?s)step_2.*step_1.*does not start over.*experiment_name"):
         manager.newest()
 
 
