@@ -69,7 +69,9 @@ def test_reward_workers_do_not_outlive_a_killed_run(tiny_model, sums, tmp_path):
             raise AssertionError(f"reward worker {pid} is still alive")
 
 
-def test_updates_that_are_not_finite_are_skipped_counted_and_stop_the_run(tiny_model, sums, tmp_path, monkeypatch):
+def test_steps_with_updates_that_are_not_finite_are_counted_and_stop_the_run(
+    tiny_model, sums, tmp_path, monkeypatch, capsys
+):
     plain = ray_trainer.compute_advantage
 
     def broken(data, *args, **kwargs):
@@ -78,8 +80,10 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_stop_the_run(tiny_m
         return data
 
     monkeypatch.setattr(ray_trainer, "compute_advantage", broken)
-    with pytest.raises(TrainingStopped, match=r"2 updates in a row .*max_bad_steps"):
-        run(tiny_model, sums, tmp_path, trainer__total_training_steps=5, trainer__max_bad_steps=2)
+    with pytest.raises(TrainingStopped, match=r"In 2 steps in a row updates were skipped .*max_bad_steps"):
+        more = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, "trainer__max_bad_steps": 2}
+        run(tiny_model, sums, tmp_path, trainer__total_training_steps=5, **more)
+    assert "step 1: loss or gradient was not finite in 1 of 2 updates of the actor; skipped." in capsys.readouterr().out
     lines = metrics_of(tmp_path / "test" / "run")
     assert [line["actor/bad_steps"] for line in lines] == [1.0, 1.0]
 

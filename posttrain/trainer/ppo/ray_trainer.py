@@ -399,13 +399,16 @@ class RayPPOTrainer:
         return sum(weight.numel() for weight in self.actor_rollout_wg.worker.engine.module.parameters())
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
-        bad = max(metrics.get(f"{role}/bad_steps", 0.0) for role in ("actor", "critic")) > 0
-        self.bad_steps = self.bad_steps + 1 if bad else 0
-        if self.bad_steps:
-            say(f"  ! step {self.step}: loss or gradient was not finite; the update was skipped.")
+        skipped = {role: int(metrics.get(f"{role}/bad_steps", 0)) for role in ("actor", "critic")}
+        self.bad_steps = self.bad_steps + 1 if any(skipped.values()) else 0
+        for role, count in skipped.items():
+            if count:
+                updates = int(metrics[f"{role}/optimizer_steps"])
+                what = f"loss or gradient was not finite in {count} of {updates} updates of the {role}"
+                say(f"  ! step {self.step}: {what}; skipped.")
         if self.bad_steps >= self.config.trainer.max_bad_steps:
             raise TrainingStopped(
-                f"{self.bad_steps} updates in a row were skipped because loss or gradient was not finite "
+                f"In {self.bad_steps} steps in a row updates were skipped because loss or gradient was not finite "
                 "(trainer.max_bad_steps). Lower actor_rollout_ref.actor.optim.lr (or critic.optim.lr), or look at the "
                 "samples for rewards that are not numbers. The run continues from its last checkpoint in "
                 f"{self.run.checkpoints}."
