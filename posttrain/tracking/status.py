@@ -36,7 +36,8 @@ def write_status(folder: Path, status: str, step: int, total_steps: int, moment:
 def read_status(folder: Path) -> dict[str, Any]:
     """What a run wrote last; empty where there is nothing readable."""
     try:
-        found = json.loads((folder / NAME).read_bytes())
+        path = folder / NAME
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

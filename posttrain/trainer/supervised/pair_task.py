@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from posttrain import pulse
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.reward_trainer import RewardTrainerConfig
@@ -108,13 +109,14 @@ class PairTask(Task):
         if self.val is None:
             return None
         losses, leads, scores = [], [], []
-        for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
-            batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
-            found = self.engine.scores(batch).double()
-            part, lead = self._losses(batch, found)
-            losses.append(part)
-            leads.append(lead)
-            scores.append(found)
+        with pulse.work("rows", 2 * len(self.val)):
+            for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+                batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
+                found = self.engine.scores(batch).double()
+                part, lead = self._losses(batch, found)
+                losses.append(part)
+                leads.append(lead)
+                scores.append(found)
         loss, mean = float(torch.cat(losses).mean()), float(torch.cat(scores).mean())
         made = {"loss": loss, **_of_leads(torch.cat(leads)), "score_mean": mean}
         return {f"val/{name}": value for name, value in made.items()}
