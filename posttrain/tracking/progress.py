@@ -24,6 +24,7 @@ from posttrain.tracking.row import Moment, progress_row
 
 ADVICE_EVERY = 10
 """The same advice is printed again after this many steps."""
+LINE_COLUMNS = 100
 WORD_EVERY = 60.0
 """Without a terminal a stage that takes longer than this says how far it is, this often."""
 
@@ -50,7 +51,7 @@ class Tee:
 
     def write(self, text: str) -> int:
         with self._lock:
-            self._to_log(lambda: self._log.write(plain(text)))
+            self._to_log(lambda: self._log.write(_for_log(text)))
             self._show(text)
         return len(text)
 
@@ -125,6 +126,11 @@ class Progress:
         self._row: LiveRow | None = None
         self._ticker: Every | None = None
         self._advised: dict[str, int] = {}
+
+    @property
+    def room(self) -> int:
+        """Columns that a step's line may have so that it fits one row of LINE_COLUMNS."""
+        return LINE_COLUMNS - len(f"step {self._total}/{self._total}: ")
 
     @property
     def has_bar(self) -> bool:
@@ -233,6 +239,11 @@ def _is_pipe(stream: TextIO) -> bool:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):
         return False
+
+
+def _for_log(text: str) -> str:
+    """Without colours, and without what a bar draws over again and again."""
+    return "" if "\r" in text and not text.endswith("\n") else plain(text)
 
 
 def _console(stream: TextIO) -> TextIO:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
 from posttrain.models.loading import silence_progress_bars
+from posttrain.tracking.progress import Progress
 from posttrain.trainer.sft import fit_pairs
 
 RECIPE: dict[str, Any] = {
@@ -54,8 +54,6 @@ def ensure_embedded(say: Any, *, model: bool = True) -> Path:
 
 
 def _make_model(folder: Path, say: Any) -> None:
-    from tqdm import tqdm
-
     from posttrain.models.attention import ATTENTION
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
@@ -71,11 +69,10 @@ def _make_model(folder: Path, say: Any) -> None:
     )
     settings = EngineSettings(device=torch.device("cpu"), optim=optim, total_steps=steps, token_budget=8192)
     pairs = [_pair(tokenizer, row) for row in json.loads((folder / "train.json").read_text())]
-    with tqdm(total=steps, desc="SFT warm-up", unit="step", disable=not sys.stderr.isatty()) as bar:
+    with Progress(steps, label="SFT warm-up") as progress:
 
         def show(step: int, loss: float) -> None:
-            bar.update(1)
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            progress.step("", loss=loss, quiet=True)
 
         loss = fit_pairs(
             FSDPEngine(model, settings),

@@ -38,9 +38,8 @@ class RunWriter:
         self.history = (
             [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
         )
-        names = [name for name in self.config.trainer.logger if name != "console"]
         first = step + 1 if step else 0
-        self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say)
+        self.loggers = open_loggers(self.config.trainer.logger, self.run, self.stored_config, first_step=first, say=say)
         self._stack.callback(self.loggers.close)
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
         write_status(self.run.path, "running", step, self.total_steps)

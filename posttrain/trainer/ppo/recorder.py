@@ -51,15 +51,15 @@ class Recorder(RunWriter):
         )
         metrics = {**metrics, **validation}
         self.timing = {}
-        line, advice = diagnose(metrics, self.history, self.facts)
+        line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
         tracking = self.config.tracking
         if tracking.samples_freq > 0 and step % tracking.samples_freq == 0:
             write_samples(self.run.samples, step, batch)
             thin_samples(self.run.samples, tracking.samples_max_gb * 1e9)
-        self.loggers.log(step, metrics)
-        self.history.append(metrics)
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
+        self.loggers.log(step, metrics)
+        self.history.append(metrics)
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))

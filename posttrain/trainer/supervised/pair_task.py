@@ -121,12 +121,16 @@ class PairTask(Task):
         made = {"loss": loss, **_of_leads(torch.cat(leads)), "score_mean": mean}
         return {f"val/{name}": value for name, value in made.items()}
 
-    def line(self, metrics: Mapping[str, float]) -> str:
-        return (
-            f"loss {metrics['train/loss']:.4f}, accuracy {metrics['train/accuracy']:.3f}, margin "
-            f"{metrics['train/margin']:.3f}, grad norm {metrics['train/grad_norm']:.3g}, lr "
-            f"{metrics['train/lr']:.3g}, {metrics['perf/throughput']:.0f} tokens/s"
-        )
+    def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:
+        return [
+            (6, f"loss {metrics['train/loss']:.4f}"),
+            (5, f"accuracy {metrics['train/accuracy']:.3f}"),
+            (4, f"margin {metrics['train/margin']:.3f}"),
+            (1, f"grad norm {metrics['train/grad_norm']:.3g}"),
+            (0, f"lr {metrics['train/lr']:.3g}"),
+            (2, f"{metrics['perf/throughput']:,.0f} tok/s"),
+            (3, f"{metrics['perf/time_per_step']:.1f} s"),
+        ]
 
     def validation_line(self, metrics: Mapping[str, float]) -> str:
         accuracy, margin = metrics["val/accuracy"], metrics["val/margin"]
