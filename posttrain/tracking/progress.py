@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from posttrain import pulse
 from posttrain.tracking.colour import has_colour, is_terminal, painted, plain
 from posttrain.tracking.every import Every
-from posttrain.tracking.live import DRAW_EVERY, LiveRow
+from posttrain.tracking.live import DRAW_EVERY, LiveRow, columns
 from posttrain.tracking.row import Moment, progress_row
 
 ADVICE_EVERY = 10
@@ -40,6 +40,12 @@ def say(text: str) -> None:
     else:
         with bar.moved_away(sys.stdout):
             print(text, flush=True)
+
+
+def console_width(most: int = LINE_COLUMNS) -> int:
+    """Columns for a table: those of the terminal, at most `most`, which is also what logs get."""
+    stream = _console(sys.stdout)
+    return min(most, columns(stream)) if is_terminal(stream) else most
 
 
 class Tee:
@@ -129,8 +135,8 @@ class Progress:
 
     @property
     def room(self) -> int:
-        """Columns that a step's line may have so that it fits one row of LINE_COLUMNS."""
-        return LINE_COLUMNS - len(f"step {self._total}/{self._total}: ")
+        """Columns that a step's line may have so that it fits one row of the terminal, or of LINE_COLUMNS."""
+        return console_width() - len(f"step {self._total}/{self._total}: ")
 
     @property
     def has_bar(self) -> bool:
