@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import GROUP_ESTIMATORS, REJECTIONS
+from posttrain.config.choices import GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES, REJECTIONS
 
 _ACTOR = "actor_rollout_ref.actor"
 _KL_BELONGS_IN_LOSS = ("grpo", "grpo_passk")
-_PER_RESPONSE_LOSSES = ("gspo", "sapo", "geo_mean")
-"""Losses whose papers average over each response first."""
 _CLIP_RATIO = ("vanilla", "gspo", "clip_cov")
 """Losses that clip the ratio to 1 - low ... 1 + high; for the others low is another distance, or nothing."""
 
@@ -59,9 +57,9 @@ def _estimator(checked: Checked) -> Iterator[Finding]:
 def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
     config, actor = checked.config, checked.config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
-    if name in _PER_RESPONSE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
+    if name in PER_RESPONSE_LOSSES and actor.loss_agg_mode != PER_RESPONSE:
         yield (
-            f"{name} is usually averaged over each response first ({_ACTOR}.loss_agg_mode=seq-mean-token-mean); "
+            f"{name} is usually averaged over each response first ({_ACTOR}.loss_agg_mode={PER_RESPONSE}); "
             f"here it is {actor.loss_agg_mode}."
         )
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low

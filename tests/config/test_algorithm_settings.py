@@ -91,9 +91,29 @@ def test_settings_without_effect_are_named(setting):
     assert setting.split("=")[0] in notes and IDLE[setting] in notes
 
 
-def test_a_loss_averaged_otherwise_than_its_paper_says_so():
-    notes = " ".join(load_config(["algorithm=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]).notes)
-    assert "seq-mean-token-mean" in notes
+PER_RESPONSE = "actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
+def test_a_loss_of_whole_responses_is_averaged_per_response_unless_the_user_says_otherwise(loss):
+    key, mode = PER_RESPONSE
+    chosen = ["algorithm=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"]
+    resolved = load_config(chosen)
+    assert resolved.value(key) == mode and resolved.sources[key] == f"default (under {loss})"
+    assert mode not in " ".join(resolved.notes)
+    resolved = load_config([*chosen, f"{key}=token-mean"])
+    assert resolved.value(key) == "token-mean" and mode in " ".join(resolved.notes)
+
+
+def test_other_losses_and_presets_keep_their_own_average():
+    key, _ = PER_RESPONSE
+    assert load_config(["algorithm=grpo"]).value(key) == "token-mean"
+    sapo = "actor_rollout_ref.actor.policy_loss.loss_mode=sapo"
+    assert load_config(["algorithm=drgrpo", sapo]).value(key) == "seq-mean-token-sum-norm"
+
+
+def test_kl_cov_holds_back_by_a_tenth_as_its_recipe_does():
+    assert load_config(["algorithm=grpo"]).value("actor_rollout_ref.actor.policy_loss.ppo_kl_coef") == 0.1
 
 
 def test_there_are_fewer_than_200_settings():

@@ -1,8 +1,11 @@
 """Every estimator, every policy loss and every preset trains a tiny model: finite numbers, weights that moved."""
 
+import json
 import math
 from itertools import zip_longest
 
+import light_rewards
+import pyarrow.parquet as pq
 import pytest
 import torch
 from light_rewards import even_share, in_parts
@@ -144,3 +147,26 @@ def test_sum_pi_squared_is_that_of_the_full_distribution(tiny_model, sums, tmp_p
             probs = (worker.engine.module(ids[None]).logits[0].double() / 0.8).softmax(-1)
         expected = (probs**2).sum(-1)[:-1][-length:]
         torch.testing.assert_close(ours[row, :length].double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_gdpo_run_learns_from_its_functions_by_their_signs(tiny_model, sums, tmp_path):
+    """One function, a penalty: the higher its score within a group, the lower the advantage."""
+    functions = {"even": {"path": light_rewards.__file__, "name": "in_parts", "weight": -1.0}}
+    result = run(
+        tiny_model,
+        sums,
+        tmp_path,
+        reward=None,
+        algorithm__adv_estimator="gdpo",
+        reward__functions=functions,
+        trainer__total_training_steps=1,
+    )
+    rows = pq.read_table(result.path / "samples" / "step_1.parquet").to_pylist()
+    pairs = [
+        (json.loads(one["reward_parts"])["even"] - json.loads(two["reward_parts"])["even"], one, two)
+        for one in rows
+        for two in rows
+        if one["uid"] == two["uid"]
+    ]
+    differing = [(gap, one["advantages"][0] - two["advantages"][0]) for gap, one, two in pairs if gap]
+    assert differing and all(gap * difference < 0 for gap, difference in differing)
