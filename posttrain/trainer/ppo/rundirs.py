@@ -74,9 +74,10 @@ def _continues(run: RunDirectory, config: Any, say: Say) -> bool:
 def read_status(run: RunDirectory) -> dict[str, Any]:
     path = run.path / "status.json"
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_status(run: RunDirectory, status: str, step: int, total_steps: int) -> None:
