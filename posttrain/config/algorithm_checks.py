@@ -90,7 +90,7 @@ def _sampling(checked: Checked) -> Iterator[Finding]:
     if there and not named:
         yield (
             f"Responses are sampled with {', '.join(there)}, but trained as if from the whole policy: log-probs are "
-            "those before filters and penalties. algorithm.rollout_correction.rollout_is=token weighs by the difference."
+            "those before filters and penalties. algorithm.rollout_correction.rollout_is=token weighs by that."
         )
     if named and not there and checked.config.actor_rollout_ref.actor.old_log_probs == "rollout":
         keys = [f"algorithm.rollout_correction.{name}" for name in named]

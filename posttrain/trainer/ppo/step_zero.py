@@ -78,8 +78,8 @@ def sampling_words(batch: DataProto, *, corrected: bool) -> str | None:
     )
     return (
         "Step 0: filters and penalties of actor_rollout_ref.rollout (top_p, top_k, min_p, repetition_penalty) are not "
-        f"in these log-probs. To what was really sampled from the policy's ratio is {float(ratio.mean()):.3g} on average, "
-        f"from {float(ratio.min()):.2g} to {float(ratio.max()):.2g}; {done}."
+        "in these log-probs. To what was really sampled from the policy's ratio is "
+        f"{float(ratio.mean()):.3g} on average (from {float(ratio.min()):.2g} to {float(ratio.max()):.2g}); {done}."
     )
 
 
