@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -81,7 +80,7 @@ _problem: str | None = None
 def _functions() -> dict[str, Any] | None:
     global _problem
     try:
-        _share_openmp()
+        _show_openmp()
         library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError, LookupError) as error:
         _problem = f"{error}".strip().splitlines()[0]
@@ -93,17 +92,6 @@ def _functions() -> dict[str, Any] | None:
             function.argtypes, function.restype = arguments, _INT if name == "can_multiply" else None
             found[f"{name}_{suffix}"] = function
     return found
-
-
-def _share_openmp() -> None:
-    """Make the symbols of the OpenMP that torch has loaded visible to the library, which is linked without one.
-
-    torch's builds for x86 load theirs for all; those for ARM keep it to themselves, and the library would not load.
-    """
-    maps = Path("/proc/self/maps")
-    loaded = re.findall(r"\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*", maps.read_text()) if maps.exists() else []
-    for path in sorted(set(loaded)):
-        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
 def _library() -> Path:
@@ -150,6 +138,16 @@ def _compile(compiler: str, target: Path) -> None:
         _run([[compiler, "-shared", *objects, "-o", str(linked)]])
         ctypes.CDLL(str(linked))  # a library that cannot be loaded here is not kept
         os.replace(linked, target)
+
+
+def _show_openmp() -> None:
+    """Makes the OpenMP that torch has loaded visible to libraries that are loaded later; not every build of torch does
+    so by itself (those for ARM do not)."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return
 
 
 def _run(commands: list[list[str]]) -> None:

@@ -47,5 +47,5 @@ def columns(stream: TextIO) -> int:
     """The width of the terminal now: it may be resized at any time."""
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns or 80)
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # closed, or no stream at all
         return 80
