@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ from textbook import ACTOR, MODEL, ROLLOUT, actor, batch, critic
 from posttrain.config.rollout import RolloutConfig
 from posttrain.controller.local import LocalWorkerGroup
 from posttrain.protocol import DataProto
+from posttrain.rollout.base import Request, Sampling
+from posttrain.rollout.engines import build_engine
 from posttrain.rollout.native.build import cache_limit
+from posttrain.workers import roles
 
 KEYS = {
     "actor": {"micro": f"{ACTOR}.ppo_micro_batch_size_per_gpu", "budget": f"{ACTOR}.ppo_max_token_len_per_gpu"},
@@ -178,8 +182,60 @@ def test_validation_samples_by_its_own_settings(write):
     assert write(validate=True, val__do_sample=True, top_k=1, top_p=1e-6, min_p=1.0, temperature=1e-4) == sampled
 
 
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_no_more_responses_are_decoded_and_no_more_tokens_computed_at_a_time_than_set(lively, name):
+    worker = lively.worker
+    config = RolloutConfig(name=name, max_num_seqs=2, max_num_batched_tokens=64, kv_cache_gb=0.01)
+    engine, _ = build_engine(config, copy.deepcopy(worker.engine.module), worker.tokenizer)
+    for row in range(5):
+        engine.submit(Request(row, [40 + row] * 100, Sampling(max_tokens=30, greedy=True), seed=row))
+    engine.step()
+    if name == "native":
+        assert engine.prompt_tokens <= 64 and engine.pool.limit == 0.01 * 2**30 // (2 * 2 * 2 * 8 * 4 * 32)
+    decoded = 0
+    while engine.has_work():
+        running = len(engine.slots.active) if name == "native" else len(engine.rows)
+        decoded = max(decoded, running)
+        engine.step()
+    assert decoded == 2
+
+
 def test_S0_38_the_cache_may_take_the_share_of_the_device_that_is_set():
     assert cache_limit(RolloutConfig(gpu_memory_utilization=0.5), "cuda", 1000) == 500
     assert cache_limit(RolloutConfig(), "cuda", 1000) == cache_limit(RolloutConfig(), "cpu", 1000) == 300
     assert cache_limit(RolloutConfig(gpu_memory_utilization=0.5), "cpu", 1000) == 300
     assert cache_limit(RolloutConfig(gpu_memory_utilization=0.5, kv_cache_gb=2.0), "cuda", 1000) == 2 * 2**30
+
+
+def test_4_bits_are_asked_for_where_adapters_are_trained_beside_them(tiny_model, monkeypatch):
+    """Without the library that holds them: what the loading of actor and critic is told."""
+    told: list[Any] = []
+
+    def load(*_: Any, **named: Any) -> Any:
+        told.append(named["quantization"])
+        raise InterruptedError
+
+    monkeypatch.setattr(roles, "load_causal_lm", load)
+    for make, rank in (
+        (actor, f"{MODEL}.lora_rank"),
+        (critic, "critic.model.lora_rank"),
+        (critic, f"{MODEL}.lora_rank"),
+    ):
+        with pytest.raises(InterruptedError):
+            make(tiny_model, {f"{MODEL}.quantization": "nf4", rank: 2})
+    assert told == ["nf4", "nf4", None]
+
+
+def test_the_critics_adapters_have_rank_scale_and_place_of_their_own(tiny_model):
+    shape = {
+        "lora_rank": 3,
+        "lora_alpha": 12,
+        "target_modules": ["q_proj", "up_proj"],
+        "exclude_modules": ".*layers.1.*",
+    }
+    module = critic(tiny_model, {f"critic.model.{name}": value for name, value in shape.items()}).worker.engine.module
+    adapters = {name: weight for name, weight in module.named_parameters() if ".lora_A." in name}
+    places = [name.split("layers.")[1].split(".lora_A")[0] for name in adapters]
+    assert sorted(places) == ["0.mlp.up_proj", "0.self_attn.q_proj"]
+    assert {weight.shape[0] for weight in adapters.values()} == {3}
+    assert module.base_model.layers[0].mlp.up_proj.scaling["default"] == 4.0
