@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
 TABLE = ROOT / "docs" / "mutants.md"
 SECONDS = 300
+WITHOUT = {
+    ".strategy": "a name: `fsdp` and `fsdp2` are one engine",
+    ".n_gpus_per_node": "several workers: refused, or tested with them",
+    ".nnodes": "several machines: refused, or tested with them",
+    ".tensor_model_parallel_size": "several devices for one rollout engine: refused, or tested with them",
+    ".fsdp_config.": "where weights lie: tested on a GPU and with several processes",
+}
+"""Settings without a mutant: a piece of their key, and why."""
 FAILED = 1  # pytest's exit status when tests ran and some failed; a file that cannot be imported gives another
 
 
@@ -73,6 +81,12 @@ def read_mutants(folder: Path = LISTS) -> list[Mutant]:
         for entry in tomllib.loads(path.read_text())["mutant"]:
             found.append(Mutant(**{**entry, "of": tuple(entry["of"])}, room=path.stem))
     return found
+
+
+def uncovered(keys: Iterable[str], mutants: Iterable[Mutant]) -> list[str]:
+    """The settings (with the prefix of their trainer) that no mutant names and that have no reason to have none."""
+    named = {name for mutant in mutants for name in mutant.of}
+    return [key for key in keys if key not in named and not any(piece in f".{key}" for piece in WITHOUT)]
 
 
 @contextlib.contextmanager
@@ -185,7 +199,9 @@ def table(results: list[tuple[Mutant, str]]) -> str:
                 file = mutant.file.removeprefix("posttrain/")
                 lines.append(f"| {names} | `{file}` | {change} | `{mutant.test.removeprefix('tests/')}` | {verdict} |")
         lines.append("")
-    return "\n".join(lines)
+    lines += ["## Settings without a mutant", ""]
+    lines += [f"- `{piece.strip('.')}`: {reason}" for piece, reason in WITHOUT.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _code(text: str) -> str:

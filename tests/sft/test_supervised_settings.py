@@ -1,4 +1,4 @@
-"""Settings of the supervised trainers by what they change: passes, order and columns of rows, files, what they write."""
+"""Settings of the supervised trainers by what they change: passes, order and columns of rows, files, what is kept."""
 
 from __future__ import annotations
 
@@ -181,3 +181,16 @@ def test_columns_of_pairs_are_chosen_by_keys():
     keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
     [named] = PairDataset([row], tokenizer_with(CHATML), PairDataConfig(**keys))
     assert (named.chosen, named.rejected) == (usual.chosen, usual.rejected)
+
+
+def test_step_lines_are_on_the_console_only_if_it_is_among_the_loggers(tiny_model, tmp_path, monkeypatch):
+    from posttrain.tracking import progress
+
+    quiet: list[bool] = []
+    plain = progress.Progress.step
+    monkeypatch.setattr(
+        progress.Progress, "step", lambda self, *a, **k: quiet.append(k["quiet"]) or plain(self, *a, **k)
+    )
+    for logger in (["console"], []):
+        sft(tiny_model, tmp_path / str(len(logger)), trainer__logger=logger, **ONE)
+    assert quiet == [False, True]
