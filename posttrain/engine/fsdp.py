@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from posttrain import pulse
 from posttrain.checkpoint.dcp import read_checked, write_tensors
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import LossFn, Passes, TrainEngine
@@ -91,7 +92,7 @@ class FSDPEngine(TrainEngine):
     def _no_grad_pass(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:
         self.module.eval()
         out: dict[str, torch.Tensor] = {}
-        for units in self._plan(data) if passes is None else passes:
+        for units in self._counted(self._plan(data) if passes is None else passes, len(data)):
             index = [row for unit in units for row in unit.rows]
             rows = self._rows(data[index], units)
             with packed_rows(rows.layout):
@@ -106,6 +107,13 @@ class FSDPEngine(TrainEngine):
     def _plan(self, data: DataProto) -> Passes:
         """The passes over a batch that this process computes alone."""
         return plan_passes(data, self._facts)
+
+    def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
+        """The plan's passes, each told to whoever shows progress when it is done."""
+        with pulse.work("rows", rows) as work:
+            for units in plan:
+                yield units
+                work.advance(sum(len(unit.rows) for unit in units), sum(unit.tokens for unit in units))
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not units:
@@ -142,7 +150,7 @@ class FSDPEngine(TrainEngine):
         self.module.train(self.settings.gradient_checkpointing)
         finite = True
         passes = self._plan(data) if passes is None else passes
-        for number, units in enumerate(passes):
+        for number, units in enumerate(self._counted(passes, len(data))):
             if self.settings.ranks is not None:
                 last_backward(self.forward_pass, number == len(passes) - 1)
             micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_tools import VOCABULARY, objective, ragged_batch
+from engine_tools import objective, ragged_batch
 
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.packing import plan_passes
 from posttrain.engine.pairs import PairEngine
 from posttrain.engine.ranks import group_ranks, join_ranks, leave_ranks, this_rank, world_size
 from posttrain.models import fused_layer

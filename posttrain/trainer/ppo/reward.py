@@ -14,8 +14,11 @@ import torch
 from posttrain.algorithms import overlong_penalty
 from posttrain.config.reward import OverlongBufferConfig
 from posttrain.protocol import DataProto
+from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem, RewardResult
+
+_WHERE = "custom_reward_function, reward.functions, or the rows' data_source"
 
 
 class RewardManager:
@@ -29,6 +32,8 @@ class RewardManager:
     ) -> None:
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self.rows: DataProto | None = None
+        self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
+        """Ends the run when no response can be scored; None where another reward gives the scores."""
 
     def begin(self, rows: DataProto) -> None:
         """The rows that responses will be fed for, with their truths and groups."""
@@ -66,6 +71,8 @@ class RewardManager:
         results = self.pool.wait_all() if self.pool is not None else {}
         ordered: list[RewardResult] = [results.get(row) or RewardResult(0.0) for row in range(len(self.rows))]
         self.rows = None
+        if self.watch is not None:
+            self.watch.look([result.error for result in ordered])
         return DataProto.from_dict(
             non_tensors={
                 "reward_score": [result.score for result in ordered],

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from posttrain import pulse
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.rollout.sampling import row_seeds
 from posttrain.tracking.validation import validation_metrics
+from posttrain.trainer.answers import given_answer
 
 if TYPE_CHECKING:
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 VALIDATION_SEED = 7  # keeps validation's random numbers apart from training's
+NAMES = ("source", "uid", "score", "parts", "prompt", "response", "error")
 SHOWN = 5  # samples kept for the before/after table
 
 
@@ -27,11 +30,20 @@ class Validator:
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics by name; also remembers a few samples for the end of the run."""
-        columns: dict[str, list[Any]] = {name: [] for name in ("source", "uid", "score", "parts", "prompt", "response")}
-        for rows in sequential_batches(len(self.dataset), self.trainer.config.data.val_batch_size):
-            self._run_batch(rows, columns)
+        columns: dict[str, list[Any]] = {name: [] for name in NAMES}
+        responses = len(self.dataset) * self.trainer.config.actor_rollout_ref.rollout.val_kwargs.n
+        most_tokens = self.trainer.config.data.max_response_length
+        shown = self.trainer.recorder.showing("validation")
+        with shown, pulse.work("responses", responses, most_tokens=most_tokens):
+            for rows in sequential_batches(len(self.dataset), self.trainer.config.data.val_batch_size):
+                self._run_batch(rows, columns)
+        rows_of = zip(*(columns[name] for name in ("source", "response", "parts", "error")), strict=True)
         metrics = validation_metrics(
-            data_sources=columns["source"], uids=columns["uid"], scores=columns["score"], parts=columns["parts"]
+            data_sources=columns["source"],
+            uids=columns["uid"],
+            scores=columns["score"],
+            parts=columns["parts"],
+            answers=[given_answer(*row) for row in rows_of],
         )
         samples = [
             {"prompt": columns["prompt"][row], "response": columns["response"][row], "score": columns["score"][row]}
@@ -66,6 +78,7 @@ class Validator:
         columns["uid"] += list(fields["uid"])
         columns["score"] += [float(score) for score in scored["reward_score"]]
         columns["parts"] += list(scored["reward_parts"])
+        columns["error"] += list(scored["reward_error"])
         columns["prompt"] += [messages[-1]["content"] for messages in fields["raw_prompt"]]
         masks = output.batch["response_mask"].bool()
         ids = [row[mask].tolist() for row, mask in zip(output.batch["responses"], masks, strict=True)]
