@@ -18,9 +18,10 @@ from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import EngineFacts, facts_of
 from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes
-from posttrain.engine.ranks import Ranks
+from posttrain.engine.ranks import Ranks, check_heads
 from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
 from posttrain.kernels.packed_attention import packed_rows
+from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.forward import TokenPass
 from posttrain.models.loading import can_pack
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
@@ -57,7 +58,9 @@ class FSDPEngine(TrainEngine):
             share_prompts=settings.share_prompts,
             token_budget=settings.token_budget,
             max_rows=settings.max_rows,
+            sequence_parallel=settings.ranks.sequence_size if settings.ranks else 1,
         )
+        check_heads(module.config, self._facts)
         self.forward_pass = self._forward_pass(module)
         if settings.optim is None:
             module.requires_grad_(False)
@@ -95,7 +98,7 @@ class FSDPEngine(TrainEngine):
         for units in self._counted(self._plan(data) if passes is None else passes, len(data)):
             index = [row for unit in units for row in unit.rows]
             rows = self._rows(data[index], units)
-            with packed_rows(rows.layout):
+            with self._computing(rows):
                 found = self._forward(rows, temperature)
             for name, part in found.items() if units else ():
                 whole = out.setdefault(name, part.new_zeros((len(data), part.shape[1]), device="cpu"))
@@ -121,6 +124,12 @@ class FSDPEngine(TrainEngine):
         if not self.packed:
             return padded_rows(micro, self.settings.device)
         return packed_units(micro, units, self.settings.device)
+
+    @contextmanager
+    def _computing(self, rows: Rows) -> Iterator[None]:
+        ranks = self.settings.ranks
+        with packed_rows(rows.layout), shared_sequence(ranks.sequence if ranks else None):
+            yield
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         inputs = (rows.input_ids, rows.position_ids, rows.attention_mask)
@@ -155,7 +164,7 @@ class FSDPEngine(TrainEngine):
                 last_backward(self.forward_pass, number == len(passes) - 1)
             micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)
             rows = self._rows(micro, units)
-            with packed_rows(rows.layout):
+            with self._computing(rows):
                 outputs = self._forward(rows, temperature)
                 share = loss(micro, outputs) if units else 0.0 * sum(part.sum() for part in outputs.values())
                 assert isinstance(share, torch.Tensor)
