@@ -92,16 +92,20 @@ def load_causal_lm(
     device: torch.device,
     path: str | None = None,
     quantization: str | None = None,
+    by_parts: bool = False,
 ):
     """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it.
 
-    With `quantization` its linear layers hold 4 bits and compute in `dtype`.
+    With `quantization` its linear layers hold 4 bits and compute in `dtype`. `by_parts` serves those who will cut the
+    model over ranks: its weights stay in their files until then (`models/stored.py`), or are in host memory where the
+    files do not allow it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.models.attention import ATTENTION
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
+    from posttrain.models.stored import without_memory
 
     silence_progress_bars()
     source = local_or_hub(path or str(config.path))
@@ -112,21 +116,20 @@ def load_causal_lm(
             if not hasattr(settings, key):
                 raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
             setattr(settings, key, value)
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=settings,
-            dtype=dtype,
-            attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
-            trust_remote_code=config.trust_remote_code,
-            **options,
-        )
+        attention = "eager" if needs_plain_attention(settings) else ATTENTION
+        shape = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
+        model = None
+        if by_parts and not quantization and Path(source).is_dir():
+            model = without_memory(AutoModelForCausalLM, Path(source), settings, dtype, **shape)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=dtype, **shape, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the model") from error
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
     keep_one_layout(model)
-    return (model if quantization else model.to(device)).eval()  # pyright: ignore
+    return (model if quantization or by_parts else model.to(device)).eval()  # pyright: ignore
 
 
 def without_dropout(model: torch.nn.Module) -> None:

@@ -12,8 +12,10 @@ class ValueModel(torch.nn.Module):
         super().__init__()
         self.base_model = language_model.base_model
         self.config = language_model.config
+        self.stored_weights = getattr(language_model, "stored_weights", None)
         weight = next(self.base_model.parameters())  # pyright: ignore
-        self.value_head = torch.nn.Linear(self.config.hidden_size, 1, device=weight.device, dtype=weight.dtype)  # pyright: ignore
+        device = "cpu" if weight.is_meta else weight.device
+        self.value_head = torch.nn.Linear(self.config.hidden_size, 1, device=device, dtype=weight.dtype)  # pyright: ignore
         torch.nn.init.zeros_(self.value_head.weight)
         torch.nn.init.zeros_(self.value_head.bias)
 

@@ -26,6 +26,7 @@ from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.optim import whole
 from posttrain.engine.pairs import PairEngine
 from posttrain.engine.ranks import group_ranks, join_ranks, leave_ranks, this_rank, world_size
 from posttrain.engine.sharding import sharded_parts
@@ -36,6 +37,8 @@ from posttrain.models.lora import add_adapters
 from posttrain.models.scorer import load_scorer
 from posttrain.models.value import ValueModel
 from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
 
 CPU = torch.device("cpu")
 WORLDS = (4, 2, 1)
@@ -285,6 +288,18 @@ def checkpoint(world: World) -> Any:
     return found
 
 
+def without_answers(world: World) -> Any:
+    """A rank whose rows have no response token at all."""
+    answers = [[1, 2, 3], [], [4], [], [9, 9], []]
+    outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]
+    whole = to_batch([[7, 8], [5]] * 3, outputs, pad_token_id=0)
+    engine = world.engine(world.language_model(torch.float64))
+    rows = whole[list(range(this_rank() % 2, 6, 2))] if world_size() == 2 else whole
+    passes = engine._plan(rows) if this_rank() < 2 else [[]]
+    shares = lambda micro, out: (out["log_probs"] * micro.batch["response_mask"]).sum()  # noqa: E731
+    return {"norm": engine.update(rows, shares, passes=passes)["grad_norm"]} if world_size() < 4 else None
+
+
 def refusals(world: World) -> Any:
     if world_size() < 4:
         return None
@@ -304,13 +319,40 @@ def words(call: Callable[[], object]) -> str:
     raise AssertionError("it was not refused")
 
 
+BY_PARTS = {"plain": torch.float64, "adapters": torch.float64, "values": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def by_parts(world: World) -> Any:
+    """Weights read from their files a layer at a time, by no rank all of them at once; alone, all of them."""
+    return {kind: loaded(world, kind, dtype) for kind, dtype in BY_PARTS.items()}
+
+
+def loaded(world: World, kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    many = world_size() > 1
+    module = load_causal_lm(ModelConfig(path=str(world.model)), dtype=dtype, device=CPU, by_parts=many)
+    assert all(weight.is_meta == many for weight in module.parameters())
+    ends = module.generation_config.eos_token_id
+    torch.manual_seed(3)
+    if kind == "adapters":
+        module = add_adapters(module, ModelConfig(lora_rank=4, lora_alpha=8))
+    engine = world.engine(ValueModel(module) if kind == "values" else module)
+    assert not any(weight.is_meta for weight in (*engine.module.parameters(), *engine.module.buffers()))
+    rows, passes = dealt(batches(dtype, 1)[0], engine)
+    score = engine.values if kind == "values" else lambda *args, **more: engine.log_probs(*args, **more)["log_probs"]
+    found = {"scored": summed(float(score(rows, passes=passes).double().sum())), "ends": ends}
+    found["weights"] = {name: weight.detach().clone() for name, weight in engine.export_weights()}
+    found["down"] = [whole(w.detach()) for name, w in engine.module.named_parameters() if "lora_A" in name]
+    return found
+
+
 def staged(world: World, step: int) -> Path:
     return world.folder / f"staged_{step}"
 
 
 CHECKS: list[Callable[[World], Any]] = [
     float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, copies, adapters, value_head, pairs,
-    sequence, sequence_float32, sequence_pairs, not_finite, checkpoint, refusals,
+    sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
+    without_answers, refusals, by_parts,
 ]  # fmt: skip
 
 

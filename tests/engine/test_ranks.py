@@ -124,6 +124,10 @@ def test_an_infinite_loss_on_one_rank_makes_all_skip_the_step(worlds, ranks):
     assert worlds.found[ranks]["not_finite"] == {"skipped": 1.0, "same": True}
 
 
+def test_a_rank_whose_rows_have_no_answers_does_not_keep_the_others_waiting(worlds):
+    assert furthest(*worlds.both("without_answers", 2)) < 1e-9 and worlds.found[1]["without_answers"]["norm"] > 0.1
+
+
 @pytest.mark.parametrize("now, saved", [(4, 4), (2, 4), (1, 4), (2, 2), (1, 2), (1, 1)])
 def test_a_checkpoint_of_any_number_of_ranks_goes_on_on_fewer(worlds, now, saved):
     straight = worlds.found[1]["checkpoint"]["from_1"]
@@ -152,6 +156,17 @@ def test_exported_folders_are_those_of_one_process(worlds, kind, ranks):
             assert furthest(load_file(file), load_file(many / file.name)) < 1e-9
         else:
             assert file.read_text() == (many / file.name).read_text()
+
+
+@pytest.mark.parametrize("ranks", MANY)
+def test_weights_that_are_read_a_layer_at_a_time_are_those_of_the_files(worlds, ranks):
+    one, many = worlds.both("by_parts", ranks)
+    for kind in one:
+        assert one[kind]["ends"] == many[kind]["ends"]
+        if one[kind]["down"]:
+            assert furthest(one[kind]["down"], many[kind]["down"]) == 0
+        assert furthest(one[kind]["weights"], many[kind]["weights"]) == 0
+        assert one[kind]["scored"] == pytest.approx(many[kind]["scored"], rel=1e-2 if kind == "bfloat16" else 1e-12)
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_in_words(worlds):
