@@ -96,6 +96,13 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "trainer.resume_mode")
 
 
+def one_process(checked: Checked) -> Iterator[Finding]:
+    """A strategy that shards over workers is taken, and said to have nothing to share out."""
+    named = sorted(key for key in checked.explicit if key.endswith(".strategy"))
+    if named:
+        yield f"{', '.join(named)}: one process holds the whole model, nothing is sharded."
+
+
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     lambda checked: check_choices(checked, CHOICES, NOT_BUILT_VALUES),
     lambda checked: check_ranges(checked, RANGES),
@@ -106,4 +113,5 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_resume,
     check_quantization,
     check_quantized_offload,
+    one_process,
 ]

@@ -44,6 +44,10 @@ def load_config(
         {"algorithm.adv_estimator": ("mine",)}.
     tree: which program's settings these are.
     """
+    if environment:
+        from posttrain.config.environment import refuse_several_processes
+
+        refuse_several_processes()
     folder = Path(cwd) if cwd is not None else Path.cwd()
     with using(tree.root), spelled(tree.spellings):
         return _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)

@@ -52,7 +52,8 @@ class RunConfig(Section):
     deterministic: bool = False
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
     max_bad_steps: int = 3
-    """Stop after this many updates in a row that were skipped because loss or gradient was not finite."""
+    """Stop after this many training steps in a row in which an update was skipped because loss or gradient was not
+    finite."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ class RunWriter:
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
-        self._stack = ExitStack()
+        self._stack, self._linked = ExitStack(), False
 
     def start(self, step: int) -> None:
         """Open loggers and the bar; `step` steps are done already, what lies beyond them is cut off."""
@@ -77,6 +77,9 @@ class RunWriter:
             step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
         )
         say(f"saved {path}")
+        if not self._linked:
+            self._linked = True
+            self.run.link_as_newest()
         return path
 
     def _metric(self, step: int) -> float | None:

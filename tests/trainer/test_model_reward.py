@@ -14,6 +14,7 @@ from runs import metrics_of, run
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
+from posttrain.rewards.all_failed import AllFailed
 from posttrain.trainer.ppo.model_reward import ModelReward
 
 
@@ -74,6 +75,11 @@ def test_a_failure_of_either_gives_the_failure_score_and_is_named():
 def test_a_function_that_does_not_count_cannot_fail_a_response():
     scores, _, errors = joined(Scripted(1.5), ["raised"], named=False)
     assert scores == [1.5] and errors == ["function: raised"]
+
+
+def test_a_reward_model_that_scores_nothing_stops_the_run():
+    with pytest.raises(AllFailed, match=r"(?s)reward model failed on all 2 .*gave nan.*reward_model.model.path"):
+        joined(Scripted("gave nan", "gave nan"), [1.0, 1.0])
 
 
 def test_validation_keeps_the_functions_score():

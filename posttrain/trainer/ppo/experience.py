@@ -35,7 +35,6 @@ from posttrain.trainer.ppo.reward import (
     add_overlong_penalty,
     keys_of,
     on_last_token,
-    reward_fields,
 )
 
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -117,7 +116,7 @@ class Experience:
             self._scores.update(self.rewards.poll())
             while not wanted <= self._scores.keys():
                 self._scores.update(self.rewards.wait())
-            rows.union(reward_fields([self._scores.pop(key) for key in keys]))
+            rows.union(self.rewards.fields([self._scores.pop(key) for key in keys]))
         if self.model_reward:
             with self.stage("reward_model"):
                 self.model_reward.join(rows, validation=validation)

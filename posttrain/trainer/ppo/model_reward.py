@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
+from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.combined import RIGHT
 
 MODEL, FUNCTION = "reward_model", "function"
@@ -27,6 +28,7 @@ class ModelReward:
         self.failure_score, self.weight = config.reward.failure_score, settings.weight
         chosen = settings.function_weight if settings.function_weight is not None else float(named)
         self.function_weight = chosen if functions else 0.0
+        self._watch = FailureWatch("reward model", "reward_model.model.path")
 
     def words(self) -> str:
         """The reward as one sentence."""
@@ -43,6 +45,7 @@ class ModelReward:
         score only how the model likes it.
         """
         scored = self.worker_group.compute_rm_score(batch)
+        self._watch.look(list(scored.non_tensor_batch["rm_error"]))
         scores_B = scored.batch["rm_scores"].sum(-1).tolist()
         fields, found = batch.non_tensor_batch, scored.non_tensor_batch
         for row in range(len(batch)):

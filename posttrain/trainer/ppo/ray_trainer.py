@@ -38,14 +38,23 @@ from posttrain.trainer.ppo.greedy import greedy_baselines
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.trainer.ppo.reward_weights import reward_weights
 from posttrain.trainer.ppo.saving import resume, save
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
-from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
+from posttrain.trainer.ppo.step_zero import (
+    check_groups,
+    compare_log_probs,
+    largest_rows,
+    sampling_words,
+    tolerance,
+    too_slow_to_try,
+)
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
+REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores", "reward_error": "reward_errors"}
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
 
 
@@ -80,8 +89,8 @@ def compute_advantage(
     """`data` with `advantages` and `returns`, from its `token_level_rewards`, `response_mask` and `uid`."""
     batch = data.batch
     found: dict[str, Any] = {name: batch[name] for name in ESTIMATOR_FIELDS if name in batch}
-    if "reward_parts" in data.non_tensor_batch:
-        found["reward_parts"] = data.non_tensor_batch["reward_parts"]
+    rows = data.non_tensor_batch
+    found |= {argument: rows[name] for name, argument in REWARD_FIELDS.items() if name in rows}
     advantages, returns = algorithms.compute_advantage(
         adv_estimator,
         token_level_rewards=batch["token_level_rewards"],
@@ -114,7 +123,7 @@ class RayPPOTrainer:
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
         self.train_dataset, self.reward_fn = train_dataset, reward_fn
         self.estimator = estimator = get_adv_estimator(config.algorithm.adv_estimator)
-        self.group_filter = GroupFilter(config.algorithm.filter_groups)
+        self.group_filter = GroupFilter(config.algorithm.filter_groups, config.reward.failure_score)
         say(f"Using advantage estimator: {config.algorithm.adv_estimator}")
         actor = config.actor_rollout_ref.actor
         kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
@@ -182,6 +191,8 @@ class RayPPOTrainer:
             self.model_reward = ModelReward(
                 self.config, self.rm_wg, functions=self.reward_fn.pool is not None, named=self.reward_fn.named
             )
+            if self.model_reward.function_weight == 0:
+                self.reward_fn.watch = None  # it only tells which responses are right
             for sentence in (*self.rm_wg.notes(), self.model_reward.words()):
                 say(sentence)
 
@@ -235,7 +246,7 @@ class RayPPOTrainer:
                 batch.union(self.critic_wg.compute_values(batch))
         with stage("adv"):
             metrics |= self._reward_kl(batch)
-            compute_advantage(batch, self.config.algorithm.adv_estimator, config=self.config.algorithm)
+            self._advantages(batch)
         metrics |= self._update(batch, step)
         with stage("sync"):
             metrics |= self.actor_rollout_wg.sync_weights(step)
@@ -324,6 +335,16 @@ class RayPPOTrainer:
         )
         return metrics
 
+    def _advantages(self, batch: DataProto) -> None:
+        weights = reward_weights(self.config, self.model_reward, named=self.reward_fn.named)
+        compute_advantage(
+            batch,
+            self.config.algorithm.adv_estimator,
+            config=self.config.algorithm,
+            reward_weights=weights,
+            failure_score=self.config.reward.failure_score,
+        )
+
     def _update(self, batch: DataProto, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self.critic_wg:
@@ -354,8 +375,10 @@ class RayPPOTrainer:
             batch, ours, tolerance(self.config, self.actor_rollout_wg.weights_dtype())
         )
         say(sentence)
+        corrected = correction_is_on(self.config.algorithm.rollout_correction)
+        if (words := sampling_words(batch, corrected=corrected)) is not None:
+            say(words)
         if self.step == 0:
-            corrected = correction_is_on(self.config.algorithm.rollout_correction)
             self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
         lengths = largest_rows(self.config, self.sizes)
         if too_slow_to_try(lengths, self.actor_rollout_wg.parameters(), self.device):
@@ -367,13 +390,16 @@ class RayPPOTrainer:
     checked = False
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
-        bad = max(metrics.get(f"{role}/bad_steps", 0.0) for role in ("actor", "critic")) > 0
-        self.bad_steps = self.bad_steps + 1 if bad else 0
-        if self.bad_steps:
-            say(f"  ! step {self.step}: loss or gradient was not finite; the update was skipped.")
+        skipped = {role: int(metrics.get(f"{role}/bad_steps", 0)) for role in ("actor", "critic")}
+        self.bad_steps = self.bad_steps + 1 if any(skipped.values()) else 0
+        for role, count in skipped.items():
+            if count:
+                updates = int(metrics[f"{role}/optimizer_steps"])
+                what = f"loss or gradient was not finite in {count} of {updates} updates of the {role}"
+                say(f"  ! step {self.step}: {what}; skipped.")
         if self.bad_steps >= self.config.trainer.max_bad_steps:
             raise TrainingStopped(
-                f"{self.bad_steps} updates in a row were skipped because loss or gradient was not finite "
+                f"In {self.bad_steps} steps in a row updates were skipped because loss or gradient was not finite "
                 "(trainer.max_bad_steps). Lower actor_rollout_ref.actor.optim.lr (or critic.optim.lr), or look at the "
                 "samples for rewards that are not numbers. The run continues from its last checkpoint in "
                 f"{self.run.checkpoints}."

@@ -14,10 +14,12 @@ import torch
 from posttrain.algorithms import overlong_penalty
 from posttrain.config.reward import OverlongBufferConfig
 from posttrain.protocol import DataProto
+from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem, RewardResult
 
 Key = tuple[Any, int]  # (uid, sample): a response among those to its prompt
+_WHERE = "custom_reward_function, reward.functions, or the rows' data_source"
 
 
 class RewardManager:
@@ -33,6 +35,8 @@ class RewardManager:
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self._expected: dict[Key, tuple[Any, ...]] = {}
         self._unscored: list[tuple[Key, RewardResult]] = []
+        self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
+        """Ends the run when no response can be scored; None where another reward gives the scores."""
 
     def expect(self, rows: DataProto) -> None:
         """The rows that responses will be fed for, with their truths and groups."""
@@ -77,6 +81,18 @@ class RewardManager:
         found, self._unscored = self._unscored, []
         return found
 
+    def fields(self, results: Sequence[RewardResult]) -> DataProto:
+        """`reward_score`, `reward_parts` and `reward_error` of each row of a batch."""
+        if self.watch is not None:
+            self.watch.look([result.error for result in results])
+        return DataProto.from_dict(
+            non_tensors={
+                "reward_score": [result.score for result in results],
+                "reward_parts": [dict(result.parts) for result in results],
+                "reward_error": [result.error for result in results],
+            }
+        )
+
     def score(self, data: DataProto) -> DataProto:
         """Scores of responses that are all there; nothing else may be under way."""
         self.expect(data)
@@ -85,7 +101,7 @@ class RewardManager:
         found: dict[Any, RewardResult] = {}
         while new := self.wait():
             found.update(new)
-        return reward_fields([found[key] for key in keys_of(data)])
+        return self.fields([found[key] for key in keys_of(data)])
 
     def __call__(self, data: DataProto) -> torch.Tensor:
         """(B, R): each row's score on its last response token, 0 elsewhere."""
@@ -103,17 +119,6 @@ def keys_of(rows: DataProto) -> list[Key]:
         keys.append((uid, seen[uid]))
         seen[uid] += 1
     return keys
-
-
-def reward_fields(results: Sequence[RewardResult]) -> DataProto:
-    """`reward_score`, `reward_parts` and `reward_error` of each row."""
-    return DataProto.from_dict(
-        non_tensors={
-            "reward_score": [result.score for result in results],
-            "reward_parts": [dict(result.parts) for result in results],
-            "reward_error": [result.error for result in results],
-        }
-    )
 
 
 def _real_responses(data: DataProto) -> torch.Tensor:

@@ -12,10 +12,12 @@ from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto
 from posttrain.tracking.validation import validation_metrics
+from posttrain.trainer.answers import given_answer
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.recorder import Recorder
 
 VALIDATION_SEED = 7  # keeps validation's random numbers apart from training's
+NAMES = ("source", "uid", "score", "parts", "prompt", "response", "error")
 SHOWN = 5  # samples kept for the before/after table
 
 
@@ -30,11 +32,16 @@ class Validator:
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics by name; also remembers a few samples for the end of the run."""
-        columns: dict[str, list[Any]] = {name: [] for name in ("source", "uid", "score", "parts", "prompt", "response")}
+        columns: dict[str, list[Any]] = {name: [] for name in NAMES}
         for rows in sequential_batches(len(self.dataset), self.config.data.val_batch_size):
             self._add(self._scored(rows), columns)
+        rows_of = zip(*(columns[name] for name in ("source", "response", "parts", "error")), strict=True)
         metrics = validation_metrics(
-            data_sources=columns["source"], uids=columns["uid"], scores=columns["score"], parts=columns["parts"]
+            data_sources=columns["source"],
+            uids=columns["uid"],
+            scores=columns["score"],
+            parts=columns["parts"],
+            answers=[given_answer(*row) for row in rows_of],
         )
         samples = [
             {"prompt": columns["prompt"][row], "response": columns["response"][row], "score": columns["score"][row]}
@@ -58,6 +65,7 @@ class Validator:
         columns["uid"] += list(fields["uid"])
         columns["score"] += [float(score) for score in fields["reward_score"]]
         columns["parts"] += list(fields["reward_parts"])
+        columns["error"] += list(fields["reward_error"])
         columns["prompt"] += [messages[-1]["content"] for messages in fields["raw_prompt"]]
         masks = batch.batch["response_mask"].bool()
         ids = [row[mask].tolist() for row, mask in zip(batch.batch["responses"], masks, strict=True)]
