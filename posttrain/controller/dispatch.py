@@ -14,7 +14,7 @@ class Calls:
     """The arguments of one call by rank. `rows` are the rows of the caller's batch that each rank was given, if any."""
 
     arguments: list[tuple[Any, ...]]
-    rows: list[Sequence[int]] | None = None
+    rows: Sequence[Sequence[int]] | None = None
 
 
 # (the group, the arguments) -> the calls of its ranks

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -70,7 +69,6 @@ def batch(dtype: torch.dtype = torch.float64) -> DataProto:
     shape = data.batch["responses"].shape
     for name in ("values", "returns"):
         data.batch[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    data.non_tensor_batch["uid"] = np.repeat(np.arange(8), 2).astype(object)
     data.meta_info["step"] = 1
     return data
 
