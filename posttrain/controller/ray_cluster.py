@@ -1,8 +1,8 @@
 """Ray for one run: started by itself on this machine, or found running; what was started here is gone with the run.
 
 A watcher process holds the other end of a pipe. When the pipe closes, however the run ended, it kills what Ray has
-started (known by a mark in its environment, or by a file in its folder) and removes the folder: Ray itself leaves processes for a minute or more
-after its driver was killed, and its session folder for ever.
+started (known by a mark in its environment, or by a file in its folder) and removes the folder: Ray itself leaves
+processes for a minute or more after its driver was killed, and its session folder for ever.
 """
 
 from __future__ import annotations

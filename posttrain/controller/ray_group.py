@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from posttrain.controller.futures import Future
 from posttrain.controller.group import WorkerGroup
@@ -47,7 +48,7 @@ class RayFuture(Future):
 def _fetched(ref: Any) -> Any:
     try:
         value = unpack(ray.get(ref))
-    except ray.exceptions.RayActorError as error:
+    except RayActorError as error:
         raise WorkerDied(
             f"A worker process died: {str(error).splitlines()[0]} If the machine ran out of memory, lower "
             "trainer.n_workers or the sizes of the batch. The same command continues from the newest checkpoint."

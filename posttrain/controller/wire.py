@@ -30,7 +30,7 @@ def pack(value: Any) -> Parcel:
 def unpack(parcel: Parcel) -> Any:
     """The value again, with arrays and tensors of its own."""
     pickled, buffers = parcel
-    return pickle.loads(pickled, buffers=[bytearray(memoryview(buffer)) for buffer in buffers])
+    return pickle.loads(pickled, buffers=[bytearray(buffer.data) for buffer in buffers])
 
 
 def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
@@ -88,9 +86,7 @@ def prompts(*first_ids: int) -> DataProto:
 def experience():
     worker, pool = Echo(), Letters()
     manager = RewardManager(pool, Words())  # pyright: ignore
-    made = Experience(
-        PPOConfig(), Words(), LocalWorkerGroup(worker), manager, stage=lambda name: contextlib.nullcontext()
-    )
+    made = Experience(PPOConfig(), Words(), LocalWorkerGroup(worker), manager)
     made.worker, made.pool = worker, pool  # pyright: ignore
     return made
 

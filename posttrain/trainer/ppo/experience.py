@@ -3,6 +3,7 @@
     rows = experience.ask(prompts, n)     requests go to the rollout, each known by (uid, sample)
     experience.generated(rows)            rows with their responses; each went to the rewards when it ended
     experience.scored(rows)               rows with their scores
+    experience.complete(rows)             both, and the reward model's
 
 Any number of batches may be under way; a prompt may give any number of rows. Nothing calls back: whoever waits for a
 batch moves all of them on, by asking the rollout what has ended and the rewards what was scored. How far a trainer runs
@@ -14,8 +15,7 @@ what is sampled depends neither on the step, nor on the size of batches, nor on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,6 @@ from posttrain.trainer.ppo.reward import (
     on_last_token,
 )
 
-Stage = Callable[[str], AbstractContextManager[None]]
 PROMPT_TENSORS, PROMPT_FIELDS = ["prompts", "attention_mask", "position_ids"], ["raw_prompt_ids"]
 
 
@@ -51,10 +50,9 @@ class Experience:
         rollout: WorkerGroup,
         rewards: RewardManager,
         *,
-        stage: Stage,
         model_reward: ModelReward | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.stage = config, tokenizer, stage
+        self.config, self.tokenizer = config, tokenizer
         self.rollout, self.rewards, self.model_reward = rollout, rewards, model_reward
         self.serial = 0
         self._prompts: dict[Key, Sequence[int]] = {}
@@ -108,18 +106,21 @@ class Experience:
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
         return rows.union(outputs).set_decoder(self.decode)  # `response` is there for whoever reads it
 
-    def scored(self, rows: DataProto, *, validation: bool = False) -> DataProto:
-        """The rows with `reward_score`, `reward_parts` and `reward_error`; waits for what is still being scored."""
+    def scored(self, rows: DataProto) -> DataProto:
+        """The rows with `reward_score`, `reward_parts` and `reward_error` by the reward functions; waits for what is
+        still being scored."""
         keys = keys_of(rows)
         wanted = set(keys)
-        with self.stage("reward"):
-            self._scores.update(self.rewards.poll())
-            while not wanted <= self._scores.keys():
-                self._scores.update(self.rewards.wait())
-            rows.union(self.rewards.fields([self._scores.pop(key) for key in keys]))
+        self._scores.update(self.rewards.poll())
+        while not wanted <= self._scores.keys():
+            self._scores.update(self.rewards.wait())
+        return rows.union(self.rewards.fields([self._scores.pop(key) for key in keys]))
+
+    def complete(self, rows: DataProto, *, validation: bool = False) -> DataProto:
+        """The rows with responses and scores, those of a reward model among them."""
+        rows = self.scored(self.generated(rows))
         if self.model_reward:
-            with self.stage("reward_model"):
-                self.model_reward.join(rows, validation=validation)
+            self.model_reward.join(rows, validation=validation)
         return rows
 
     def with_token_scores(self, rows: DataProto) -> DataProto:

@@ -15,7 +15,7 @@ def greedy_baselines(experience: Experience, batch: DataProto) -> dict[str, floa
     """Adds `reward_baselines` (rows,): the score of the greedy response to each row's prompt; gives metrics."""
     groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
     rows = experience.ask(_prompts(batch[[rows[0] for rows in groups]]), 1, greedy=True)
-    greedy = experience.with_token_scores(experience.scored(experience.generated(rows)))
+    greedy = experience.with_token_scores(experience.complete(rows))
     scores_G = greedy.batch["token_level_scores"].sum(-1)
     baselines_B = scores_G.new_zeros(len(batch))
     for group, members in enumerate(groups):

@@ -148,12 +148,7 @@ class RayPPOTrainer:
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
         self.experience = Experience(
-            config,
-            tokenizer,
-            self.actor_rollout_wg,
-            reward_fn,
-            stage=self.recorder.stage,
-            model_reward=self.model_reward,
+            config, tokenizer, self.actor_rollout_wg, reward_fn, model_reward=self.model_reward
         )
         self.validator = None
         if val_dataset is not None:
@@ -291,7 +286,12 @@ class RayPPOTrainer:
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
-        return self.experience.with_token_scores(self.experience.scored(batch))
+        with self.recorder.stage("reward"):
+            self.experience.scored(batch)
+        if self.model_reward:
+            with self.recorder.stage("reward_model"):
+                self.model_reward.join(batch)
+        return self.experience.with_token_scores(batch)
 
     def _needs_old_log_probs(self) -> bool:
         """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""

@@ -57,7 +57,7 @@ class Validator:
         prompts.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         asked = self.experience.ask(prompts, n, stream=VALIDATION_SEED, validate=True)
-        return self.experience.scored(self.experience.generated(asked), validation=True)
+        return self.experience.complete(asked, validation=True)
 
     def _add(self, batch: DataProto, columns: dict[str, list[Any]]) -> None:
         fields, default = batch.non_tensor_batch, self.config.data.data_source or "unknown"
