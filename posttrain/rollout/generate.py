@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain import pulse
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 
@@ -21,9 +22,10 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 def advance(engine: RolloutEngine) -> list[Output]:
     """Steps until some request has ended, or none is left; gives what ended."""
     ended: list[Output] = []
-    with no_garbage_collection():
+    with no_garbage_collection(), pulse.work("responses", 0) as work:
         while not ended and engine.has_work():
             ended = engine.step()
+            work.advance(running_tokens=engine.running_tokens())
     return ended
 
 
@@ -34,8 +36,12 @@ def generate(
     for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
         engine.submit(Request(row, prompt, sampling, seed))
     outputs: dict[Any, Output] = {}
-    while engine.has_work():
-        outputs.update((output.id, output) for output in advance(engine))
+    longest = max((sampling.max_tokens for sampling in samplings), default=0)
+    with pulse.work("responses", len(prompts), most_tokens=longest) as work:
+        while engine.has_work():
+            ended = advance(engine)
+            work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
+            outputs.update((output.id, output) for output in ended)
     return [outputs[row] for row in range(len(prompts))]
 
 

@@ -41,6 +41,8 @@ class MiniBatch:
 class UpdatePlan:
     """The optimizer steps of one rank on a batch, made one by one as they are asked for; between processes a list."""
 
+    rows: int
+    """Rows that are computed with, those of every pass over the batch counted."""
     make: Callable[[], Iterator[MiniBatch]] | None = None
     steps: list[MiniBatch] = field(default_factory=list)
 
@@ -78,7 +80,8 @@ def shuffled(data: DataProto, seed: int, epoch: int) -> DataProto:
 
 def one_rank_plan(batch: DataProto, schedule: Schedule, prepare: Prepare) -> UpdatePlan:
     """The plan of a rank that computes everything."""
-    return UpdatePlan(lambda: (MiniBatch(prepare(mini)) for mini in mini_batches(batch, schedule)))
+    rows = len(batch) * schedule.epochs
+    return UpdatePlan(rows, lambda: (MiniBatch(prepare(mini)) for mini in mini_batches(batch, schedule)))
 
 
 def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain import pulse
 from posttrain.config.root import PPOConfig
 from posttrain.controller.futures import Future
 from posttrain.controller.group import WorkerGroup
@@ -99,9 +100,11 @@ class Experience:
         """The rows with their responses; each of these goes to the reward workers as soon as it ends."""
         keys = keys_of(rows)
         wanted = set(keys)
-        with no_garbage_collection():
+        longest = self.config.data.max_response_length
+        with no_garbage_collection(), pulse.work("responses", len(keys), most_tokens=longest) as work:
             while not wanted <= self._outputs.keys():
-                self.poll()
+                ended = self.poll()
+                work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts = [self._prompts.pop(key) for key in keys]
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
         return rows.union(outputs).set_decoder(self.decode)  # `response` is there for whoever reads it
@@ -112,8 +115,11 @@ class Experience:
         keys = keys_of(rows)
         wanted = set(keys)
         self._scores.update(self.rewards.poll())
-        while not wanted <= self._scores.keys():
-            self._scores.update(self.rewards.wait())
+        with pulse.work("scores", len(wanted - self._scores.keys())) as work:
+            while not wanted <= self._scores.keys():
+                new = self.rewards.wait()
+                self._scores.update(new)
+                work.advance(len(new))
         return rows.union(self.rewards.fields([self._scores.pop(key) for key in keys]))
 
     def complete(self, rows: DataProto, *, validation: bool = False) -> DataProto:
@@ -130,8 +136,8 @@ class Experience:
         rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = scores
         return rows
 
-    def poll(self) -> None:
-        """Moves everything that is under way: responses that ended go to the rewards."""
+    def poll(self) -> list[Output]:
+        """Moves everything that is under way: responses that ended go to the rewards, and are given."""
         self._advance()
         self.rollout.wait_any(list(self._advancing.values()))
         ended: list[Output] = []
@@ -145,6 +151,7 @@ class Experience:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
         self.rewards.feed([(output.id, output.token_ids) for output in ended])  # pyright: ignore
+        return ended
 
     def _advance(self) -> None:
         """Have every rank that has work, and is not at it, go on."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain import pulse
 from posttrain.config.root import PPOConfig
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
@@ -33,8 +34,11 @@ class Validator:
     def run(self, step: int) -> dict[str, float]:
         """Metrics by name; also remembers a few samples for the end of the run."""
         columns: dict[str, list[Any]] = {name: [] for name in NAMES}
-        for rows in sequential_batches(len(self.dataset), self.config.data.val_batch_size):
-            self._add(self._scored(rows), columns)
+        responses = len(self.dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+        shown, most_tokens = self.recorder.showing("validation"), self.config.data.max_response_length
+        with shown, pulse.work("responses", responses, most_tokens=most_tokens):
+            for rows in sequential_batches(len(self.dataset), self.config.data.val_batch_size):
+                self._add(self._scored(rows), columns)
         rows_of = zip(*(columns[name] for name in ("source", "response", "parts", "error")), strict=True)
         metrics = validation_metrics(
             data_sources=columns["source"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
@@ -38,7 +39,8 @@ class DataParallelPPOActor:
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
-        return [self._step(mini.data) for mini in plan]
+        with pulse.work("rows", plan.rows):
+            return [self._step(mini.data) for mini in plan]
 
     def _step(self, mini: DataProto) -> Measures:
         measures = self.objective.begin(mini)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from posttrain import pulse
 from posttrain.algorithms import aggregation_weights, compute_value_loss
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import TrainEngine
@@ -44,7 +45,8 @@ class DataParallelPPOCritic:
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
-        return [self._step(mini.data) for mini in plan]
+        with pulse.work("rows", plan.rows):
+            return [self._step(mini.data) for mini in plan]
 
     def _step(self, mini: DataProto) -> Measures:
         self.measures = measures = Measures()
