@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from posttrain.engine.facts import EngineFacts
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.protocol import DataProto
 
@@ -52,6 +53,14 @@ def plan_units(
             dearer = all_pairs and _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
             units += apart if dearer else [together]
     return units
+
+
+def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
+    """The units of each forward pass over a batch that one process computes alone."""
+    units = plan_units(
+        data, share=facts.shares_prompts, width=facts.width, all_pairs=facts.all_pairs, max_rows=facts.max_rows
+    )
+    return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
 
 
 def _computed(data: DataProto) -> list[tuple[int, bytes]]:
@@ -134,13 +143,6 @@ class Rows:
         flat = values_U.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.slot_N,), self.of_tokens(values_U)).view(self.shape)
 
-    def states(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Hidden states at these places, from a pass that gave those of all tokens or of the wanted ones only."""
-        flat = hidden.flatten(0, 1)
-        if self.layout is not None and self.layout.wanted_T is not None and len(flat) < self.layout.total:
-            places = torch.searchsorted(self.layout.wanted_T, places)
-        return flat.index_select(0, places)
-
 
 def padded_rows(data: DataProto, device: torch.device) -> Rows:
     """The batch as it is, padding included."""
@@ -194,6 +196,16 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     if bool((source_B != row_B).any()):
         pairs = _distinct(predict_N, labels)
     return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, *pairs, slots, (rows, width))
+
+
+def dummy_rows(device: torch.device, *, packed: bool) -> Rows:
+    """One token and the one after it, for a pass that counts nothing."""
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    if packed:
+        layout = PackedLayout([1], device, position_T=zero, wanted_T=zero)
+        return Rows(zero[None], zero[None], None, layout, zero, zero, None, zero, (1, 1))
+    two = torch.arange(2, device=device)[None]
+    return Rows(torch.zeros_like(two), two, torch.ones_like(two), None, zero, zero, None, zero, (1, 1))
 
 
 def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

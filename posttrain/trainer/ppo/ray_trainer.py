@@ -376,7 +376,7 @@ class RayPPOTrainer:
         check_groups(batch, self.config.actor_rollout_ref.rollout.n)
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
         sentence, largest = compare_log_probs(
-            batch, ours, tolerance(self.config, self.actor_rollout_wg.weights_dtype())
+            batch, ours, tolerance(self.config, self.actor_rollout_wg.engine_facts().dtype)
         )
         say(sentence)
         corrected = correction_is_on(self.config.algorithm.rollout_correction)
@@ -385,7 +385,7 @@ class RayPPOTrainer:
         if self.step == 0:
             self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
         lengths = largest_rows(self.config, self.sizes)
-        if too_slow_to_try(lengths, self.actor_rollout_wg.parameters(), self.device):
+        if too_slow_to_try(lengths, self.actor_rollout_wg.engine_facts().parameters, self.device):
             say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
         else:
             self.actor_rollout_wg.dry_run(lengths, self.config.data.max_prompt_length)
