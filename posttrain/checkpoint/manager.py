@@ -170,8 +170,8 @@ class CheckpointManager:
             self._note(f"The checkpoint {path} is damaged and is skipped: {dcp.few(problems)}.")
         if damaged:
             raise CheckpointError(
-                f"No checkpoint in {self.folder} can be loaded: {dcp.few(damaged)}. The run does not start over, as that "
-                "would replace them. Bring one back from a copy; or move the folder away, or choose another "
+                f"No checkpoint in {self.folder} can be loaded: {dcp.few(damaged)}. The run does not start over, as "
+                "that would replace them. Bring one back from a copy; or move the folder away, or choose another "
                 "trainer.experiment_name, to begin anew."
             )
         return None
