@@ -34,6 +34,10 @@ def add_adapters(
     """
     from peft import LoraConfig, get_peft_model
 
+    stored = getattr(model, "stored_weights", None)
+    if stored is not None:  # peft makes its weights where those of the base are, and without memory they get no numbers
+        stored.fill(model)
+        stored.forget()
     key = f"{role}model.target_modules"
     targets = find_targets(model, shape.target_modules, shape.exclude_modules, whole=whole, key=key)
     settings = LoraConfig(

@@ -2,7 +2,7 @@
 
 The model is built without memory (on torch's meta device); `StoredWeights.fill` then reads the weights of one part of
 it, a layer say, from the safetensors files of its folder. Only models whose files name every weight as the model does
-are built so; others are loaded whole.
+are built so; others are loaded whole, and so are those that get adapters.
 """
 
 from __future__ import annotations

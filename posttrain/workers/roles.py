@@ -10,6 +10,7 @@ import torch
 from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.ranks import group_ranks, world_size
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
 from posttrain.models.value import ValueModel
@@ -72,7 +73,8 @@ def _language_model(
     if path is not None and path != model.path:
         model = replace(model, override_config={})
     dtype = resolve_dtype(model.dtype, device)
-    return load_causal_lm(model, dtype=dtype, device=device, path=path, quantization=quantization)
+    many = world_size() > 1
+    return load_causal_lm(model, dtype=dtype, device=device, path=path, quantization=quantization, by_parts=many)
 
 
 def _settings(
@@ -90,4 +92,5 @@ def _settings(
         gradient_checkpointing=model.enable_gradient_checkpointing,
         param_offload=offload.param_offload,
         optimizer_offload=offload.optimizer_offload,
+        ranks=group_ranks(device),
     )
