@@ -4,7 +4,7 @@ Every row attends to itself only; responses to one prompt may share it, so that 
 into a few rectangles of similar length, and each rectangle is one call of torch's own attention: rows are padded on
 the right there, and under a causal mask padding on the right is never seen by a real token, so no mask is built for
 rows that share nothing. Linear layers around it work on the packed tokens alone. In float32 on a CPU a compiled kernel
-takes the packed tokens as they are.
+takes the packed tokens as they are, and so does flash attention in half precision on a CUDA device.
 
 Shapes: T packed tokens, H heads, D head size; a rectangle has R rows of length L; S slots are the places of all
 rectangles, padding included.
@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from posttrain.kernels.train import PackedAttention, Sight, can_train
+from posttrain.kernels.train import PackedAttention, Sight, can_attend
 
 SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length opens the next rectangle
 
@@ -149,7 +149,7 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attention output (T, H, D). Keys and values may have fewer heads than queries (grouped-query attention)."""
     narrow = sliding_window is not None and sliding_window < int(layout.lengths.max())
-    if can_train(query_THD) and not narrow:
+    if can_attend(query_THD.shape[-1], query_THD) and not narrow:
         factor = query_THD.shape[-1] ** -0.5 if scale is None else scale
         return PackedAttention.apply(query_THD, key_THD, value_THD, layout.sight, factor)  # pyright: ignore
     slots = [_ToSlots.apply(x, layout) for x in (query_THD, key_THD, value_THD)]

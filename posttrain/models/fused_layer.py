@@ -1,4 +1,5 @@
-"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation, for float32 on a CPU.
+"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation: float32 on a CPU, half precision
+on a CUDA device.
 
 transformers' layer over packed rows is about thirty operations forward and fifty backward, each of which walks through
 memory and is called from Python. Here the matrix products are torch's, what lies between them is a handful of compiled
@@ -60,7 +61,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
 
 
 def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
-    if hidden.shape[0] != 1 or not train.can_train(hidden):
+    if hidden.shape[0] != 1 or not train.can_attend(layer.self_attn.head_dim, hidden):
         return False
     window = getattr(layer.self_attn, "sliding_window", None) or getattr(layer.self_attn.config, "sliding_window", None)
     if window and window < int(layout.lengths.max()):
