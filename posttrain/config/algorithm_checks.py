@@ -81,6 +81,25 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "algorithm.filter_groups.enable", "actor_rollout_ref.rollout.n")
 
 
+def _sampling(checked: Checked) -> Iterator[Finding]:
+    """Filters and penalties make what is sampled from another policy; a correction needs two policies."""
+    section, rollout = checked.config.algorithm.rollout_correction, checked.config.actor_rollout_ref.rollout
+    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    there = [f"{name}={rollout[name]:g}" for name, value in plain.items() if rollout[name] != value]
+    named = [name for name in ("rollout_is", "rollout_rs") if section[name] is not None]
+    if there and not named:
+        yield (
+            f"Responses are sampled with {', '.join(there)}, but trained as if from the whole policy: log-probs are "
+            "those before filters and penalties. algorithm.rollout_correction.rollout_is=token weighs by that."
+        )
+    if named and not there and checked.config.actor_rollout_ref.actor.old_log_probs == "rollout":
+        keys = [f"algorithm.rollout_correction.{name}" for name in named]
+        what = f"`{' and '.join(keys)}` compares the trainer's log-probs with the rollout's, but "
+        what += f"{_ACTOR}.old_log_probs=rollout takes the rollout's for both: nothing would be corrected."
+        do = f"set {_ACTOR}.old_log_probs=trainer (or auto), or leave {' and '.join(named)} at null"
+        yield checked.problem(what, do, *keys, f"{_ACTOR}.old_log_probs")
+
+
 def _rollout_correction(checked: Checked) -> Iterator[Finding]:
     section, key = checked.config.algorithm.rollout_correction, "algorithm.rollout_correction"
     if section.rollout_is is not None and not _is_threshold(section.rollout_is_threshold):
@@ -119,5 +138,6 @@ ALGORITHM_CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     _drgrpo,
     _estimator,
     _losses_and_shaping,
+    _sampling,
     _rollout_correction,
 ]

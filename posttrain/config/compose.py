@@ -215,8 +215,8 @@ def _copied(values: dict[str, Any], model: Path, package: str) -> frozenset[str]
     if not model.is_file():
         return frozenset()
     own = OmegaConf.to_container(OmegaConf.load(model), resolve=False)
-    keys = [key for key in own if key not in ("defaults", "hydra")] if isinstance(own, dict) else []
-    there = flatten({str(key): own[key] for key in keys}, f"{package}." if package else "")
+    kept = {str(key): value for key, value in own.items() if key != "defaults"} if isinstance(own, dict) else {}
+    there = flatten(kept, f"{package}." if package else "")
     shared = frozenset(there).intersection(values)
     return shared if 2 * len(shared) > len(there) else frozenset()
 

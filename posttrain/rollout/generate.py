@@ -51,14 +51,22 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_token_id: int) -> DataProto:
-    """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs."""
+    """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs.
+
+    `sampling_log_probs` are there where filters or penalties made what was sampled from another distribution.
+    """
     prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
     responses = [output.token_ids for output in outputs]
     response_BR, response_mask_BR = _pad(responses, pad_token_id, left=False)
     log_probs_BR, _ = _pad([output.log_probs for output in outputs], 0.0, left=False, dtype=np.float32)
     attention_mask = torch.cat([prompt_mask_BP, response_mask_BR], -1)
+    drawn: dict[str, torch.Tensor] = {}
+    if any(output.sampling_log_probs is not None for output in outputs):
+        rows = [output.sampling_log_probs or output.log_probs for output in outputs]
+        drawn["sampling_log_probs"] = _pad(rows, 0.0, left=False, dtype=np.float32)[0]
     return DataProto.from_dict(
         tensors={
+            **drawn,
             "prompts": prompt_BP,
             "responses": response_BR,
             "input_ids": torch.cat([prompt_BP, response_BR], -1),

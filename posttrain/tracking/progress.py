@@ -10,8 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
+
+from posttrain.tracking.console import as_console
 
 ADVICE_EVERY = 10
 """The same advice is printed again after this many steps."""
@@ -32,14 +35,16 @@ def say(text: str) -> None:
 class Tee:
     """A stand-in for `sys.stdout` or `sys.stderr` that writes to it and to a log file."""
 
-    def __init__(self, stream: TextIO, log: TextIO, lock: threading.RLock) -> None:
+    def __init__(self, stream: Any, log: TextIO, lock: threading.RLock) -> None:
         self.stream, self._log, self._lock = stream, log, lock
-        self._pending, self._log_failed = "", False
+        self._pending, self._lost, self._log_failed = "", "", False
 
     def write(self, text: str) -> int:
         with self._lock:
             self._to_log(lambda: self._log.write(text))
             self._show(text)
+            if self._lost and text.endswith("\n"):
+                self._log_loss()
         return len(text)
 
     def _to_log(self, action: Callable[[], object]) -> None:
@@ -63,6 +68,15 @@ class Tee:
             with bar.moved_away(self.stream):
                 self.stream.write(lines + "\n")
 
+    def lost_console(self, other: TextIO, path: Path, text: str) -> None:
+        """Says so where it can still be read: in the log, and on the other stream."""
+        self._lost = text  # into the log after the line that is being written
+        other.write(f"{text} Its log: {path}\n")
+
+    def _log_loss(self) -> None:
+        text, self._lost = self._lost, ""
+        self._to_log(lambda: self._log.write(f"{text}\n"))
+
     def flush(self) -> None:
         with self._lock:
             self._to_log(self._log.flush)
@@ -72,6 +86,8 @@ class Tee:
         with self._lock:
             self.stream.write(self._pending)
             self._pending = ""
+            if self._lost:
+                self._log_loss()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)  # isatty, encoding, fileno, ...
@@ -82,9 +98,14 @@ def tee_output(path: Path) -> Iterator[None]:
     """Everything printed in this process, also by user code, goes to the console and is added to the file `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.RLock()
-    log = path.open("a", encoding="utf-8", buffering=1)
+    log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
     before = sys.stdout, sys.stderr
-    tees = Tee(before[0], log, lock), Tee(before[1], log, lock)
+    consoles: list[Any] = [as_console(stream) for stream in before]
+    tees = Tee(consoles[0], log, lock), Tee(consoles[1], log, lock)
+    for tee, other in zip(tees, reversed(consoles), strict=True):
+        tee.stream.on_lost = partial(tee.lost_console, other, path)
+        if tee.stream.why:  # it was lost before there was a log
+            tee.stream.on_lost(tee.stream.why)
     sys.stdout, sys.stderr = tees
     try:
         yield

@@ -53,6 +53,18 @@ WRONG = {
         ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0"],
         ["is not a threshold"],
     ),
+    "correction of nothing": (
+        ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.actor.old_log_probs=rollout"],
+        ["takes the rollout's for both: nothing would be corrected", "old_log_probs=trainer"],
+    ),
+    "rejection of nothing": (
+        [
+            "algorithm.rollout_correction.rollout_rs=seq_mean_k3",
+            "algorithm.rollout_correction.rollout_rs_threshold=0.01",
+            "actor_rollout_ref.actor.old_log_probs=rollout",
+        ],
+        ["`algorithm.rollout_correction.rollout_rs` compares", "nothing would be corrected"],
+    ),
     "buffer": (
         ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=90", "data.max_response_length=80"],
         ["overlong_buffer.len=90", "at most 80"],
@@ -89,6 +101,18 @@ IDLE = {
 def test_settings_without_effect_are_named(setting):
     notes = " ".join(load_config(["algorithm=grpo", setting]).notes)
     assert setting.split("=")[0] in notes and IDLE[setting] in notes
+
+
+@pytest.mark.parametrize("setting", ["top_p=0.9", "top_k=20", "min_p=0.05", "repetition_penalty=1.1"])
+def test_sampling_from_less_than_the_policy_is_said_unless_it_is_corrected(setting):
+    args = ["algorithm=grpo", f"actor_rollout_ref.rollout.{setting}"]
+    notes = " ".join(load_config(args).notes)
+    assert f"sampled with {setting}, but trained as if from the whole policy" in notes
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    assert "whole policy" not in " ".join(load_config([*args, correction]).notes)
+    # the rollout's own log-probs are those before filters, so there is a difference to correct
+    load_config([*args, correction, "actor_rollout_ref.actor.old_log_probs=rollout"])
+    assert "whole policy" not in " ".join(load_config(["algorithm=grpo"]).notes)
 
 
 PER_RESPONSE = "actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean"

@@ -207,7 +207,9 @@ class NativeEngine(RolloutEngine):
             logits_BV = logits_NV[torch.from_numpy(source_B[special]).to(logits_NV.device)]
             uniform_B = torch.from_numpy(uniforms(slots.seed[slots_B[special]], places_B[special]))
             some = sample(logits_BV, [r.sampling for r in requests], uniform_B, seen)
-            tokens_B[special], log_probs_B[special] = (x.cpu().numpy() for x in some)
+            tokens_B[special], log_probs_B[special], drawn = (x.cpu().numpy() for x in some)
+            for slot, value in zip(slots_B[special].tolist(), drawn.tolist(), strict=True):
+                slots.drawn.setdefault(slot, []).append(value)
         slots.tokens[slots_B, places_B] = slots.last[slots_B] = tokens_B
         slots.log_probs[slots_B, places_B] = log_probs_B
         slots.count[slots_B] += 1

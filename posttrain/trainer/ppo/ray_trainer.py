@@ -41,7 +41,14 @@ from posttrain.trainer.ppo.reward import RewardManager, add_overlong_penalty, on
 from posttrain.trainer.ppo.reward_weights import reward_weights
 from posttrain.trainer.ppo.saving import resume, save
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
-from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
+from posttrain.trainer.ppo.step_zero import (
+    check_groups,
+    compare_log_probs,
+    largest_rows,
+    sampling_words,
+    tolerance,
+    too_slow_to_try,
+)
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
@@ -378,8 +385,10 @@ class RayPPOTrainer:
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
         sentence, largest = compare_log_probs(batch, ours, tolerance(self.config, self.weights_dtype))
         say(sentence)
+        corrected = correction_is_on(self.config.algorithm.rollout_correction)
+        if (words := sampling_words(batch, corrected=corrected)) is not None:
+            say(words)
         if self.step == 0:
-            corrected = correction_is_on(self.config.algorithm.rollout_correction)
             self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
         lengths = largest_rows(self.config, self.sizes)
         if too_slow_to_try(lengths, self.parameters, self.device):
