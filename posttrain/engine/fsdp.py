@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from posttrain.config.optim import OptimConfig
-from posttrain.engine.base import LossFn, TrainEngine
+from posttrain.engine.base import LossFn, Passes, TrainEngine
+from posttrain.engine.facts import EngineFacts, facts_of
 from posttrain.engine.optim import Optimizer
-from posttrain.engine.packing import Rows, Unit, packed_units, padded_rows, plan_micro_batches, plan_units
+from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes
 from posttrain.kernels.packed_attention import packed_rows
-from posttrain.kernels.train import can_train
-from posttrain.models.forward import hidden_states, token_log_probs
+from posttrain.models.forward import TokenPass
 from posttrain.models.loading import can_pack
-from posttrain.models.lora import has_adapters, merged_state
-from posttrain.models.value import ValueModel
+from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
 from posttrain.protocol import DataProto
 
 
@@ -43,8 +44,15 @@ class FSDPEngine(TrainEngine):
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
         self.module, self.settings = module, settings
-        self.packed = settings.pack and can_pack(module)
-        self.width = module.config.get_text_config().hidden_size  # pyright: ignore
+        self.packed = settings.pack and self._can_pack(module)
+        self._facts = facts_of(
+            module,
+            packed=self.packed,
+            share_prompts=settings.share_prompts,
+            token_budget=settings.token_budget,
+            max_rows=settings.max_rows,
+        )
+        self.forward_pass = self._forward_pass(module)
         trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
         if self.optimizer is None:
@@ -53,82 +61,108 @@ class FSDPEngine(TrainEngine):
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         self.offload()
 
-    # -- passes ---------------------------------------------------------------------------------------------------
-    def log_probs(self, data: DataProto, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        return self._no_grad_pass(data, temperature)
+    def facts(self) -> EngineFacts:
+        return self._facts
 
-    def values(self, data: DataProto) -> torch.Tensor:
-        return self._no_grad_pass(data, 1.0)["values"]
+    def _can_pack(self, module: torch.nn.Module) -> bool:
+        return can_pack(module)
+
+    def _forward_pass(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module whose `forward` is a whole pass."""
+        return TokenPass(module)
+
+    # -- passes ---------------------------------------------------------------------------------------------------
+    def log_probs(
+        self, data: DataProto, *, temperature: float = 1.0, passes: Passes | None = None
+    ) -> dict[str, torch.Tensor]:
+        return self._no_grad_pass(data, temperature, passes)
+
+    def values(self, data: DataProto, *, passes: Passes | None = None) -> torch.Tensor:
+        return self._no_grad_pass(data, 1.0, passes)["values"]
 
     @torch.no_grad()
-    def _no_grad_pass(self, data: DataProto, temperature: float) -> dict[str, torch.Tensor]:
+    def _no_grad_pass(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:
         self.module.eval()
-        out: dict[str, torch.Tensor] = {}
-        for units in self._plan(data):
+        parts: dict[str, list[torch.Tensor]] = {}
+        order: list[int] = []
+        for units in self._plan(data) if passes is None else passes:
             index = [row for unit in units for row in unit.rows]
             rows = self._rows(data[index], units)
             with packed_rows(rows.layout):
-                for name, part in self._forward(rows, temperature).items():
-                    whole = out.setdefault(name, part.new_zeros((len(data), part.shape[1]), device="cpu"))
-                    whole[index] = part.cpu()
-        return out
+                found = self._forward(rows, temperature)
+            order += index
+            for name, part in found.items() if units else ():
+                parts.setdefault(name, []).append(part)
+        place = torch.empty(len(order), dtype=torch.long)
+        place[order] = torch.arange(len(order))
+        return {name: torch.cat(found).cpu()[place] for name, found in parts.items()}  # the device is waited for once
 
-    def _plan(self, data: DataProto) -> list[list[Unit]]:
-        """The units of rows of each forward pass."""
-        settings = self.settings
-        share = self.packed and settings.share_prompts
-        all_pairs = not can_train(next(self.module.parameters()))
-        units = plan_units(data, share=share, width=self.width, all_pairs=all_pairs, max_rows=settings.max_rows)
-        return plan_micro_batches(units, token_budget=settings.token_budget, max_rows=settings.max_rows)
+    def _plan(self, data: DataProto) -> Passes:
+        """The passes over a batch that this process computes alone."""
+        return plan_passes(data, self._facts)
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
+        if not units:
+            return dummy_rows(self.settings.device, packed=self.packed)
         if not self.packed:
             return padded_rows(micro, self.settings.device)
         return packed_units(micro, units, self.settings.device)
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
-        hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
-        hidden_UE = rows.states(hidden, rows.predict_U)
-        if isinstance(self.module, ValueModel):
-            return {"values": rows.scatter(self.module.token_values(hidden_UE))}
-        log_probs_U, entropy_U = token_log_probs(self.module, hidden_UE, rows.label_U, temperature)
-        return {"log_probs": rows.scatter(log_probs_U), "entropy": rows.scatter(entropy_U)}
+        inputs = (rows.input_ids, rows.position_ids, rows.attention_mask)
+        found = self.forward_pass(*inputs, rows.predict_U, rows.label_U, temperature)
+        return {name: rows.scatter(values_U) for name, values_U in found.items()}
 
-    def update(self, data: DataProto, loss: LossFn, *, temperature: float = 1.0) -> dict[str, float]:
+    def update(
+        self, data: DataProto, loss: LossFn, *, temperature: float = 1.0, passes: Passes | None = None
+    ) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen engine cannot be updated"
-        finite = self._backward(data, loss, temperature)
+        finite = self._backward(data, loss, temperature, passes)
         if not finite:
             for master in self.optimizer.masters:
                 if master.grad is not None:
                     master.grad.fill_(float("nan"))  # the optimizer sees it, skips and reports
         return self.optimizer.step(grad_clip=self.settings.grad_clip, total_steps=self.settings.total_steps)
 
-    def backward_only(self, data: DataProto, loss: LossFn) -> None:
-        """Everything that `update` does before the step; the gradients are thrown away."""
+    def trial_pass(self, data: DataProto, loss: LossFn, *, passes: Passes | None = None) -> None:
         assert self.optimizer is not None, "a frozen engine has no backward pass"
-        self._backward(data, loss, 1.0)
+        self._backward(data, loss, 1.0, passes)
         self.optimizer.adam.zero_grad(set_to_none=True)
 
-    def _backward(self, data: DataProto, loss: LossFn, temperature: float) -> bool:
+    def _backward(self, data: DataProto, loss: LossFn, temperature: float, passes: Passes | None = None) -> bool:
         """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
         assert self.optimizer is not None
         # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
         self.module.train(self.settings.gradient_checkpointing)
-        finite = True
-        for units in self._plan(data):
-            micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)
+        finite = torch.ones((), dtype=torch.bool, device=self.settings.device)
+        for units in self._plan(data) if passes is None else passes:
+            micro = data[[row for unit in units for row in unit.rows]]
             rows = self._rows(micro, units)
+            micro = micro.to(self.settings.device)
             with packed_rows(rows.layout):
-                share = loss(micro, self._forward(rows, temperature))
-                finite = finite and bool(torch.isfinite(share))
+                outputs = self._forward(rows, temperature)
+                share = loss(micro, outputs) if units else 0.0 * sum(part.sum() for part in outputs.values())
+                assert isinstance(share, torch.Tensor)
+                finite = finite & torch.isfinite(share.detach())
                 share.backward()
             self.optimizer.gather_gradients()
-        return finite
+        return bool(finite)
 
     # -- weights --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def base_only(self) -> Iterator[None]:
+        with base_only(self.module):
+            yield
+
+    def live_model(self) -> torch.nn.Module | None:
+        return self.module
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         state = merged_state(self.module) if has_adapters(self.module) else self.module.state_dict()
         yield from state.items()
+
+    def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
+        save_model(self.module, folder, adapter, merged=merged)
 
     def save(self) -> dict[str, torch.Tensor]:
         trained = {f"model.{name}": weight.detach() for name, weight in self._kept_weights()}
@@ -161,7 +195,6 @@ class FSDPEngine(TrainEngine):
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Inside, the weights (and the optimizer state) are where they are computed with."""
         self.onload(optimizer=optimizer)
         try:
             yield

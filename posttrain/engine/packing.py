@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from posttrain.engine.facts import EngineFacts
+from posttrain.kernels.cuda import to_device
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.protocol import DataProto
 
@@ -52,6 +54,14 @@ def plan_units(
             dearer = all_pairs and _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
             units += apart if dearer else [together]
     return units
+
+
+def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
+    """The units of each forward pass over a batch that one process computes alone."""
+    units = plan_units(
+        data, share=facts.shares_prompts, width=facts.width, all_pairs=facts.all_pairs, max_rows=facts.max_rows
+    )
+    return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
 
 
 def _computed(data: DataProto) -> list[tuple[int, bytes]]:
@@ -134,39 +144,35 @@ class Rows:
         flat = values_U.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.slot_N,), self.of_tokens(values_U)).view(self.shape)
 
-    def states(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Hidden states at these places, from a pass that gave those of all tokens or of the wanted ones only."""
-        flat = hidden.flatten(0, 1)
-        if self.layout is not None and self.layout.wanted_T is not None and len(flat) < self.layout.total:
-            places = torch.searchsorted(self.layout.wanted_T, places)
-        return flat.index_select(0, places)
-
 
 def padded_rows(data: DataProto, device: torch.device) -> Rows:
     """The batch as it is, padding included."""
-    ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
+    ids_BS, mask_BS, position_BS, real_BR = _tensors(data)
     rows, width = real_BR.shape
     start = ids_BS.shape[1] - width
     row_N, col_N = real_BR.nonzero(as_tuple=True)
     predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, None, slots, (rows, width))
+    tensors = (ids_BS, position_BS, mask_BS.long(), predict_N, labels, slots)
+    ids, positions, mask, places, labels, slots = (to_device(x, device) for x in tensors)
+    return Rows(ids, positions, mask, None, places, labels, None, slots, (rows, width))
 
 
 def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Rows:
     """The rows packed; the rows of `data` are those of the units, end to end.
 
-    The last token of a response is predicted, but predicts nothing, and no other token looks at it: it is left out. A
-    response that another one of its unit begins with is read off that one.
+    All of it happens on the host, so that a device that still computes is not waited for. The last token of a response
+    is predicted, but predicts nothing, and no other token looks at it: it is left out. A response that another one of
+    its unit begins with is read off that one.
     """
-    ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
+    ids_BS, mask_BS, position_BS, real_BR = _tensors(data)
     rows, width = real_BR.shape
     start = ids_BS.shape[1] - width
-    sizes = torch.tensor([len(unit.rows) for unit in units], device=device)
+    sizes = torch.tensor([len(unit.rows) for unit in units])
     leader_B = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-    row_B = torch.arange(rows, device=device)
+    row_B = torch.arange(rows)
     number_B = row_B - leader_B + 1  # of a response among those that share its prompt
-    source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources], device=device)
+    source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources])
     kept_BS = mask_BS.clone()
     kept_BS[:, :start] &= (number_B == 1)[:, None]
     kept_BS[:, start:] &= (source_B == row_B)[:, None]
@@ -182,8 +188,8 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
         segment_BS = torch.zeros_like(ids_BS)
         segment_BS[:, start:] = number_B[:, None]
         segment_T = segment_BS[kept_BS]
-    lengths = torch.zeros(len(units), dtype=torch.long, device=device)
-    lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units), device=device), sizes), kept_BS.sum(-1))
+    lengths = torch.zeros(len(units), dtype=torch.long)
+    lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units)), sizes), kept_BS.sum(-1))
     position_T = position_BS[kept_BS]
     predict_N = before_BR[real_BR]
     layout = PackedLayout(
@@ -193,7 +199,19 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     pairs = (predict_N, labels, None)
     if bool((source_B != row_B).any()):
         pairs = _distinct(predict_N, labels)
-    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, *pairs, slots, (rows, width))
+    tensors = (ids_BS[kept_BS][None], position_T[None], *pairs, slots)
+    ids, positions, *rest = (None if x is None else to_device(x, device) for x in tensors)
+    return Rows(ids, positions, None, layout, *rest, (rows, width))  # pyright: ignore
+
+
+def dummy_rows(device: torch.device, *, packed: bool) -> Rows:
+    """One token and the one after it, for a pass that counts nothing."""
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    if packed:
+        layout = PackedLayout([1], device, position_T=zero, wanted_T=zero)
+        return Rows(zero[None], zero[None], None, layout, zero, zero, None, zero, (1, 1))
+    two = torch.arange(2, device=device)[None]
+    return Rows(torch.zeros_like(two), two, torch.ones_like(two), None, zero, zero, None, zero, (1, 1))
 
 
 def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -203,7 +221,7 @@ def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Ten
     return pair_U // size, pair_U % size, source_N
 
 
-def _tensors(data: DataProto, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids_BS, mask_BS = data.batch["input_ids"].to(device), data.batch["attention_mask"].to(device).bool()
+def _tensors(data: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids_BS, mask_BS = data.batch["input_ids"].cpu(), data.batch["attention_mask"].cpu().bool()
     position_BS = (mask_BS.long().cumsum(-1) - 1).clamp(min=0)
     return ids_BS, mask_BS, position_BS, mask_BS[:, -data.batch["responses"].shape[1] :]

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from posttrain.kernels.cuda import to_device
 from posttrain.kernels.train import PackedAttention, Sight, can_attend
 
 SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length opens the next rectangle
@@ -42,29 +43,55 @@ class PackedLayout:
         position_T: torch.Tensor | None = None,
         wanted_T: torch.Tensor | None = None,
     ) -> None:
-        self.lengths = torch.tensor(lengths)
+        self.lengths, self.device = torch.tensor(lengths), torch.device(device)
         self.total = int(self.lengths.sum())
+        self.segment_T, self.position_T = segment_T, position_T
+        self.wanted_T = None if wanted_T is None else to_device(wanted_T, self.device)
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, length) of each rectangle."""
+        return [(len(rows), int(self.lengths[rows[0]])) for rows in self._similar()]
+
+    @cached_property
+    def _slots(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         starts = self.lengths.cumsum(0) - self.lengths
-        by_length = torch.argsort(self.lengths, descending=True, stable=True)
-        self.shapes: list[tuple[int, int]] = []
         tokens, real = [], []
-        for rows in self._similar(by_length):
-            longest = int(self.lengths[rows[0]])
-            self.shapes.append((len(rows), longest))
-            places_L = torch.arange(longest)
+        for rows in self._similar():
+            places_L = torch.arange(int(self.lengths[rows[0]]))
             tokens.append((starts[rows, None] + places_L).clamp(max=self.total - 1).flatten())
             real.append((places_L < self.lengths[rows, None]).flatten())
         token_S, real_S = torch.cat(tokens), torch.cat(real)
         slot_T = torch.empty(self.total, dtype=torch.long)
         slot_T[token_S[real_S]] = real_S.nonzero().squeeze(1)
-        self.token_S, self.slot_T = token_S.to(device), slot_T.to(device)
-        self.real_S = None if bool(real_S.all()) else real_S.to(device)
-        self.segment_T, self.wanted_T = segment_T, wanted_T
-        self.segment_S = None if segment_T is None else segment_T.to(device)[self.token_S]
-        self.position_S = None if position_T is None else position_T.to(device)[self.token_S]
+        all_real = None if bool(real_S.all()) else real_S.to(self.device)
+        return token_S.to(self.device), all_real, slot_T.to(self.device)
 
-    def _similar(self, by_length: torch.Tensor) -> Iterator[torch.Tensor]:
+    @property
+    def token_S(self) -> torch.Tensor:
+        """The token in each slot; padding repeats one."""
+        return self._slots[0]
+
+    @property
+    def real_S(self) -> torch.Tensor | None:
+        """Which slots hold a token; None if all do."""
+        return self._slots[1]
+
+    @property
+    def slot_T(self) -> torch.Tensor:
+        return self._slots[2]
+
+    @cached_property
+    def segment_S(self) -> torch.Tensor | None:
+        return None if self.segment_T is None else self.segment_T.to(self.device)[self.token_S]
+
+    @cached_property
+    def position_S(self) -> torch.Tensor | None:
+        return None if self.position_T is None else self.position_T.to(self.device)[self.token_S]
+
+    def _similar(self) -> Iterator[torch.Tensor]:
         """Rows from long to short, cut where the padding would grow too large."""
+        by_length = torch.argsort(self.lengths, descending=True, stable=True)
         start = 0
         while start < len(by_length):
             lengths = self.lengths[by_length[start:]]

@@ -1,4 +1,10 @@
-"""Hidden states, log-probs and values of rows: the forward pass that training, reference and critic share."""
+"""Hidden states, log-probs and values of rows: the forward pass that training, reference and critic share.
+
+`TokenPass` is that pass as one module. Whatever hooks into modules (sharding gathers weights before a `forward` and
+drops them after it) sees decoder and head at work inside it, and never beside it.
+
+Shapes: T tokens, U places whose next token is asked for, E hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, logprob_head
+from posttrain.kernels.packed_attention import active_layout
+from posttrain.models.value import ValueModel
 
 
 def without_adapters(model: Any) -> Any:
@@ -30,6 +38,39 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position_ids:
         input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
     )
     return output.last_hidden_state
+
+
+def states_at(hidden: torch.Tensor, places_U: torch.Tensor) -> torch.Tensor:
+    """(U, E) hidden states at these (flattened) places, from a pass that gave those of all tokens or, of packed rows,
+    of the wanted ones only."""
+    flat, layout = hidden.flatten(0, 1), active_layout()
+    if layout is not None and layout.wanted_T is not None and len(flat) < layout.total:
+        places_U = torch.searchsorted(layout.wanted_T, places_U)
+    return flat.index_select(0, places_U)
+
+
+class TokenPass(torch.nn.Module):
+    """From token ids to `log_probs` and `entropy` of given tokens, or to the `values` of a value model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        places_U: torch.Tensor,
+        labels_U: torch.Tensor,
+        temperature: float,
+    ) -> dict[str, torch.Tensor]:
+        """Each (U,): of the tokens `labels_U` that come after the (flattened) places `places_U`."""
+        hidden_UE = states_at(hidden_states(self.model, input_ids, position_ids, attention_mask), places_U)
+        if isinstance(self.model, ValueModel):
+            return {"values": self.model.token_values(hidden_UE)}
+        log_probs_U, entropy_U = token_log_probs(self.model, hidden_UE, labels_U, temperature)
+        return {"log_probs": log_probs_U, "entropy": entropy_U}
 
 
 def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -150,27 +151,42 @@ def can_pack(model: torch.nn.Module) -> bool:
     return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
 
 
-def check_positions(model: Any, longest: int, setting: str | None = None) -> str | None:
+class Positions(NamedTuple):
+    """How far a model's positions go: up to `limit`, if it has one; `learned` ones go no further, in no way."""
+
+    limit: int | None
+    learned: bool
+
+
+def positions_of(model: Any) -> Positions:
+    learned = any(name.endswith(("wpe", "embed_positions")) for name, _ in model.named_modules())
+    return Positions(getattr(model.config, "max_position_embeddings", None) or None, learned)
+
+
+def check_positions(positions: Positions, longest: int, setting: str | None = None) -> str | None:
     """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them.
     `setting` is a supervised row's length in words."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = positions.limit
     if not limit or longest <= limit:
         return None
     advice = "lower data.max_length" if setting else "lower one of the two"
     setting = setting or f"data.max_prompt_length + data.max_response_length allow {longest} tokens"
-    if any(name.endswith(("wpe", "embed_positions")) for name, _ in model.named_modules()):
+    if positions.learned:
         raise ModelError(f"{setting}, but this model has learned positions for {limit} only; {advice}")
     return f"{setting}, but the model was made for {limit}."
 
 
-def end_token_ids(tokenizer: Any, model_settings: Any, generation_settings: Any = None) -> tuple[int, ...]:
-    """All ids that end a response: the tokenizer's, the model's and the generation config's."""
+def end_token_ids(tokenizer: Any, of_model: Iterable[int]) -> tuple[int, ...]:
+    """All ids that end a response: the tokenizer's and those of the model (`model_end_ids`)."""
+    own = tokenizer.eos_token_id
+    return tuple(sorted({*of_model, *([] if own is None else [own])}))
+
+
+def model_end_ids(model: Any) -> tuple[int, ...]:
+    """Ids that end a response by a model's config and its generation config."""
     found: set[int] = set()
-    for value in (
-        tokenizer.eos_token_id,
-        getattr(model_settings, "eos_token_id", None),
-        getattr(generation_settings, "eos_token_id", None),
-    ):
+    for settings in (model.config, getattr(model, "generation_config", None)):
+        value = getattr(settings, "eos_token_id", None)
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
     return tuple(sorted(found))

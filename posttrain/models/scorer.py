@@ -17,7 +17,7 @@ import torch
 
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
-from posttrain.models.forward import hidden_states, without_adapters
+from posttrain.models.forward import hidden_states, states_at, without_adapters
 from posttrain.models.loading import (
     ModelError,
     can_pack,
@@ -155,6 +155,26 @@ def packs_rows(model: torch.nn.Module) -> bool:
 def head_scores(model: Any, hidden_BE: torch.Tensor) -> torch.Tensor:
     """(B,) scores of the rows' last hidden states, in float32 or better."""
     return widened(without_adapters(model).score(hidden_BE).squeeze(-1))
+
+
+class ScorePass(torch.nn.Module):
+    """From token ids to one score per row, as one module (see `models/forward.py`)."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
+        """(B,) scores of packed rows that end at these places."""
+        return head_scores(self.model, states_at(hidden_states(self.model, input_ids, position_ids), ends_B))
+
+
+class PaddedScorePass(ScorePass):
+    """The same for models whose rows are not packed."""
+
+    def forward(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(B,) scores of rows of token ids."""
+        return padded_scores(self.model, rows)
 
 
 def widened(scores: torch.Tensor) -> torch.Tensor:

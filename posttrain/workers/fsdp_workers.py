@@ -11,10 +11,10 @@ import torch
 
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Dispatch, register
+from posttrain.engine.facts import EngineFacts
 from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.loading import check_positions, end_token_ids
-from posttrain.models.lora import base_only, save_model
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Sampling
 from posttrain.rollout.engines import build_engine
@@ -54,15 +54,17 @@ class ActorRolloutRefWorker:
         self.engine = actor_engine(self.config, self.device, self.total_updates)
         self.actor = DataParallelPPOActor(self.config, self.engine)
         model = self.config.actor_rollout_ref.model
-        self.adapters = lora_state(self.engine.module, model)
+        facts = self.engine.facts()
+        self.adapters = lora_state(facts, model)
         if self.with_reference and self.adapters is None:
             self.reference = reference_engine(self.config, self.device)
         rollout = self.config.actor_rollout_ref.rollout
-        self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer, device=self.device)
+        live = self.engine.live_model()
+        assert live is not None, "the rollout reads the trainer's own weights"
+        self.rollout, self.engine_name = build_engine(rollout, live, self.tokenizer, device=self.device)
         data = self.config.data
-        self.position_note = check_positions(self.engine.module, data.max_prompt_length + data.max_response_length)
-        generation = getattr(self.engine.module, "generation_config", None)
-        self.end_ids = end_token_ids(self.tokenizer, self.engine.module.config, generation)
+        self.position_note = check_positions(facts.positions, data.max_prompt_length + data.max_response_length)
+        self.end_ids = end_token_ids(self.tokenizer, facts.end_ids)
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
 
     @register(Dispatch.SPLIT)
@@ -124,7 +126,7 @@ class ActorRolloutRefWorker:
         """`ref_log_prob`: of the frozen copy, or of the base with its adapters off."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
         if self.reference is None:
-            with self.engine.on_device(), base_only(self.engine.module):
+            with self.engine.on_device(), self.engine.base_only():
                 out = self.engine.log_probs(data, temperature=temperature)
         else:
             with self.reference.on_device():
@@ -162,15 +164,20 @@ class ActorRolloutRefWorker:
         return self.engine_name
 
     @register(Dispatch.ONE)
+    def engine_facts(self) -> EngineFacts:
+        """About the policy's model."""
+        return self.engine.facts()
+
+    @register(Dispatch.ONE)
     def vocabulary(self) -> int:
         """Tokens that the policy's model has weights for."""
-        return self.engine.module.config.get_text_config().vocab_size  # pyright: ignore
+        return self.engine.facts().vocabulary
 
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:
         """Sentences for the user that only the loaded model or the first update could tell."""
         about_adapters = [
-            *adapter_notes(self.engine.module, self.config.actor_rollout_ref.model),
+            *adapter_notes(self.engine.facts(), self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
         return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
@@ -192,7 +199,7 @@ class ActorRolloutRefWorker:
     def export_hf(self, folder: Path) -> None:
         """A Hugging Face folder with tokenizer: the model, or under LoRA what `trainer.export_lora` says."""
         adapter = self.adapters["adapter"] if self.adapters else None
-        save_model(self.engine.module, folder, adapter, merged=self.config.trainer.export_lora == "merged")
+        self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
         self.tokenizer.save_pretrained(folder)
 
 
@@ -205,15 +212,16 @@ class CriticWorker:
     @register(Dispatch.ALL)
     def init_model(self) -> None:
         self.engine = critic_engine(self.config, self.device, self.total_updates)
-        check_vocabulary(self.engine.module, self.tokens, self.config.critic.model.path)
+        facts = self.engine.facts()
+        check_vocabulary(facts.vocabulary, self.tokens, self.config.critic.model.path)
         self.critic = DataParallelPPOCritic(self.config, self.engine)
         model = self.config.actor_rollout_ref.model
-        self.adapters = lora_state(self.engine.module, model, path=self.config.critic.model.path)
+        self.adapters = lora_state(facts, model, path=self.config.critic.model.path)
 
     @register(Dispatch.ONE)
     def notes(self) -> list[str]:
         """As the actor's."""
-        note = stacked_note(self.engine.module, self.config.critic.model, "critic.model.target_modules")
+        note = stacked_note(self.engine.facts().stacked, self.config.critic.model, "critic.model.target_modules")
         return [note] if note else []
 
     @register(Dispatch.ONE)

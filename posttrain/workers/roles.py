@@ -55,9 +55,8 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     return FSDPEngine(module, replace(settings, pack=pack, gradient_checkpointing=checkpointing))
 
 
-def check_vocabulary(module: torch.nn.Module, tokens: int, path: str | None) -> None:
+def check_vocabulary(size: int, tokens: int, path: str | None) -> None:
     """The critic reads the policy's token ids; a model that has none for some of them cannot."""
-    size = module.config.get_text_config().vocab_size  # pyright: ignore
     if size < tokens:
         raise ModelError(
             f"critic.model.path={path}: the model knows {size} tokens, but the policy {tokens}; the "

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from posttrain.kernels.cuda import to_device
+
 _aten = torch.ops.aten
 
 
@@ -36,7 +38,7 @@ class Pieces:
         # A prompt with a single response is one plain row.
         keep = (starts == unit_starts[unit]) | (responses[unit] > 1)
         own = np.append(starts[keep], unit_starts[-1]).astype(np.int32)
-        found = cls(torch.from_numpy(own).to(device, non_blocking=True), int(np.diff(own).max()))
+        found = cls(to_device(torch.from_numpy(own), device), int(np.diff(own).max()))
         shared = np.flatnonzero((prompts > 0) & (responses > 1))
         if not len(shared):
             return found
@@ -46,9 +48,9 @@ class Pieces:
         is_shared = np.isin(of_unit, shared)
         answers = places >= (unit_starts[:-1] + prompts)[of_unit]
         queries, keys = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (end - middle, middle - begin))
-        found.response_R = torch.from_numpy(places[is_shared & answers]).to(device)
-        found.prompt_P = torch.from_numpy(places[is_shared & ~answers]).to(device)
-        ends = (torch.from_numpy(x).to(device) for x in (queries, keys))
+        found.response_R = to_device(torch.from_numpy(places[is_shared & answers]), device)
+        found.prompt_P = to_device(torch.from_numpy(places[is_shared & ~answers]), device)
+        ends = (to_device(torch.from_numpy(x), device) for x in (queries, keys))
         found.over = (*ends, int((end - middle).max()), int((middle - begin).max()))  # pyright: ignore
         return found
 

@@ -401,11 +401,11 @@ class RayPPOTrainer:
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        return next(self.actor_rollout_wg.worker.engine.module.parameters()).dtype
+        return self.actor_rollout_wg.engine_facts().dtype
 
     @property
     def parameters(self) -> int:
-        return sum(weight.numel() for weight in self.actor_rollout_wg.worker.engine.module.parameters())
+        return self.actor_rollout_wg.engine_facts().parameters
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
         skipped = {role: int(metrics.get(f"{role}/bad_steps", 0)) for role in ("actor", "critic")}
