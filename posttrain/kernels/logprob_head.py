@@ -13,6 +13,7 @@ from posttrain.kernels import cuda
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
 DEVICE_SHARE = 1 / 64  # of a CUDA device's memory for the logits of a chunk: products of few tokens waste it
+KEPT_SHARE = 1 / 16  # of it for logits that wait for the backward pass, so as not to be computed twice
 
 
 def chunk_elements(device: torch.device) -> int:
@@ -24,7 +25,6 @@ def chunk_elements(device: torch.device) -> int:
 
 def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
     size = max(1, chunk_elements(device) // vocabulary)
-    size = -(-tokens // max(1, -(-tokens // size)))  # equal parts
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
@@ -88,9 +88,13 @@ class _CudaHead(torch.autograd.Function):
     def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks):
         from posttrain.kernels.cuda.logprob import statistics
 
-        parts = []
+        parts, ctx.kept = [], []
+        keep = any(ctx.needs_input_grad) and _may_keep(hidden_NE, weight_VE)
         for part in chunks:
-            parts.append(statistics(_wide_product(hidden_NE[part], weight_VE.T), labels_N[part], temperature))
+            logits = _wide_product(hidden_NE[part], weight_VE.T)
+            parts.append(statistics(logits, labels_N[part], temperature))
+            if keep:
+                ctx.kept.append(logits)
         logp_N, entropy_N, logsum_N = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.chunks, ctx.temperature = chunks, temperature
         ctx.save_for_backward(hidden_NE, weight_VE, labels_N, logsum_N, entropy_N)
@@ -103,18 +107,23 @@ class _CudaHead(torch.autograd.Function):
         hidden_NE, weight_VE, labels_N, logsum_N, entropy_N = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden_NE) if ctx.needs_input_grad[0] else None
         grad_weight = None
-        for part in ctx.chunks:
-            logits = _wide_product(hidden_NE[part], weight_VE.T)
+        for number, part in enumerate(ctx.chunks):
+            logits = ctx.kept[number] if ctx.kept else _wide_product(hidden_NE[part], weight_VE.T)
             columns = (labels_N, logsum_N, entropy_N, grad_logp_N, grad_entropy_N)
             grad = gradient(logits, *(x[part] for x in columns), ctx.temperature, hidden_NE.dtype)
-            del logits
             if grad_hidden is not None:
                 torch.mm(grad, weight_VE, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
                 share = _wide_product(grad.T, hidden_NE[part])
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
+        ctx.kept = []
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
         return grad_hidden, as_weight, None, None, None
+
+
+def _may_keep(hidden_NE: torch.Tensor, weight_VE: torch.Tensor) -> bool:
+    memory = torch.cuda.get_device_properties(hidden_NE.device).total_memory
+    return 4 * len(hidden_NE) * len(weight_VE) <= memory * KEPT_SHARE
 
 
 def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

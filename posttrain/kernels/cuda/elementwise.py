@@ -62,23 +62,22 @@ def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _head(X, NORM, COS, SIN, at, half_at, first, real, position, epsilon, D: tl.constexpr, NORMED: tl.constexpr,
-          ROTATED: tl.constexpr):  # fmt: skip
-    """One head, normed and rotated: x * cos + half_turn(x) * sin, rounded where torch rounds."""
+def _heads(X, NORM, COS, SIN, at, other, first, real, d, d_other, epsilon, D: tl.constexpr, NORMED: tl.constexpr,
+           ROTATED: tl.constexpr):  # fmt: skip
+    """Heads, normed and rotated: x * cos + half_turn(x) * sin, rounded where torch rounds."""
     x = tl.load(X + at, mask=real, other=0.0)
-    y = tl.load(X + half_at, mask=real, other=0.0)
+    y = tl.load(X + other, mask=real, other=0.0)
     if NORMED:
         wide = x.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / D + epsilon)
-        x = (wide * inverse * tl.load(NORM + at, mask=real, other=0.0).to(tl.float32)).to(x.dtype)
-        y = (y.to(tl.float32) * inverse * tl.load(NORM + half_at, mask=real, other=0.0).to(tl.float32)).to(x.dtype)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + epsilon)[:, None]
+        x = (wide * inverse * tl.load(NORM + d, mask=d < D, other=0.0).to(tl.float32)).to(x.dtype)
+        y = (y.to(tl.float32) * inverse * tl.load(NORM + d_other, mask=d < D, other=0.0).to(tl.float32)).to(x.dtype)
     if ROTATED:
-        cos = tl.load(COS + position * D + at, mask=real, other=0.0).to(x.dtype).to(tl.float32)
-        sin = tl.load(SIN + position * D + at, mask=real, other=0.0).to(x.dtype).to(tl.float32)
+        cos = tl.load(COS + d, mask=d < D, other=0.0).to(x.dtype).to(tl.float32)
+        sin = tl.load(SIN + d, mask=d < D, other=0.0).to(x.dtype).to(tl.float32)
         turned = tl.where(first, -y.to(tl.float32), y.to(tl.float32))
-        x = ((x.to(tl.float32) * cos).to(x.dtype).to(tl.float32) + (turned * sin).to(x.dtype).to(tl.float32)).to(
-            x.dtype
-        )
+        cosine, sine = (x.to(tl.float32) * cos).to(x.dtype), (turned * sin).to(x.dtype)
+        x = (cosine.to(tl.float32) + sine.to(tl.float32)).to(x.dtype)
     return x
 
 
@@ -86,33 +85,30 @@ def _head(X, NORM, COS, SIN, at, half_at, first, real, position, epsilon, D: tl.
 def _rotate_and_store(
     Q, K, V, OUT, KEYS, VALUES, POSITIONS, SLOTS, COS, SIN, Q_NORM, K_NORM, epsilon,
     q_row, q_head, k_row, k_head, v_row, v_head,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr,
-    ROTATED: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, DP)
-    real = at < D
-    first = at < D // 2
-    half_at = tl.where(first, at + D // 2, at - D // 2)
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DP)[None, :]
+    first = d < D // 2
+    d_other = tl.where(first, d + D // 2, d - D // 2)
     position = tl.load(POSITIONS + token).to(tl.int64)
-    if head < H:
-        x = _head(Q + token * q_row + head * q_head, Q_NORM, COS, SIN, at, half_at, first, real, position, epsilon,
-                  D, NORMED, ROTATED)  # fmt: skip
-        tl.store(OUT + token * (H * D) + head * D + at, x, mask=real)
-    else:
-        slot = tl.load(SLOTS + token)
-        if slot >= 0:
-            number = head - H
-            if number < KV:
-                x = _head(K + token * k_row + number * k_head, K_NORM, COS, SIN, at, half_at, first, real, position,
-                          epsilon, D, NORMED, ROTATED)  # fmt: skip
-                into = ((slot // BLOCK) * KV + number) * (BLOCK * D) + (slot % BLOCK) * D
-                tl.store(KEYS + into + at, x, mask=real)
-            else:
-                number -= KV
-                x = tl.load(V + token * v_row + number * v_head + at, mask=real, other=0.0)
-                into = ((slot // BLOCK) * KV + number) * (BLOCK * D) + (slot % BLOCK) * D
-                tl.store(VALUES + into + at, x, mask=real)
+    cos, sin = COS, SIN
+    if ROTATED:
+        cos, sin = COS + position * D, SIN + position * D
+    h, k = tl.arange(0, HP)[:, None], tl.arange(0, KP)[:, None]
+    q_real, k_real = (h < H) & (d < D), (k < KV) & (d < D)
+    base = token * q_row + h * q_head
+    x = _heads(Q, Q_NORM, cos, sin, base + d, base + d_other, first, q_real, d, d_other, epsilon, D, NORMED, ROTATED)
+    tl.store(OUT + token * (H * D) + h * D + d, x, mask=q_real)
+    slot = tl.load(SLOTS + token)
+    if slot >= 0:
+        base = token * k_row + k * k_head
+        x = _heads(K, K_NORM, cos, sin, base + d, base + d_other, first, k_real, d, d_other, epsilon, D, NORMED,
+                   ROTATED)  # fmt: skip
+        into = ((slot // BLOCK) * KV + k) * (BLOCK * D) + (slot % BLOCK) * D + d
+        tl.store(KEYS + into, x, mask=k_real)
+        tl.store(VALUES + into, tl.load(V + token * v_row + k * v_head + d, mask=k_real, other=0.0), mask=k_real)
 
 
 def rotate_and_store(
@@ -135,10 +131,11 @@ def rotate_and_store(
     cosine, sine = rotation or (None, None)
     query_norm, key_norm = norms or (None, None)
     strides = [stride for x in (query_THD, key_TKD, value_TKD) for stride in x.stride()[:2]]
+    two = triton.next_power_of_2
     if tokens:
-        _rotate_and_store[(tokens, heads + 2 * key_heads)](
+        _rotate_and_store[(tokens,)](
             query_THD, key_TKD, value_TKD, out, *cache, positions_T, slots_T, cosine, sine, query_norm, key_norm,
-            epsilon, *strides, heads, key_heads, size, triton.next_power_of_2(size), cache[0].shape[2],
-            norms is not None, rotation is not None, num_warps=1,
+            epsilon, *strides, heads, key_heads, size, two(heads), two(key_heads), two(size), cache[0].shape[2],
+            norms is not None, rotation is not None, num_warps=4,
         )  # fmt: skip
     return out

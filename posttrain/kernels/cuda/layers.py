@@ -76,64 +76,69 @@ def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[to
 
 
 @triton.jit
-def _split_heads(
-    QKV, COS, SIN, Q, K, V, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr
-):
-    """Between rows that hold all heads and three tensors: forward rotates, `BACK` turns gradients the other way."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, DP)
-    half: tl.constexpr = D // 2
-    real = at < half
-    all_heads: tl.constexpr = H + 2 * KV
-    row = QKV + token * (all_heads * D) + head * D
-    if head < H:
-        other = Q + (token * H + head) * D
-    elif head < H + KV:
-        other = K + (token * KV + head - H) * D
-    else:
-        other = V + (token * KV + head - H - KV) * D
-    source, target = row, other
+def _turn(SOURCE, TARGET, x_at, y_at, to_x, to_y, real, cos_x, sin_x, cos_y, sin_y, BACK: tl.constexpr):
+    """Heads rotated from one place to another; `BACK` turns gradients the other way."""
+    x = tl.load(SOURCE + x_at, mask=real, other=0.0).to(tl.float32)
+    y = tl.load(SOURCE + y_at, mask=real, other=0.0).to(tl.float32)
     if BACK:
-        source, target = other, row
-    x = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
-    y = tl.load(source + half + at, mask=real, other=0.0).to(tl.float32)
-    if head < H + KV:
-        cos_x = tl.load(COS + token * D + at, mask=real, other=0.0).to(tl.float32)
-        sin_x = tl.load(SIN + token * D + at, mask=real, other=0.0).to(tl.float32)
-        cos_y = tl.load(COS + token * D + half + at, mask=real, other=0.0).to(tl.float32)
-        sin_y = tl.load(SIN + token * D + half + at, mask=real, other=0.0).to(tl.float32)
-        if BACK:
-            new_x, new_y = x * cos_x + y * sin_y, y * cos_y - x * sin_x
-        else:
-            new_x, new_y = x * cos_x - y * sin_x, y * cos_y + x * sin_y
-        x, y = new_x, new_y
-    tl.store(target + at, x.to(Q.dtype.element_ty), mask=real)
-    tl.store(target + half + at, y.to(Q.dtype.element_ty), mask=real)
+        new_x, new_y = x * cos_x + y * sin_y, y * cos_y - x * sin_x
+    else:
+        new_x, new_y = x * cos_x - y * sin_x, y * cos_y + x * sin_y
+    tl.store(TARGET + to_x, new_x.to(TARGET.dtype.element_ty), mask=real)
+    tl.store(TARGET + to_y, new_y.to(TARGET.dtype.element_ty), mask=real)
 
 
-def _move_heads(qkv, cosine_TD, sine_TD, parts, back: bool) -> None:
-    tokens, heads, size = parts[0].shape
-    key_heads = parts[1].shape[1]
-    _split_heads[(tokens, heads + 2 * key_heads)](
-        qkv, cosine_TD, sine_TD, *parts, heads, key_heads, size, triton.next_power_of_2(max(16, size // 2)), back,
-        num_warps=1,
-    )  # fmt: skip
+@triton.jit
+def _move_heads(
+    QKV, COS, SIN, Q, K, V,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Rotates queries and keys of a token where they stand; `BACK` joins the three gradients into one row."""
+    token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)[None, :]
+    cos_x = tl.load(COS + token * D + d, mask=d < half, other=0.0).to(tl.float32)
+    sin_x = tl.load(SIN + token * D + d, mask=d < half, other=0.0).to(tl.float32)
+    cos_y = tl.load(COS + token * D + half + d, mask=d < half, other=0.0).to(tl.float32)
+    sin_y = tl.load(SIN + token * D + half + d, mask=d < half, other=0.0).to(tl.float32)
+    row = token * ((H + 2 * KV) * D)
+    h, k = tl.arange(0, HP)[:, None], tl.arange(0, KP)[:, None]
+    q_at, k_at = row + h * D + d, row + (H + k) * D + d
+    q_real, k_real = (h < H) & (d < half), (k < KV) & (d < half)
+    if BACK:
+        q_from, k_from = token * (H * D) + h * D + d, token * (KV * D) + k * D + d
+        _turn(Q, QKV, q_from, q_from + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        _turn(K, QKV, k_from, k_from + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        v_at = row + (H + KV + k) * D + d
+        tl.store(QKV + v_at, tl.load(V + k_from, mask=k_real, other=0.0), mask=k_real)
+        tl.store(QKV + v_at + half, tl.load(V + k_from + half, mask=k_real, other=0.0), mask=k_real)
+    else:
+        _turn(QKV, QKV, q_at, q_at + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        _turn(QKV, QKV, k_at, k_at + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK)
+
+
+def _sizes(heads: int, key_heads: int, size: int) -> tuple[int, ...]:
+    two = triton.next_power_of_2
+    return heads, key_heads, size, two(heads), two(key_heads), two(size // 2)
 
 
 def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
-    """Rotated queries and keys, and values, each contiguous, of rows that hold all three."""
+    """Rotated queries and keys, and values, of rows that hold all three: views into them, as they are from now on."""
     size = cosine_TD.shape[1]
-    parts = tuple(qkv_TC.new_empty(len(qkv_TC), count, size) for count in (heads, key_heads, key_heads))
-    _move_heads(qkv_TC, cosine_TD, sine_TD, parts, False)
-    return parts
+    _move_heads[(len(qkv_TC),)](
+        qkv_TC, cosine_TD, sine_TD, None, None, None, *_sizes(heads, key_heads, size), False, num_warps=4
+    )
+    return qkv_TC.unflatten(1, (-1, size)).split([heads, key_heads, key_heads], 1)
 
 
 def join_heads(query_THD, key_TKD, value_TKD, cosine_TD, sine_TD) -> torch.Tensor:
     """The gradient of what `split_heads` took, from those of what it gave."""
     tokens, heads, size = query_THD.shape
-    qkv = query_THD.new_empty(tokens, (heads + 2 * key_TKD.shape[1]) * size)
+    key_heads = key_TKD.shape[1]
+    qkv = query_THD.new_empty(tokens, (heads + 2 * key_heads) * size)
     parts = tuple(x.contiguous() for x in (query_THD, key_TKD, value_TKD))
-    _move_heads(qkv, cosine_TD, sine_TD, parts, True)
+    _move_heads[(tokens,)](qkv, cosine_TD, sine_TD, *parts, *_sizes(heads, key_heads, size), True, num_warps=4)
     return qkv
 
 
