@@ -103,11 +103,11 @@ def _rotate_and_store(
     tl.store(OUT + token * (H * D) + h * D + d, x, mask=q_real)
     slot = tl.load(SLOTS + token)
     if slot >= 0:
-        base = token * k_row + k * k_head
-        x = _heads(K, K_NORM, cos, sin, base + d, base + d_other, first, k_real, d, d_other, epsilon, D, NORMED,
-                   ROTATED)  # fmt: skip
+        k_base = token * k_row + k * k_head
+        key = _heads(K, K_NORM, cos, sin, k_base + d, k_base + d_other, first, k_real, d, d_other, epsilon, D, NORMED,
+                     ROTATED)  # fmt: skip
         into = ((slot // BLOCK) * KV + k) * (BLOCK * D) + (slot % BLOCK) * D + d
-        tl.store(KEYS + into, x, mask=k_real)
+        tl.store(KEYS + into, key, mask=k_real)
         tl.store(VALUES + into, tl.load(V + token * v_row + k * v_head + d, mask=k_real, other=0.0), mask=k_real)
 
 

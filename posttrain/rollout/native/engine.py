@@ -98,26 +98,32 @@ class NativeEngine(RolloutEngine):
         pieces = self.queue.next_pieces(max(self.budget - len(decoding), BLOCK))
         if sum(end - start for _, start, end in pieces) <= FEW:
             self._settle(request for prompt, _, _ in pieces for request in prompt.waiting)
-        logits_NV = self._forward(decoding, pieces)
+        # Where many tokens go in one captured step, the running rows wait for it rather than take one here.
+        moved = decoding[:0] if self.tokens_unseen is not None and self._plain(decoding) else decoding
+        logits_NV = self._forward(moved, pieces)
         new, prompts = self._start_rows()
-        logits_NV, source_B = _sources(logits_NV, len(decoding), prompts)
+        logits_NV, source_B = _sources(logits_NV, len(moved), prompts)
         for prompt in (*prompts, *(prompt for prompt, _, _ in pieces if prompt.ready)):
             if prompt.waiting and prompt.logits_V is None and prompt.place >= 0:
                 prompt.logits_V = logits_NV[prompt.place].clone()  # pyright: ignore
             prompt.place = -1
-        slots_B = np.concatenate([decoding, new])
-        self.slots.active = slots_B
+        self.slots.active = np.concatenate([decoding, new])
+        slots_B = np.concatenate([moved, new])
+        self.settled_in = len(moved) < len(decoding) or (not pieces and not len(new))
         if not len(slots_B):
             return []
         assert logits_NV is not None
         self._sample(slots_B, logits_NV, source_B)
-        self.settled_in = (not pieces and not len(new)) or not self.slots.room
-        return self._finish(self._ended(slots_B))
+        return self._finish(self._ended(slots_B), settled=len(moved) < len(decoding))
 
     def _alone(self, decoding: np.ndarray) -> bool:
         """Whether nothing can happen to these rows but their own next tokens, plainly sampled."""
         if self.tokens_per_step == 1 or not len(decoding) or (self.queue.prompts and not self.settled_in):
             return False
+        return self._plain(decoding)
+
+    def _plain(self, decoding: np.ndarray) -> bool:
+        """Whether these rows need nothing but their next tokens, plainly sampled."""
         return not (self.slots.special[decoding].any() or self.slots.by_text[decoding].any())
 
     def _go_on(self, decoding: np.ndarray) -> dict[int, str] | None:
@@ -233,11 +239,11 @@ class NativeEngine(RolloutEngine):
         text = self.decode(self.slots.written(slot)[-(longest + 8) :])
         return any(stop in text for stop in request.sampling.stop)
 
-    def _finish(self, ended: dict[int, str]) -> list[Output]:
-        """Outputs of these rows; their slots and blocks are free again."""
+    def _finish(self, ended: dict[int, str], *, settled: bool = False) -> list[Output]:
+        """Outputs of these rows; their slots and blocks are free again, for others now or (`settled`) a step later."""
         if not ended:
             return []
-        slots, self.settled_in = self.slots, False
+        slots, self.settled_in = self.slots, settled
         outputs = slots.outputs(ended, self.version)
         for slot in ended:
             prompt = slots.prompts[slot]
