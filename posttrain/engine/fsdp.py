@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import LossFn, Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts, facts_of
@@ -85,7 +86,7 @@ class FSDPEngine(TrainEngine):
         self.module.eval()
         parts: dict[str, list[torch.Tensor]] = {}
         order: list[int] = []
-        for units in self._plan(data) if passes is None else passes:
+        for units in self._counted(self._plan(data) if passes is None else passes, len(data)):
             index = [row for unit in units for row in unit.rows]
             rows = self._rows(data[index], units)
             with packed_rows(rows.layout):
@@ -100,6 +101,13 @@ class FSDPEngine(TrainEngine):
     def _plan(self, data: DataProto) -> Passes:
         """The passes over a batch that this process computes alone."""
         return plan_passes(data, self._facts)
+
+    def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
+        """The plan's passes, each told to whoever shows progress when it is done."""
+        with pulse.work("rows", rows) as work:
+            for units in plan:
+                yield units
+                work.advance(sum(len(unit.rows) for unit in units), sum(unit.tokens for unit in units))
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not units:
@@ -135,7 +143,7 @@ class FSDPEngine(TrainEngine):
         # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
         self.module.train(self.settings.gradient_checkpointing)
         finite = torch.ones((), dtype=torch.bool, device=self.settings.device)
-        for units in self._plan(data) if passes is None else passes:
+        for units in self._counted(self._plan(data) if passes is None else passes, len(data)):
             micro = data[[row for unit in units for row in unit.rows]]
             rows = self._rows(micro, units)
             micro = micro.to(self.settings.device)
