@@ -35,6 +35,7 @@ def plan_units(
     share: bool,
     width: int = 0,
     all_pairs: bool = True,
+    joining: float = 0.0,
     max_rows: int | None = None,
 ) -> list[Unit]:
     """Units of the batch, as `packed_units` packs them.
@@ -42,7 +43,8 @@ def plan_units(
     Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
 
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
-    pairs of a sequence takes more of them; one that skips what is not seen takes fewer.
+    pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a token
+    saw of its prompt and of its response, at the cost of `joining` tokens per token.
     """
     computed = _computed(data)
     units: list[Unit] = []
@@ -50,8 +52,11 @@ def plan_units(
         size = max_rows or len(rows)
         for start in range(0, len(rows), size):
             together = _unit(rows[start : start + size], computed)
-            apart = [_unit([row], computed) for row in together.rows] if all_pairs else []
-            dearer = all_pairs and _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+            apart = [_unit([row], computed) for row in together.rows]
+            if all_pairs:
+                dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+            else:
+                dearer = together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
             units += apart if dearer else [together]
     return units
 
@@ -59,7 +64,12 @@ def plan_units(
 def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
     """The units of each forward pass over a batch that one process computes alone."""
     units = plan_units(
-        data, share=facts.shares_prompts, width=facts.width, all_pairs=facts.all_pairs, max_rows=facts.max_rows
+        data,
+        share=facts.shares_prompts,
+        width=facts.width,
+        all_pairs=facts.all_pairs,
+        joining=facts.joining,
+        max_rows=facts.max_rows,
     )
     return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
 

@@ -46,7 +46,8 @@ class PairEngine(FSDPEngine):
 
     def _pair(self, data: DataProto, first: int) -> list[Unit]:
         facts, pair = self._facts, data[[first, first + 1]]
-        units = plan_units(pair, share=facts.shares_prompts, width=facts.width, all_pairs=facts.all_pairs)
+        costs = {"width": facts.width, "all_pairs": facts.all_pairs, "joining": facts.joining}
+        units = plan_units(pair, share=facts.shares_prompts, **costs)
         return [replace(unit, rows=[first + row for row in unit.rows]) for unit in units]
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
