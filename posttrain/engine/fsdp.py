@@ -85,16 +85,16 @@ class FSDPEngine(TrainEngine):
     def _no_grad_pass(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:
         self.module.eval()
         parts: dict[str, list[torch.Tensor]] = {}
-        order: list[int] = []
-        for units in self._counted(self._plan(data) if passes is None else passes, len(data)):
-            index = [row for unit in units for row in unit.rows]
-            rows = self._rows(data[index], units)
+        passes = self._plan(data) if passes is None else passes
+        order = _order(passes)
+        ordered = data[order]
+        for units, here in self._counted(passes):
+            rows = self._rows(ordered[here], units)
             with packed_rows(rows.layout):
                 found = self._forward(rows, temperature)
-            order += index
             for name, part in found.items() if units else ():
                 parts.setdefault(name, []).append(part)
-        place = torch.empty(len(order), dtype=torch.long)
+        place = torch.empty(len(data), dtype=torch.long)
         place[order] = torch.arange(len(order))
         return {name: torch.cat(found).cpu()[place] for name, found in parts.items()}  # the device is waited for once
 
@@ -102,12 +102,15 @@ class FSDPEngine(TrainEngine):
         """The passes over a batch that this process computes alone."""
         return plan_passes(data, self._facts)
 
-    def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
-        """The plan's passes, each told to whoever shows progress when it is done."""
-        with pulse.work("rows", rows) as work:
-            for units in plan:
-                yield units
-                work.advance(sum(len(unit.rows) for unit in units), sum(unit.tokens for unit in units))
+    def _counted(self, passes: Passes) -> Iterator[tuple[list[Unit], slice]]:
+        """The passes, and where their rows lie if all are in order; each is told to whoever shows progress."""
+        start = 0
+        with pulse.work("rows", len(_order(passes))) as work:
+            for units in passes:
+                end = start + sum(len(unit.rows) for unit in units)
+                yield units, slice(start, end)
+                work.advance(end - start, sum(unit.tokens for unit in units))
+                start = end
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not units:
@@ -143,10 +146,11 @@ class FSDPEngine(TrainEngine):
         # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
         self.module.train(self.settings.gradient_checkpointing)
         finite = torch.ones((), dtype=torch.bool, device=self.settings.device)
-        for units in self._counted(self._plan(data) if passes is None else passes, len(data)):
-            micro = data[[row for unit in units for row in unit.rows]]
-            rows = self._rows(micro, units)
-            micro = micro.to(self.settings.device)
+        passes = self._plan(data) if passes is None else passes
+        ordered = data[_order(passes)]
+        there = ordered[:].to(self.settings.device)
+        for units, here in self._counted(passes):
+            rows, micro = self._rows(ordered[here], units), there[here]
             with packed_rows(rows.layout):
                 outputs = self._forward(rows, temperature)
                 share = loss(micro, outputs) if units else 0.0 * sum(part.sum() for part in outputs.values())
@@ -208,3 +212,8 @@ class FSDPEngine(TrainEngine):
             yield
         finally:
             self.offload()
+
+
+def _order(passes: Passes) -> list[int]:
+    """All rows in the order in which they are computed."""
+    return [row for units in passes for unit in units for row in unit.rows]

@@ -43,8 +43,8 @@ def plan_units(
     Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
 
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
-    pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a token
-    saw of its prompt and of its response, at the cost of `joining` tokens per token.
+    pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
+    token saw of its prompt and of its response, at the cost of `joining` tokens per token.
     """
     computed = _computed(data)
     units: list[Unit] = []
@@ -52,11 +52,11 @@ def plan_units(
         size = max_rows or len(rows)
         for start in range(0, len(rows), size):
             together = _unit(rows[start : start + size], computed)
-            apart = [_unit([row], computed) for row in together.rows]
+            apart = [_unit([row], computed) for row in together.rows] if all_pairs or joining else []
             if all_pairs:
                 dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
             else:
-                dearer = together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
+                dearer = joining > 0 and together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
             units += apart if dearer else [together]
     return units
 
