@@ -25,7 +25,8 @@ def write_failure(target: Path, error: BaseException, needed_bytes: int) -> Chec
         return CheckpointError(f"Writing the checkpoint {target} failed: {type(error).__name__}: {error}")
     if system.errno in _FULL:
         advice = (
-            f"There is no room for it: about {_gib(needed_bytes)} GiB are needed, {_free(target)} are free. Make room, "
+            f"There is no room for it: {f'about {_gib(needed_bytes)} GiB are needed, ' * bool(needed_bytes)}"
+            f"{_free(target)} are free. Make room, "
             "set trainer.max_ckpt_to_keep lower, or put the run elsewhere with trainer.default_local_dir"
         )
     elif system.errno in _CLOSED:

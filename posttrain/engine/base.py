@@ -74,12 +74,12 @@ class TrainEngine(ABC):
         alone."""
 
     @abstractmethod
-    def save(self) -> dict[str, torch.Tensor]:
-        """Everything that an exact continuation needs, as flat names and tensors."""
+    def save(self, folder: Path) -> None:
+        """Write into the new folder `folder` everything that an exact continuation needs; each rank writes its part."""
 
     @abstractmethod
-    def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Take back what `save` gave."""
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote, on this or on another number of ranks."""
 
     @abstractmethod
     def offload(self) -> None:

@@ -43,6 +43,8 @@ class EngineFacts:
     """Tokens of a pass, at most."""
     max_rows: int | None
     """Rows of a pass, at most."""
+    sequence_parallel: int
+    """Ranks that compute the same rows, each a stretch of their tokens."""
     adapters: dict[str, Any] | None
     """Settings of the adapters, without their base's name; None for a model without adapters."""
     stacked: str | None
@@ -50,7 +52,13 @@ class EngineFacts:
 
 
 def facts_of(
-    module: Any, *, packed: bool, share_prompts: bool = True, token_budget: int = 16384, max_rows: int | None = None
+    module: Any,
+    *,
+    packed: bool,
+    share_prompts: bool = True,
+    token_budget: int = 16384,
+    max_rows: int | None = None,
+    sequence_parallel: int = 1,
 ) -> EngineFacts:
     """`module` is whole: not yet sharded."""
     settings = module.config.get_text_config()
@@ -69,6 +77,7 @@ def facts_of(
         joining=JOINING if on_cuda(weights[0]) else 0.0,
         token_budget=token_budget,
         max_rows=max_rows,
+        sequence_parallel=sequence_parallel,
         adapters=_adapters(module),
         stacked=stacked_words(module),
     )

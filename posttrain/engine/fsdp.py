@@ -1,4 +1,4 @@
-"""The torch train engine. On one process the module is whole; it is the same code that FSDP2 shards over several."""
+"""The torch train engine. Alone, a process holds the whole model; several cut it over themselves by FSDP2."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from typing import Any
 import torch
 
 from posttrain import pulse
+from posttrain.checkpoint.dcp import read_checked, write_tensors
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import LossFn, Passes, TrainEngine
+from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import EngineFacts, facts_of
 from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes
+from posttrain.engine.ranks import Ranks, check_heads
+from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
 from posttrain.kernels.packed_attention import packed_rows
+from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.forward import TokenPass
 from posttrain.models.loading import can_pack
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
@@ -38,6 +43,7 @@ class EngineSettings:
     gradient_checkpointing: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
+    ranks: Ranks | None = None
 
 
 class FSDPEngine(TrainEngine):
@@ -52,12 +58,16 @@ class FSDPEngine(TrainEngine):
             share_prompts=settings.share_prompts,
             token_budget=settings.token_budget,
             max_rows=settings.max_rows,
+            sequence_parallel=settings.ranks.sequence_size if settings.ranks else 1,
         )
+        check_heads(module.config, self._facts)
         self.forward_pass = self._forward_pass(module)
+        if settings.optim is None:
+            module.requires_grad_(False)
+        if settings.ranks is not None:
+            shard(self.forward_pass, module, settings.ranks)
         trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
-        if self.optimizer is None:
-            module.requires_grad_(False)
         if settings.gradient_checkpointing and self.optimizer is not None:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         self.offload()
@@ -90,10 +100,12 @@ class FSDPEngine(TrainEngine):
         ordered = data[order]
         for units, here in self._counted(passes):
             rows = self._rows(ordered[here], units)
-            with packed_rows(rows.layout):
+            with self._computing(rows):
                 found = self._forward(rows, temperature)
             for name, part in found.items() if units else ():
                 parts.setdefault(name, []).append(part)
+        if self.settings.ranks is not None:
+            drop_whole_weights(self.forward_pass)
         place = torch.empty(len(data), dtype=torch.long)
         place[order] = torch.arange(len(order))
         return {name: torch.cat(found).cpu()[place] for name, found in parts.items()}  # the device is waited for once
@@ -118,6 +130,12 @@ class FSDPEngine(TrainEngine):
         if not self.packed:
             return padded_rows(micro, self.settings.device)
         return packed_units(micro, units, self.settings.device)
+
+    @contextmanager
+    def _computing(self, rows: Rows) -> Iterator[None]:
+        ranks = self.settings.ranks
+        with packed_rows(rows.layout), shared_sequence(ranks.sequence if ranks else None):
+            yield
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         inputs = (rows.input_ids, rows.position_ids, rows.attention_mask)
@@ -149,9 +167,11 @@ class FSDPEngine(TrainEngine):
         passes = self._plan(data) if passes is None else passes
         ordered = data[_order(passes)]
         there = ordered[:].to(self.settings.device)
-        for units, here in self._counted(passes):
+        for number, (units, here) in enumerate(self._counted(passes)):
+            if self.settings.ranks is not None:
+                last_backward(self.forward_pass, number == len(passes) - 1)
             rows, micro = self._rows(ordered[here], units), there[here]
-            with packed_rows(rows.layout):
+            with self._computing(rows):
                 outputs = self._forward(rows, temperature)
                 share = loss(micro, outputs) if units else 0.0 * sum(part.sum() for part in outputs.values())
                 assert isinstance(share, torch.Tensor)
@@ -167,30 +187,42 @@ class FSDPEngine(TrainEngine):
             yield
 
     def live_model(self) -> torch.nn.Module | None:
-        return self.module
+        return self.module if self.settings.ranks is None else None
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.settings.ranks is not None:
+            yield from whole_state(self.module, self.forward_pass)
+            return
         state = merged_state(self.module) if has_adapters(self.module) else self.module.state_dict()
         yield from state.items()
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
-        save_model(self.module, folder, adapter, merged=merged)
+        if self.settings.ranks is not None:
+            export_from_ranks(self.module, self.forward_pass, folder, adapter, merged=merged)
+        else:
+            save_model(self.module, folder, adapter, merged=merged)
 
-    def save(self) -> dict[str, torch.Tensor]:
-        trained = {f"model.{name}": weight.detach() for name, weight in self._kept_weights()}
-        return {**trained, **(self.optimizer.state() if self.optimizer else {})}
+    def save(self, folder: Path) -> None:
+        write_tensors(folder, self.state(), together=self.settings.ranks is not None)
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        read_checked(folder, state)
+        if self.optimizer:
+            self.optimizer.loaded(state)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that an exact continuation needs: live tensors by flat names, the same for any number of ranks.
+
+        Trained weights are there in the optimizer's precision.
+        """
+        weights = {f"model.{name}": weight.detach() for name, weight in self._kept_weights()}
+        return {**weights, **(self.optimizer.state() if self.optimizer else {})}
 
     def _kept_weights(self) -> list[tuple[str, torch.Tensor]]:
         """With adapters only they are saved: the base does not change."""
         adapters_only = has_adapters(self.module)
         return [(name, w) for name, w in self.module.named_parameters() if w.requires_grad or not adapters_only]
-
-    @torch.no_grad()
-    def load(self, state: dict[str, torch.Tensor]) -> None:
-        for name, weight in self._kept_weights():
-            weight.copy_(state[f"model.{name}"])
-        if self.optimizer:
-            self.optimizer.load(state)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def offload(self) -> None:

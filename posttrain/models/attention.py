@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.kernels.packed_attention import active_layout, packed_attention
+from posttrain.kernels.sequence_parallel import sequence_group, to_heads, to_stretches
 from posttrain.models.paged import active_step
 
 ATTENTION = "posttrain"
@@ -25,8 +26,17 @@ def _attention(module: torch.nn.Module, query, key, value, attention_mask, scali
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     window = kwargs.get("sliding_window")
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    group = sequence_group()
+    if group is None:
+        out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
+        return out_THD.unsqueeze(0), None
+    fill = len(query_THD) * group.size() - layout.total  # tokens behind the last, for stretches of equal length
+    query_THD, key_THD, value_THD = (
+        to_heads(x, group)[: layout.total].contiguous() for x in (query_THD, key_THD, value_THD)
+    )
     out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
-    return out_THD.unsqueeze(0), None
+    filled = torch.nn.functional.pad(out_THD, (0, 0, 0, 0, 0, fill))
+    return to_stretches(filled, group).unsqueeze(0), None
 
 
 def _mask(*args: Any, **kwargs: Any):

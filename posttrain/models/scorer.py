@@ -17,7 +17,7 @@ import torch
 
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
-from posttrain.models.forward import hidden_states, states_at, without_adapters
+from posttrain.models.forward import at_places, hidden_states, without_adapters
 from posttrain.models.loading import (
     ModelError,
     can_pack,
@@ -166,7 +166,11 @@ class ScorePass(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
         """(B,) scores of packed rows that end at these places."""
-        return head_scores(self.model, states_at(hidden_states(self.model, input_ids, position_ids), ends_B))
+
+        def head(hidden_NE: torch.Tensor, numbers: Any) -> dict[str, torch.Tensor]:
+            return {"scores": head_scores(self.model, hidden_NE).clone()}
+
+        return at_places(self.model, input_ids, position_ids, None, ends_B, head)["scores"]
 
 
 class PaddedScorePass(ScorePass):
@@ -174,7 +178,7 @@ class PaddedScorePass(ScorePass):
 
     def forward(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(B,) scores of rows of token ids."""
-        return padded_scores(self.model, rows)
+        return padded_scores(self.model, rows).clone()
 
 
 def widened(scores: torch.Tensor) -> torch.Tensor:

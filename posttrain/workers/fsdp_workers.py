@@ -183,12 +183,14 @@ class ActorRolloutRefWorker:
         return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(Dispatch.ALL)
-    def state(self) -> dict[str, torch.Tensor]:
-        return self.engine.save()
+    def save(self, folder: Path) -> None:
+        """Write this role's part of a checkpoint."""
+        self.engine.save(folder)
 
     @register(Dispatch.ALL)
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.engine.load(state)
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        self.engine.load(folder)
 
     @register(Dispatch.ONE)
     def lora_state(self) -> dict[str, Any] | None:
@@ -240,9 +242,11 @@ class CriticWorker:
             return self.critic.update_critic(data)
 
     @register(Dispatch.ALL)
-    def state(self) -> dict[str, torch.Tensor]:
-        return self.engine.save()
+    def save(self, folder: Path) -> None:
+        """Write this role's part of a checkpoint."""
+        self.engine.save(folder)
 
     @register(Dispatch.ALL)
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.engine.load(state)
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        self.engine.load(folder)
