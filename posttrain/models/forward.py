@@ -20,6 +20,8 @@ from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.sequence_parallel import gathered, own_stretch, sequence_group
 from posttrain.models.value import ValueModel
 
+LAYERS = {"Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"}
+
 
 def without_adapters(model: Any) -> Any:
     """The causal LM itself; peft wraps it and keeps its own layers inside."""
@@ -37,10 +39,27 @@ def head_of(model: Any) -> torch.nn.Module:
 
 def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask=None):
     """Last hidden states of packed rows (inside `packed_rows`) or of a padded batch."""
-    output = decoder_of(model)(
-        input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
-    )
+    stack: Any = decoder_of(model)
+    if active_layout() is not None and _is_plain(stack):
+        return _through_layers(stack, input_ids, position_ids)
+    output = stack(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False)
     return output.last_hidden_state
+
+
+def _is_plain(stack: Any) -> bool:
+    """Whether nothing but embedding, layers of a known kind and a norm make up the stack."""
+    names = (type(layer).__name__.removeprefix("FSDP") for layer in getattr(stack, "layers", [None]))
+    return all(name in LAYERS for name in names)
+
+
+def _through_layers(stack: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """What the stack's own `forward` does with packed rows, less the search for sequences in their positions: that
+    waits for the device, and the layout knows them."""
+    hidden = stack.embed_tokens(input_ids)
+    rotation = stack.rotary_emb(hidden, position_ids)
+    for layer in stack.layers:
+        hidden = layer(hidden, attention_mask=None, position_ids=position_ids, position_embeddings=rotation)
+    return stack.norm(hidden)
 
 
 def states_at(hidden: torch.Tensor, places_U: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ from posttrain.kernels.decode import silu_mul
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import end_to_end
+from posttrain.models.forward import LAYERS
 
-LAYERS = {"Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"}
 _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
 
