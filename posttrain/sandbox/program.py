@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,7 @@ class _Server:
         return self._in(message["value"])
 
 
-_MUTABLE = (list, dict, set, bytearray)
+_MUTABLE = (list, dict, set, bytearray, deque)
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
