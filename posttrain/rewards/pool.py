@@ -20,6 +20,7 @@ from posttrain.rewards.channel import Payload
 from posttrain.rewards.crew import Crew, Task
 from posttrain.rewards.outcomes import Outcome
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
+from posttrain.texts import well_formed
 
 
 class RewardPool:
@@ -178,12 +179,18 @@ class RewardPool:
         results: dict[Hashable, RewardResult] = {}
         for task, outcomes in done:
             for key, (score, parts, error) in zip(task.keys, outcomes, strict=True):
-                results[key] = RewardResult(self._failure_score if error else score, parts, error)
+                results[key] = _result(self._failure_score if error else score, parts, error)
         with self._changed:
             self._open.difference_update(results)
             self._done |= results
             if not self._open:
                 self._changed.notify_all()
+
+
+def _result(score: float, parts: dict[str, float | str], error: str | None) -> RewardResult:
+    """A result whose texts can be written anywhere: a program may raise half a character as its error."""
+    texts = {well_formed(name): well_formed(part) if isinstance(part, str) else part for name, part in parts.items()}
+    return RewardResult(score, texts, well_formed(error) if error else error)
 
 
 def _payloads(items: Sequence[RewardItem]) -> list[Payload]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import RunDirectory
@@ -36,7 +37,7 @@ class JsonlLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         line = {"step": step, **{name: _plain(value) for name, value in metrics.items() if name != "step"}}
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self._file.write(utf8(json.dumps(line, ensure_ascii=False, allow_nan=False)) + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
