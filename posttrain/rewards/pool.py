@@ -189,8 +189,9 @@ class RewardPool:
 
 def _result(score: float, parts: dict[str, float | str], error: str | None) -> RewardResult:
     """A result whose texts can be written anywhere: a program may raise half a character as its error."""
-    texts = {well_formed(name): well_formed(part) if isinstance(part, str) else part for name, part in parts.items()}
-    return RewardResult(score, texts, well_formed(error) if error else error)
+    mended = {well_formed(name): part for name, part in parts.items()}
+    mended |= {name: well_formed(part) for name, part in mended.items() if isinstance(part, str)}
+    return RewardResult(score, mended, well_formed(error) if error else error)
 
 
 def _payloads(items: Sequence[RewardItem]) -> list[Payload]:
