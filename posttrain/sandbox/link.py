@@ -7,10 +7,13 @@ program.py would never send is no answer: it breaks the link, the test at hand f
 from __future__ import annotations
 
 import builtins
+import functools
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.sandbox.names import MODULE
 from posttrain.sandbox.remote import Remote, target_of
 from posttrain.sandbox.supervise import Ended, Program
 from posttrain.sandbox.values import decode, encode
@@ -87,6 +90,8 @@ class Link:
         if isinstance(value, Remote):
             return {"ref": target_of(value)}
         if callable(value):
+            if place := importable(value):
+                return {"import": place}
             self._functions.append(value)
             return {"callback": len(self._functions) - 1}
         raise TypeError(f"a {type(value).__name__} of the tests cannot be handed to the program")
@@ -113,6 +118,22 @@ def _assign(old: Any, new: Any) -> None:
         raise TypeError(f"a {type(new).__name__} in place of a {kind.__name__}")
     old.clear()
     old.update(new) if kind in (dict, set) else old.extend(new)
+
+
+def importable(value: Any) -> list[str] | None:
+    """Module and name of a function or class that the program can import by itself.
+
+    It gets its own then: with the judge's `eval` or `os.system` in its hands it would be the judge.
+    """
+    owner = value if getattr(value, "__module__", None) else getattr(value, "__objclass__", None)  # str.upper has none
+    module, name = getattr(owner, "__module__", None), getattr(value, "__qualname__", None)
+    if module in (None, MODULE) or not isinstance(name, str) or module not in sys.modules:
+        return None
+    try:
+        same = functools.reduce(getattr, name.split("."), sys.modules[module]) == value
+    except AttributeError:
+        return None
+    return [module, name] if same is True else None
 
 
 def _as_message(message: Any) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import io
 import linecache
 import os
@@ -121,6 +123,8 @@ class _Server:
     def _special(self, tag: str, content: Any) -> Any:
         if tag == "ref":
             return self._kept[content]
+        if tag == "import":
+            return functools.reduce(getattr, content[1].split("."), importlib.import_module(content[0]))
         return lambda *args: self._call_back(content, args)
 
     def _call_back(self, number: int, args: tuple[Any, ...]) -> Any:

@@ -185,6 +185,12 @@ FORGERIES = {
         "import types\ndef f(x): return types.SimpleNamespace(startswith=lambda *a: True)",
         "def f(x): return 'abcd'",
     ),
+    "is handed eval, and reads the tests": Forgery(
+        "assert f(eval) == 4242",
+        "import re\ndef f(evaluate):\n    text = str(evaluate(\"__import__('linecache').cache['tests.py'][2]\"))\n"
+        "    return int(re.search('== ([0-9]+)', text)[1])",
+        "def f(evaluate): return evaluate('4242')",
+    ),
     # Messages that are none.
     "speaks nonsense where an error is expected": Forgery(
         "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    assert False",

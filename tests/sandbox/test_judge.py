@@ -75,6 +75,11 @@ def odd(): raise Odd("hm")
 def squares():
     for i in range(3): yield i * i
 def apply(f, x): return f(x) + 1
+def shout(f, x): return f(x)
+def kind(types, x): return isinstance(x, types)
+def catches(error):
+    try: raise ValueError
+    except error: return True
 LIMIT = 7
 """
     good = [
@@ -87,6 +92,8 @@ LIMIT = 7
         "try:\n    odd()\nexcept Exception as e:\n    assert 'hm' in str(e)",
         "assert list(squares()) == [0, 1, 4] and sum(squares()) == 5",
         "assert apply(lambda x: x * 10, 4) == 41",
+        "import math\nassert apply(len, 'abc') == 4 and apply(math.sqrt, 4) == 3 and shout(str.upper, 'a') == 'A'",
+        "assert kind(int, 5) and not kind(str, 5) and kind((int, str), 'a') and catches(ValueError)",
         "assert LIMIT == 7",
         "assert math.isclose(double(0.1), 0.2)",
         "from solution import double as d\nassert d(1) == 2",
