@@ -13,7 +13,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Dispatch, register
 from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.adapter_targets import stacked_note
-from posttrain.models.loading import check_positions, end_token_ids
+from posttrain.models.loading import check_positions, end_token_ids, end_token_note
 from posttrain.models.lora import base_only, save_model
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Sampling
@@ -173,7 +173,8 @@ class ActorRolloutRefWorker:
             *adapter_notes(self.engine.module, self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
-        return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
+        no_end = end_token_note(self.end_ids, self.engine.module.config)
+        return [note for note in (self.position_note, no_end, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(Dispatch.ALL)
     def state(self) -> dict[str, torch.Tensor]:
