@@ -19,7 +19,8 @@ class KLControlConfig(Section):
     horizon: int = 10000
     """Samples over which the adaptive controller corrects the coefficient."""
     target_kl: float = 0.1
-    """KL per response at which the adaptive controller neither raises nor lowers the coefficient."""
+    """KL per token (the mean over each response's tokens, then over responses) at which the adaptive controller neither
+    raises nor lowers the coefficient."""
 
 
 @dataclass
@@ -62,9 +63,10 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards."""
     gdpo_reward_keys: list[str] | None = None
-    """Parts of the reward that `gdpo` normalises one by one; null takes all that are numbers."""
+    """Parts of the reward that `gdpo` normalises one by one; null takes those that the reward is the sum of, or the
+    numbers that a function gave beside its score."""
     gdpo_reward_weights: list[float] | None = None
-    """One weight per part in `gdpo`; null weighs all alike."""
+    """One weight per part in `gdpo`; null takes the parts' own weights in the reward, 1 where they have none."""
     use_kl_in_reward: bool = False
     """Subtract a per-token KL penalty from the reward (PPO's way; GRPO puts KL into the loss)."""
     kl_penalty: str = "kl"

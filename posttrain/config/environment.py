@@ -10,7 +10,8 @@ from pathlib import Path
 
 from posttrain.config.devices import gpus_present, runs_on_cpu
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from posttrain.config.problem import Problem
+from posttrain.config.model_files import broken_files
+from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -45,17 +46,20 @@ def check_supervised_environment(
         *_adapters(resolved, folder, "model", heads),
         *_own_code(resolved, folder, ("model.external_lib",)),
         *_workers(resolved, folder),
-        *_processes(),
         *_folders(resolved, folder),
     ]
 
 
-def _processes() -> Iterator[Problem]:
-    """torchrun with one process is a plain start; more would all write the same run."""
+def refuse_several_processes() -> None:
+    """torchrun with one process is a plain start; several would train side by side, each for itself."""
     count = os.environ.get("WORLD_SIZE", "1")
-    if count.isdigit() and int(count) > 1:
-        what = f"torchrun started {count} processes; this version trains with one worker process."
-        yield Problem(what, "environment variable WORLD_SIZE", "use torchrun --nproc_per_node=1, or plain python")
+    if not count.isdigit() or int(count) < 2:
+        return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        raise SystemExit(2)  # the first process of each machine speaks
+    what = f"torchrun started {count} processes; this version trains with one worker process on one machine."
+    do = "use torchrun --nnodes=1 --nproc_per_node=1, or plain python"
+    raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
 
 
 def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -104,6 +108,8 @@ def _model_folders(resolved: Resolved, cwd: Path, model: str = _MODEL) -> Iterat
                 elsewhere = key.removesuffix("path") + "tokenizer_path"
                 do = f"copy tokenizer.json and tokenizer_config.json into it, or set {elsewhere}"
                 yield Problem(what, where, do)
+            for problem in broken_files(path):
+                yield Problem(f"`{key}`: in {name}, {problem}.", where, "fetch or copy the model again")
         elif name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
             do = "give a folder that exists, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
             yield Problem(f"`{key}`: the folder {name} does not exist.", where, do)
@@ -159,13 +165,9 @@ def _module_exists(name: str, cwd: Path) -> bool:
 
 def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     name = resolved.value(f"{_ROLLOUT}.name")
-    if name in ("vllm", "sglang") and importlib.util.find_spec(name) is None:
-        what = f"`{_ROLLOUT}.name={name}`: the package {name} is not installed."
-        do = f'pip install "posttrain[{name}]", or set {_ROLLOUT}.name=native'
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
-    elif name in ("vllm", "sglang"):
+    if name in ("vllm", "sglang"):
         what = f"`{_ROLLOUT}.name={name}`: this engine is not built in this version."
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), f"set {_ROLLOUT}.name=native")
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), f"set {_ROLLOUT}.name=native (or hf)")
 
 
 def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:

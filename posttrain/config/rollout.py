@@ -28,7 +28,7 @@ class RolloutConfig(Section):
     """Generation of responses. Example: `actor_rollout_ref.rollout.n=5`."""
 
     name: str = "native"
-    """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm` and `sglang` by extras."""
+    """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm`, `sglang` (not built yet)."""
     n: int = 1
     """Responses per prompt; estimators that compare a group need more than 1 (unset they get 5)."""
     temperature: float = 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.aliases import Spellings
-from posttrain.config.check import check_choices, check_ranges, check_resume
+from posttrain.config.check import check_choices, check_ranges, check_resume, one_process
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.devices import runs_on_cpu
@@ -178,6 +178,7 @@ def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem]
             *check_ranges(checked, ranges),
             *check_resume(checked),
             *check_quantization(checked, "model"),
+            *one_process(checked),
             *_notes(checked),
         ]
         return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]

@@ -13,14 +13,14 @@ from typing import Any
 
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.errors import UserError
-from posttrain.rewards.answers import extract_final_answer
 from posttrain.rewards.files import read_rows
 from posttrain.rewards.findings import Findings, report
 from posttrain.rewards.functions import asks_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import code_settings, is_code
-from posttrain.rewards.scorers import NO_SCORER, canonical_source, find_scorer
+from posttrain.rewards.read_answer import read_answer
+from posttrain.rewards.scorers import NO_SCORER, find_scorer
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
@@ -51,6 +51,7 @@ def examine(
     timeout_s: float = 10.0,
 ) -> Findings:
     """Score truths, wrong answers and responses (those given, else the rows' own column `response`)."""
+    rows = [_as_trained(row) for row in rows]
     found = Findings(rows=len(rows))
     with RewardPool(
         spec, num_workers=num_workers, timeout_s=timeout_s, failure_score=0.0, on_print=found.prints.append
@@ -83,6 +84,15 @@ def truth_of(row: dict[str, Any]) -> Any:
     if isinstance(nested, dict) and nested.get("ground_truth") is not None:
         return nested["ground_truth"]
     return row.get("answer")
+
+
+def _as_trained(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of data as training reads it: the column `response` is the truth of a row that has no other."""
+    nested = row.get("reward_model")
+    given = row.get("ground_truth") is not None or (isinstance(nested, dict) and nested.get("ground_truth") is not None)
+    if given or row.get("response") is None:
+        return row
+    return {**row, "ground_truth": row["response"], "response": None}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -238,19 +248,13 @@ def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardR
         found.failures[str(result.parts["failure"])] += 1
     response = str(row["response"])
     # A function that reports what it read decides; for the others our own extraction stands in.
-    pred = result.parts["pred"] if "pred" in result.parts else _read_answer(row, response)
+    pred = result.parts["pred"] if "pred" in result.parts else read_answer(_source(row, None), response)
     if pred == "" or pred is None:
         found.unanswered.append((i, response))
 
 
 def _failure(row: dict[str, Any], error: str) -> str:
     return f"data_source {row['data_source']!r}: {error}" if row.get("data_source") else error
-
-
-def _read_answer(row: dict[str, Any], response: str) -> str | None:
-    if canonical_source(_source(row, None)) in ("qa", "trivia", "classification"):
-        return response.strip()
-    return extract_final_answer(response)
 
 
 def _with_truths(responses: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -266,4 +270,4 @@ def _with_truths(responses: list[dict[str, Any]], rows: list[dict[str, Any]]) ->
             "--responses",
             "give one response per row of --data, or add ground_truth and data_source to the responses",
         )
-    return [{**row, **response} for row, response in zip(rows, responses, strict=True)]
+    return [{**_as_trained(row), **response} for row, response in zip(rows, responses, strict=True)]

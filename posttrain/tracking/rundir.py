@@ -7,7 +7,7 @@ outputs/<project>/<experiment>/
   logs/           run.log
   checkpoints/    global_step_N/
   crash/          what was at hand when a run failed
-outputs/checkpoints -> the newest run's checkpoints
+outputs/checkpoints -> the checkpoints of the newest run that has one
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunDirectory:
         self._lock = RunLock(self.path / "run.lock")
 
     def open(self) -> Self:
-        """Make the folders, take the lock, and point `<root>/checkpoints` here."""
+        """Make the folders and take the lock."""
         for folder in (self.path, self.samples, self.logs, self.checkpoints, self.crash):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,6 @@ class RunDirectory:
                     "trainer.default_local_dir, trainer.project_name or trainer.experiment_name."
                 ) from error
         self._lock.acquire()
-        self._link_newest()
         return self
 
     def close(self) -> None:
@@ -90,7 +89,8 @@ class RunDirectory:
             return True
         return self.checkpoints.is_dir() and any(self.checkpoints.glob("global_step_*"))
 
-    def _link_newest(self) -> None:
+    def link_as_newest(self) -> None:
+        """Point `<root>/checkpoints` here; for a run that has a checkpoint, not for one that fails at its start."""
         link = self.root / "checkpoints"
         if link.exists() and not link.is_symlink():
             self._note(

@@ -92,6 +92,11 @@ def _ks(n: int) -> list[int]:
     return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
 
 
+def says_answer(part: Mapping[str, Any]) -> bool:
+    """Whether a reward's parts say what was read, be it nothing."""
+    return any(part.get(name) is not None for name in ANSWER_PARTS)
+
+
 def answer_of(part: Mapping[str, Any]) -> str | None:
     """What a response answered by its reward's parts; a reward that read nothing gives an empty text."""
     found = next((part[name] for name in ANSWER_PARTS if part.get(name) is not None), None)

@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
+from posttrain.config import load_config
+from posttrain.config.supervised_tree import SFT
+
 STRATEGY = "actor_rollout_ref.actor.strategy"
 
 
@@ -11,6 +16,30 @@ def test_D_33_fsdp_and_fsdp2_are_one_engine_and_deepspeed_names_fsdp2(load, prob
         assert load(f"{STRATEGY}={name}").value(STRATEGY) == name
     assert "fsdp2" in problems(f"{STRATEGY}=deepspeed")
     assert "megatron" in problems(f"{STRATEGY}=megatron")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
+def test_a_strategy_that_shards_is_taken_and_says_once_what_one_process_does(load, name):
+    notes = load(f"{STRATEGY}={name}", f"critic.strategy={name}").notes
+    assert [note for note in notes if "sharded" in note] == [
+        f"{STRATEGY}, critic.strategy: one process holds the whole model, nothing is sharded."
+    ]
+    supervised = load(f"fsdp.strategy={name}", "model.path=embedded", tree=SFT).notes
+    assert "fsdp.strategy: one process holds the whole model, nothing is sharded." in supervised
+    assert not any("sharded" in note for note in load("trainer.seed=1").notes)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_several_processes_get_one_refusal_before_anything_else(problems, monkeypatch, nodes):
+    """As under `torchrun --nproc_per_node=2` and `torchrun --nnodes=2`: what else is wrong does not matter yet."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": str(nodes - 1), "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    said = problems("data.train_batch_size=many", environment=True)
+    assert said.startswith("1 problem") and "torchrun started 2 processes" in said and "--nnodes=1" in said
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the second process of the same machine adds nothing
+    with pytest.raises(SystemExit) as left:
+        load_config(["data.train_batch_size=many"], environment=True)
+    assert left.value.code == 2
 
 
 def test_D_25_several_machines_without_a_cluster_show_the_three_forms(problems):

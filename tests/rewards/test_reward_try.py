@@ -130,3 +130,22 @@ def test_command_says_what_is_wrong_with_its_files(tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
     assert main(["--data", str(data), "--reward_func", str(tmp_path / "none.py")]) == 2
     assert "--reward_func" in capsys.readouterr().err
+
+
+def test_a_row_whose_response_is_its_truth_is_tried_as_training_reads_it(tmp_path):
+    """Rows with `prompt` and `response` alone train with the response as truth."""
+    data = [{"data_source": "gsm8k", "response": "1 + 1 = 2\n#### 2"}, {"data_source": "gsm8k", "response": "#### 7"}]
+    found = examine(data, resolve_reward(CustomRewardConfig()), num_workers=1)
+    assert found.best == [1.0, 1.0] and not found.responses and found.ok
+    (tmp_path / "said.jsonl").write_text('{"response": "#### 2"}\n{"response": "#### 8"}\n')
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    assert main(["--data", str(tmp_path / "data.json"), "--responses", str(tmp_path / "said.jsonl")]) == 0
+    joined = examine(data, resolve_reward(CustomRewardConfig()), responses=_joined(tmp_path), num_workers=1)
+    assert joined.responses == [1.0, 0.0]
+
+
+def _joined(folder):
+    from posttrain.rewards.files import read_rows
+    from posttrain.rewards.tryout import _with_truths
+
+    return _with_truths(read_rows(folder / "said.jsonl"), read_rows(folder / "data.json"))

@@ -201,11 +201,13 @@ def test_S0_137_gae_runs_with_one_response_per_prompt_and_with_several(small, n)
     assert len(seen.steps) == 2 and len(seen.samples()) == 4 * n
 
 
-def test_S0_36_an_absent_engine_names_the_extra_and_the_engine_that_is_there(monkeypatch, four_rows):
+@pytest.mark.parametrize("installed", [False, True])
+def test_S0_36_an_engine_that_is_not_built_says_so_and_names_one_that_is(monkeypatch, four_rows, installed):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find("json" if installed else "nowhere_at_all"))
     text = problems(f"{ROLLOUT}.name=vllm", f"data.train_files={four_rows}")
-    assert 'pip install "posttrain[vllm]"' in text and f"{ROLLOUT}.name=native" in text
+    assert "this engine is not built" in text and f"{ROLLOUT}.name=native" in text
+    assert "pip install" not in text  # after which it would still not be there
 
 
 def test_S0_37_a_parallel_size_that_does_not_divide_the_devices_is_an_error(four_rows):

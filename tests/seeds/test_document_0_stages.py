@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def trainer(tiny_model, parquet, tmp_path):
 
 @pytest.fixture
 def generated(trainer) -> DataProto:
-    return trainer._generate(trainer._next_prompts(1))
+    return trainer._generate(trainer._next_prompts())
 
 
 @pytest.fixture
@@ -72,19 +73,19 @@ def test_S0_75_S0_113_a_constructed_trainer_has_made_no_step_and_fit_makes_the_c
 
 
 def test_S0_80_the_generation_batch_has_the_prompts_fields_and_the_rest_stays(trainer):
-    batch = trainer._next_prompts(1)
+    batch = trainer._next_prompts()
     order = list(batch.non_tensor_batch["uid"])
     prompts = trainer._get_gen_batch(batch)
     assert isinstance(prompts, DataProto) and len(prompts) == len(batch) == 4
     assert set(prompts.batch) == {"prompts", "attention_mask", "position_ids"}
     assert set(prompts.non_tensor_batch) == {"raw_prompt_ids"}
     assert not set(prompts.batch) & set(batch.batch) and "raw_prompt_ids" not in batch.non_tensor_batch
-    assert list(batch.non_tensor_batch["uid"]) == order == ["1-0", "1-1", "1-2", "1-3"]
+    assert list(batch.non_tensor_batch["uid"]) == order == ["0", "1", "2", "3"]
     assert {"ground_truth", "data_source", "extra_info"} <= set(batch.non_tensor_batch)
 
 
 def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_input(trainer):
-    rows = trainer._get_gen_batch(trainer._next_prompts(1)).repeat(repeat_times=3, interleave=True)
+    rows = trainer._get_gen_batch(trainer._next_prompts()).repeat(repeat_times=3, interleave=True)
     rows.non_tensor_batch["seed"] = np.arange(12, dtype=object)
     out = trainer.actor_rollout_wg.generate_sequences(rows)
     assert isinstance(out, DataProto) and len(out) == 12 and out.batch["responses"].shape == (12, 6)
@@ -94,7 +95,7 @@ def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_inp
 
 
 def test_S0_83_S0_114_the_reward_function_puts_each_score_on_the_last_response_token(trainer, generated):
-    trainer.reward_fn.finish()  # of the responses that were scored while they were generated
+    trainer._score(generated)  # of the responses that were scored while they were generated
     scores = trainer.reward_fn(generated)
     texts = trainer.tokenizer.batch_decode(generated.batch["responses"], skip_special_tokens=True)
     assert scores.shape == generated.batch["responses"].shape
@@ -146,13 +147,13 @@ def test_S0_98_log_probs_equal_a_plain_forward_pass_under_both_names(trainer, ge
 
 
 def test_S0_104_S0_125_to_S0_134_one_batch_goes_through_the_stages_and_each_only_adds_to_it(trainer):
-    prompts = trainer._next_prompts(1)
+    prompts = trainer._next_prompts()
     batch = trainer._generate(prompts)
     fields = {"prompts", "responses", "input_ids", "attention_mask", "response_mask"}
     assert fields <= set(batch.batch)
     tensors = batch.batch
     assert torch.equal(tensors["input_ids"], torch.cat([tensors["prompts"], tensors["responses"]], -1))
-    assert Counter(batch.non_tensor_batch["uid"]) == {f"1-{row}": 3 for row in range(4)}
+    assert Counter(batch.non_tensor_batch["uid"]) == {str(serial): 3 for serial in range(4)}
     kept = {name: tensors[name].clone() for name in tensors}
     for stage, added in (
         (trainer._score, {"token_level_scores", "token_level_rewards"}),
@@ -187,9 +188,9 @@ def test_S0_116_S0_119_S0_124_passes_outside_mini_batches_inside_and_no_gradient
         return plain(mini, *args, **named)
 
     monkeypatch.setattr(engine, "update", update)
-    monkeypatch.setattr(actor.config, "ppo_epochs", 2)
+    monkeypatch.setattr(actor.config.actor_rollout_ref.actor, "ppo_epochs", 2)
     metrics = actor.update_policy(ready)
-    assert seen == [["1-0", "1-1"], ["1-2", "1-3"]] * 2
+    assert seen == [["0", "1"], ["2", "3"]] * 2
     assert metrics["actor/optimizer_steps"] == 4 and engine.optimizer.steps_done == 4
     assert all(weight.grad is None or weight.grad.abs().max() == 0 for weight in engine.module.parameters())
 
@@ -200,11 +201,11 @@ def test_S0_121_on_policy_the_ratio_is_one_at_the_first_mini_batch(grpo):
 
 def test_S0_142_the_first_batch_must_hold_whole_groups_of_one_prompt(generated):
     check_groups(generated, 3)
-    with pytest.raises(GroupError, match=r"uid '1-3' has 2 rows instead of 3 \(actor_rollout_ref.rollout.n\)"):
+    with pytest.raises(GroupError, match=r"uid '3' has 2 rows instead of 3 \(actor_rollout_ref.rollout.n\)"):
         check_groups(generated[list(range(11))], 3)
     uids = generated.non_tensor_batch["uid"]
     uids[2], uids[3] = uids[3], uids[2]
-    with pytest.raises(GroupError, match=r"uid '1-0' holds responses to different prompts"):
+    with pytest.raises(GroupError, match=r"uid '0' holds responses to different prompts"):
         check_groups(generated, 3)
 
 
@@ -219,3 +220,51 @@ def test_S0_142_a_run_whose_groups_are_mixed_stops_at_its_first_batch(trainer, m
     monkeypatch.setattr(trainer, "_generate", mixed)
     with pytest.raises(GroupError, match="different prompts"):
         trainer.fit()
+
+
+# -- settings of the stages
+
+
+def test_the_kl_in_the_reward_is_of_the_kind_that_is_set(trainer, ready, monkeypatch):
+    fields = ready.batch
+    fields["old_log_probs"] = fields["old_log_probs"] + torch.linspace(-1, 2, fields["old_log_probs"].numel()).view_as(
+        fields["old_log_probs"]
+    )
+    gap = (fields["old_log_probs"] - fields["ref_log_prob"]) * fields["response_mask"]
+    formulas = {"kl": gap, "abs": gap.abs(), "mse": gap**2 / 2, "low_var_kl": (-gap).exp() + gap - 1}
+    monkeypatch.setattr(trainer.config.algorithm, "use_kl_in_reward", True)
+    trainer.kl_controller.value = 0.5
+    for kind, kl in formulas.items():
+        monkeypatch.setattr(trainer.config.algorithm, "kl_penalty", kind)
+        metrics = trainer._reward_kl(ready)
+        expected = fields["token_level_scores"] - 0.5 * kl
+        torch.testing.assert_close(fields["token_level_rewards"], expected, rtol=0, atol=1e-5)
+        length = fields["response_mask"].sum(-1)
+        assert metrics["actor/reward_kl_penalty"] == pytest.approx(float((kl.sum(-1) / length).mean()), rel=1e-4)
+
+
+def test_the_old_log_probs_come_from_where_the_setting_says(trainer, generated, monkeypatch):
+    actor = trainer.config.actor_rollout_ref.actor
+    monkeypatch.setattr(trainer, "sizes", replace(trainer.sizes, updates_per_step=1))
+    needed = {}
+    for source in ("auto", "trainer", "rollout"):
+        monkeypatch.setattr(actor, "old_log_probs", source)
+        needed[source] = trainer._needs_old_log_probs()
+    assert needed == {"auto": False, "trainer": True, "rollout": True}  # one update per batch has none unless told
+    ours = trainer.actor_rollout_wg.compute_log_prob(generated).batch["old_log_probs"]
+    theirs = generated.batch["rollout_log_probs"] = ours - 0.5
+    for source, exact, expected in (("rollout", False, theirs), ("trainer", True, ours), ("auto", True, theirs)):
+        monkeypatch.setattr(actor, "old_log_probs", source)
+        monkeypatch.setattr(trainer, "old_from_rollout", exact)
+        assert torch.equal(trainer._old_log_probs(generated).batch["old_log_probs"], expected), source
+
+
+def test_rows_that_older_weights_sampled_keep_the_log_probs_of_those(trainer, generated):
+    """A group that waited for this step was sampled by the weights of an earlier one: they are its old policy."""
+    ours = trainer.actor_rollout_wg.compute_log_prob(generated).batch["old_log_probs"]
+    generated.batch["rollout_log_probs"] = ours - 0.5
+    older = generated.non_tensor_batch["policy_versions"]
+    for row in (0, 1, 2):
+        older[row] = [(trainer.step - 1, 6)]
+    found = trainer._old_log_probs(generated).batch["old_log_probs"]
+    assert torch.equal(found[:3], ours[:3] - 0.5) and torch.equal(found[3:], ours[3:])

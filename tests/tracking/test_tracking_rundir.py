@@ -83,6 +83,8 @@ def test_D_20_checkpoints_link_leads_to_the_newest_run(tmp_path):
         with RunDirectory(tmp_path, "p", experiment) as run:
             (run.checkpoints / "global_step_1").mkdir()
             link = tmp_path / "checkpoints"
+            assert not link.exists() or link.resolve() != run.checkpoints.resolve()  # not by opening alone
+            run.link_as_newest()
             assert link.is_symlink() and link.resolve() == run.checkpoints.resolve()
             assert not os.path.isabs(os.readlink(link))  # the outputs folder can be moved
             assert os.listdir(link) == ["global_step_1"]
@@ -92,7 +94,8 @@ def test_real_checkpoints_folder_is_never_replaced(tmp_path):
     notes: list[str] = []
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "mine").write_text("x")
-    RunDirectory(tmp_path, "p", "e", on_note=notes.append).open().close()
+    with RunDirectory(tmp_path, "p", "e", on_note=notes.append) as run:
+        run.link_as_newest()
     assert (tmp_path / "checkpoints" / "mine").read_text() == "x" and "left alone" in notes[0]
 
 

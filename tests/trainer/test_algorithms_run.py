@@ -1,8 +1,11 @@
 """Every estimator, every policy loss and every preset trains a tiny model: finite numbers, weights that moved."""
 
+import json
 import math
 from itertools import zip_longest
 
+import light_rewards
+import pyarrow.parquet as pq
 import pytest
 import torch
 from light_rewards import even_share, in_parts
@@ -144,3 +147,42 @@ def test_sum_pi_squared_is_that_of_the_full_distribution(tiny_model, sums, tmp_p
             probs = (worker.engine.module(ids[None]).logits[0].double() / 0.8).softmax(-1)
         expected = (probs**2).sum(-1)[:-1][-length:]
         torch.testing.assert_close(ours[row, :length].double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_gdpo_run_learns_from_its_functions_by_their_signs(tiny_model, sums, tmp_path):
+    """One function, a penalty: the higher its score within a group, the lower the advantage."""
+    functions = {"even": {"path": light_rewards.__file__, "name": "in_parts", "weight": -1.0}}
+    result = run(
+        tiny_model,
+        sums,
+        tmp_path,
+        reward=None,
+        algorithm__adv_estimator="gdpo",
+        reward__functions=functions,
+        trainer__total_training_steps=1,
+    )
+    rows = pq.read_table(result.path / "samples" / "step_1.parquet").to_pylist()
+    pairs = [
+        (json.loads(one["reward_parts"])["even"] - json.loads(two["reward_parts"])["even"], one, two)
+        for one in rows
+        for two in rows
+        if one["uid"] == two["uid"]
+    ]
+    differing = [(gap, one["advantages"][0] - two["advantages"][0]) for gap, one, two in pairs if gap]
+    assert differing and all(gap * difference < 0 for gap, difference in differing)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_S1_23_filters_are_seen_by_the_correction_and_named_at_step_0(tiny_model, sums, tmp_path, capsys, corrected):
+    more = {"actor_rollout_ref__rollout__top_k": 3, "trainer__total_training_steps": 1}
+    if corrected:
+        more |= {"algorithm__rollout_correction__rollout_is": "token"}
+    line = metrics_of(run(tiny_model, sums, tmp_path, **more).path)[0]
+    said = capsys.readouterr().out
+    assert line["mismatch/sampling_kl"] > 1.0  # 3 of 259 tokens of an untrained model: about log(259 / 3)
+    assert line["mismatch/logp_max"] < 1e-4  # the engines agree all the same
+    assert "To what was really sampled from the policy's ratio is 0.0" in said
+    assert ("algorithm.rollout_correction corrects for it" in said) == corrected
+    assert ("nothing corrects for it" in said) != corrected
+    if corrected:
+        assert line["rollout_is/max"] < 0.1 and line["mismatch/kl"] == pytest.approx(line["mismatch/sampling_kl"], 1e-3)

@@ -153,3 +153,18 @@ def test_the_overlong_penalty_is_in_the_score_and_not_in_the_raw_reward(tiny_mod
     on = metrics_of(run(tiny_model, sums, tmp_path / "on", reward=even_share, **more).path)[0]
     assert on["reward_mean"] == pytest.approx(off["reward_mean"] + on["reward/overlong_reward/mean"], abs=1e-6)
     assert on["reward/overlong_reward/mean"] == pytest.approx(-on["response_length"] / 6)
+
+
+@pytest.mark.parametrize("wrong", [None, float("nan"), "nan", "", "a text"])
+def test_a_metric_that_is_no_number_on_one_response_counts_as_a_failure_there(wrong):
+    def sample(draw: int) -> DataProto:
+        data = batch_of(draw, [True, True])
+        for row, part in enumerate(data.non_tensor_batch["reward_parts"]):
+            part["style"] = wrong if row == 0 else 0.5
+        return data
+
+    filter_ = GroupFilter(FilterGroupsConfig(enable=True, metric="style", max_num_gen_batches=1), failure_score=0.5)
+    assert filter_.fill(sample, 2)[1]["filter_groups/kept"] == 0.0
+    filter_ = GroupFilter(FilterGroupsConfig(enable=True, metric="style", max_num_gen_batches=1))
+    batch, metrics = filter_.fill(sample, 2)
+    assert metrics["filter_groups/kept"] == 0.5 and len(batch) == 2 * N

@@ -166,15 +166,63 @@ def test_verls_column_names_are_read(tmp_path, monkeypatch, capsys):
     assert "{'test_score/gsm8k': 0.5}" in capsys.readouterr().out
 
 
-def test_a_failing_reward_is_counted_and_said(tmp_path, capsys):
-    (tmp_path / "bad.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    1/0\n"
-    )
+def test_a_reward_that_does_not_say_what_it_read_still_has_majorities(tmp_path, capsys):
+    """As the default reward file, which gives a number alone: answers are read as they usually stand."""
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    (tmp_path / "plain.py").write_text(f"{head}    return float(ground_truth in solution_str)\n")
+    said = ["so it is 2", "the answer is 2", "I think 3", "2"]
+    (tmp_path / "r.json").write_text(json.dumps([{**RESPONSES[0], "responses": said}]))
+    command = ["eval", "--responses", str(tmp_path / "r.json"), "--reward-func", str(tmp_path / "plain.py")]
+    assert cli.main([*command, "--out", str(tmp_path / "out"), "reward.num_workers=1"]) == 0
+    found = read_report(tmp_path / "out")["results"]["math_reasoning"]
+    assert found["metrics"]["maj@4"]["value"] == 1.0 and found["without_answer"] == 0.0
+    assert "without an answer 0.0%" in capsys.readouterr().out
+
+
+def test_validation_has_majorities_for_a_reward_that_gives_a_number_alone(tiny_model, sums, tmp_path):
+    def digits(solution_str, ground_truth):
+        return 1.0
+
+    val = {"n": 2, "do_sample": True, "temperature": 1.0}
+    more = {f"actor_rollout_ref__rollout__val_kwargs__{name}": value for name, value in val.items()}
+    rows = [{"prompt": "which of these?", "ground_truth": "a", "data_source": "qa"}]  # the response is the answer
+    (tmp_path / "val.json").write_text(json.dumps(rows))
+    more |= {"data__val_files": str(tmp_path / "val.json"), "trainer__val_only": True}
+    (_, found) = run(tiny_model, sums, tmp_path, reward=digits, **more).validation[0]
+    assert found["val/qa/maj@2"] == 1.0
+
+
+def test_where_no_answer_can_be_read_nothing_is_said_about_answers(tmp_path, capsys):
+    (tmp_path / "words.json").write_text(json.dumps([{**RESPONSES[0], "responses": ["a long story", "another one"]}]))
+    (tmp_path / "plain.py").write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
+    command = ["eval", "--responses", str(tmp_path / "words.json"), "--reward-func", str(tmp_path / "plain.py")]
+    assert cli.main([*command, "--out", str(tmp_path / "out"), "reward.num_workers=1"]) == 0
+    found = read_report(tmp_path / "out")["results"]["math_reasoning"]
+    assert found["without_answer"] is None and not any(name.startswith("maj@") for name in found["metrics"])
+    assert "without an answer" not in capsys.readouterr().out
+
+
+def failing(tmp_path: Path, condition: str) -> list[str]:
+    """`posttrain eval` over the two responses of RESPONSES[0], by a reward that fails under a condition."""
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    (tmp_path / "bad.py").write_text(f"{head}    if {condition}: 1/0\n    return 1.0\n")
     (tmp_path / "r.json").write_text(json.dumps(RESPONSES[:1]))
     command = ["eval", "--responses", str(tmp_path / "r.json"), "--reward-func", str(tmp_path / "bad.py")]
-    assert cli.main([*command, "--out", str(tmp_path / "out"), "reward.num_workers=1"]) == 0
-    assert "! 2 scores failed" in capsys.readouterr().out
-    assert read_report(tmp_path / "out")["results"]["math_reasoning"]["reward_failures"] == 2
+    return [*command, "--out", str(tmp_path / "out"), "reward.num_workers=1"]
+
+
+def test_a_failing_reward_is_counted_and_said(tmp_path, capsys):
+    first = RESPONSES[0]["responses"][0]
+    assert cli.main(failing(tmp_path, f"solution_str == {first!r}")) == 0
+    assert "! 1 scores failed" in capsys.readouterr().out
+    assert read_report(tmp_path / "out")["results"]["math_reasoning"]["reward_failures"] == 1
+
+
+def test_a_reward_that_always_fails_makes_no_report(tmp_path, capsys):
+    assert cli.main(failing(tmp_path, "True")) == 2
+    said = capsys.readouterr().err
+    assert "failed on all 2 responses" in said and "ZeroDivisionError" in said and "reward try" in said
+    assert not (tmp_path / "out").exists()
 
 
 def report_of(rows: dict[str, tuple[str, float]], **settings) -> dict:

@@ -14,6 +14,7 @@ from runs import metrics_of, run
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
+from posttrain.rewards.all_failed import AllFailed
 from posttrain.trainer.ppo.model_reward import ModelReward
 
 
@@ -76,6 +77,11 @@ def test_a_function_that_does_not_count_cannot_fail_a_response():
     assert scores == [1.5] and errors == ["function: raised"]
 
 
+def test_a_reward_model_that_scores_nothing_stops_the_run():
+    with pytest.raises(AllFailed, match=r"(?s)reward model failed on all 2 .*gave nan.*reward_model.model.path"):
+        joined(Scripted("gave nan", "gave nan"), [1.0, 1.0])
+
+
 def test_validation_keeps_the_functions_score():
     scores, parts, _ = joined(Scripted(9.0), [1.0], validation=True)
     assert scores == [1.0] and parts[0]["reward_model"] == 9.0
@@ -120,3 +126,9 @@ def test_a_template_that_refuses_the_data_stops_the_run_before_anything_is_gener
     folder = write_reward_model(tmp_path / "strict", tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"users only\n.*roles user"):
         run(tiny_model, sums, tmp_path, reward_model__enable=True, reward_model__model__path=str(folder))
+
+
+def test_a_sum_that_no_training_can_hold_is_a_failure():
+    scores, _, errors = joined(Scripted(1e18, 1.0), [0.0, 0.0], weight=1e6)
+    assert scores == [-7.0, 1e6]
+    assert "the weighted sum is 1e+24" in errors[0] and errors[1] is None

@@ -14,9 +14,12 @@ arXiv 2601.05242.
 When to use: a reward function that returns a dict of several numbers (correctness, format, length), all of which
 matter.
 
-Settings: algorithm.adv_estimator=gdpo, algorithm.gdpo_reward_keys (null: all parts that are numbers),
-algorithm.gdpo_reward_weights (null: 1 each), algorithm.norm_adv_by_std_in_grpo, actor_rollout_ref.rollout.n.
-The `score` beside the parts is reported but not learnt from; a reward without parts counts as one part.
+Settings: algorithm.adv_estimator=gdpo, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights,
+algorithm.norm_adv_by_std_in_grpo, actor_rollout_ref.rollout.n. Without keys the parts are the functions of
+reward.functions, or a reward model and the function beside it, each with its own weight (one of weight 0 is only
+recorded); of a single function the numbers beside its `score`, but not `acc`, `pred` and `answer`; where there are
+none, the score. reward.overlong_buffer is a part of its own, its penalty_factor the weight. A part that a response
+lacks (None, NaN, a text, or a reward that failed) counts as reward.failure_score.
 
 Watch: reward/PART/mean for every part (each should rise), reward_mean.
 
@@ -42,6 +45,7 @@ from posttrain.algorithms.advantages.groups import (
 )
 from posttrain.algorithms.common import AlgorithmError, setting
 from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.reward_terms import OVERLONG, Term, reward_terms
 
 
 @register_adv_est(AdvantageEstimator.GDPO, compares_group=True)
@@ -49,17 +53,35 @@ def compute_gdpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
-    reward_parts: Sequence[Mapping[str, Any]] | None = None,
+    reward_parts: Sequence[Mapping[str, Any] | None] | None = None,
+    reward_scores: Sequence[float] | None = None,
+    reward_errors: Sequence[str | None] | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+    failure_score: float = 0.0,
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, advantages), each (rows, response length), 0 outside the mask; `reward_parts` is a dict per row."""
-    group_B = group_of_rows(index, len(token_level_rewards), "gdpo")
-    parts_KB = _parts(reward_parts, setting(config, "gdpo_reward_keys", None)) or [outcome_scores(token_level_rewards)]
-    weights_K = _weights(setting(config, "gdpo_reward_weights", None), len(parts_KB))
+    """(advantages, advantages), each (rows, response length), 0 outside the mask.
+
+    `reward_parts` is a dict per row, `reward_scores` and `reward_errors` what the reward gave beside them (null: the
+    rows' own sums, no errors), `reward_weights` the weighted sum that the reward is, `failure_score` what a part that a
+    row lacks counts as.
+    """
+    rows = len(token_level_rewards)
+    group_B = group_of_rows(index, rows, "gdpo")
+    terms = reward_terms(
+        outcome_scores(token_level_rewards) if reward_scores is None else np.asarray(reward_scores, dtype=np.float64),
+        [None] * rows if reward_parts is None else reward_parts,
+        [False] * rows if reward_errors is None else [error is not None for error in reward_errors],
+        keys=setting(config, "gdpo_reward_keys", None),
+        weights=reward_weights,
+        failure_score=failure_score,
+    )
+    terms = _weighed(terms, setting(config, "gdpo_reward_weights", None))
     relative = normalised if setting(config, "norm_adv_by_std_in_grpo", True) else above_mean
-    sums_B = sum(weight * relative(part_B, group_B) for weight, part_B in zip(weights_K, parts_KB, strict=True))
-    assert isinstance(sums_B, np.ndarray)
+    sums_B = np.zeros(rows)
+    for term in terms:
+        sums_B += term.weight * relative(term.values_B, group_B)
 
     counted_B = np.sort(
         sums_B[response_mask.bool().any(dim=-1).cpu().numpy()]
@@ -71,23 +93,15 @@ def compute_gdpo_outcome_advantage(
     return advantages_BT, advantages_BT
 
 
-def _parts(reward_parts: Sequence[Mapping[str, Any]] | None, keys: Sequence[str] | None) -> list[np.ndarray]:
-    """(B,) per part, none if the reward gave none. A row whose reward failed has no parts: they count as 0 there."""
-    rows = [dict(part or {}) for part in reward_parts] if reward_parts is not None else []
-    numeric = sorted({name for row in rows for name, value in row.items() if isinstance(value, bool | int | float)})
-    wanted = list(keys) if keys is not None else numeric
-    missing = [name for name in wanted if name not in numeric]
-    if missing:
-        raise AlgorithmError(
-            f"algorithm.gdpo_reward_keys: the reward has no part {', '.join(map(repr, missing))} (numbers it gave: "
-            f"{', '.join(numeric) or 'none'}). Return a dict with `score` and a number per part from it."
-        )
-    return [np.array([float(row.get(name, 0.0)) for row in rows]) for name in wanted]
-
-
-def _weights(weights: Sequence[float] | None, parts: int) -> list[float]:
+def _weighed(terms: list[Term], weights: Sequence[float] | None) -> list[Term]:
+    """The terms with the weights that the user gave, if any; the overlong penalty keeps its own factor."""
     if weights is None:
-        return [1.0] * parts
-    if len(weights) != parts:
-        raise AlgorithmError(f"algorithm.gdpo_reward_weights has {len(weights)} weights for {parts} parts.")
-    return [float(weight) for weight in weights]
+        return terms
+    named = [term for term in terms if term.name != OVERLONG]
+    if len(weights) != len(named):
+        names = ", ".join(term.name for term in named)
+        raise AlgorithmError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} weights for {len(named)} parts ({names})."
+        )
+    given = dict(zip([term.name for term in named], weights, strict=True))
+    return [term._replace(weight=float(given.get(term.name, term.weight))) for term in terms]

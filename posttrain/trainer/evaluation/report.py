@@ -138,7 +138,8 @@ def _facts(found: dict[str, Any]) -> str:
         facts.append(f"truncated {found['truncated']:.1%}")
     if found["mean_length"] is not None:
         facts.append(f"mean length {found['mean_length']:.1f} tokens")
-    facts.append(f"without an answer {found['without_answer']:.1%}")
+    if found["without_answer"] is not None:
+        facts.append(f"without an answer {found['without_answer']:.1%}")
     if found["reward_failures"]:
         facts.append(f"! {found['reward_failures']} scores failed")
     return ", ".join(facts)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.tracking.metrics import mean, right_answers
-from posttrain.tracking.validation import answer_of, pass_at_k
+from posttrain.tracking.validation import pass_at_k, says_answer
+from posttrain.trainer.answers import given_answer
 from posttrain.trainer.evaluation.statistics import estimate, majority_at_k
 
 ALL = "all"
@@ -44,8 +45,9 @@ class ScoredPrompt:
 
     @property
     def answers(self) -> list[str | None]:
-        """What each response answered, as the reward read it."""
-        return [answer_of(part) for part in self.parts]
+        """What each response answered: as the reward read it, or, if it does not say, as answers usually stand."""
+        rows = zip(self.responses, self.parts, self.errors, strict=True)
+        return [given_answer(self.data_source, *row) for row in rows]
 
 
 def keys_of(prompts: Sequence[ScoredPrompt]) -> list[str]:
@@ -91,6 +93,9 @@ def _numbers(prompts: list[ScoredPrompt], values: dict[str, list[float]], rows: 
         found = estimate([column[row] for row in rows])
         metrics[name] = {"value": found.value, "low": found.low, "high": found.high, "interval": found.method}
     reasons = [reason for prompt in prompts for reason in prompt.finish_reasons if reason is not None]
+    answers = [answer for prompt in prompts for answer in prompt.answers]
+    # A reward that never says what it read, on responses in which nothing can be found, tells nothing about answers.
+    known = any(map(says_answer, (part for prompt in prompts for part in prompt.parts))) or any(answers)
     lengths = [tokens for prompt in prompts for tokens in prompt.tokens if tokens is not None]
     return {
         "prompts": len(prompts),
@@ -98,6 +103,6 @@ def _numbers(prompts: list[ScoredPrompt], values: dict[str, list[float]], rows: 
         "metrics": metrics,
         "truncated": mean(reason == "length" for reason in reasons) if reasons else None,
         "mean_length": mean(lengths) if lengths else None,
-        "without_answer": mean(answer is None for prompt in prompts for answer in prompt.answers),
+        "without_answer": mean(answer is None for answer in answers) if known else None,
         "reward_failures": sum(error is not None for prompt in prompts for error in prompt.errors),
     }

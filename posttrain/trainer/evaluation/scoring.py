@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from posttrain.config.root import PPOConfig
+from posttrain.rewards.all_failed import all_failed
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
@@ -84,5 +85,9 @@ class Scoring:
         self._pool.submit_many([((prompt, number), item) for number, item in enumerate(items)])
 
     def finish(self) -> dict[Any, RewardResult]:
-        """(prompt, number of the response) -> its result, for all that was fed."""
-        return self._pool.wait_all()
+        """(prompt, number of the response) -> its result, for all that was fed; AllFailed if none has a score."""
+        results = self._pool.wait_all()
+        errors = [result.error for result in results.values() if result.error is not None]
+        if results and len(errors) == len(results):
+            raise all_failed(errors, "reward", self.label)
+        return results

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from posttrain.algorithms.reward_terms import finite_number
 from posttrain.config.algorithm import FilterGroupsConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
@@ -29,8 +30,8 @@ class FilterError(UserError):
 class GroupFilter:
     """Fills batches with groups that have a signal; `surplus` waits for the next step."""
 
-    def __init__(self, config: FilterGroupsConfig) -> None:
-        self.config = config
+    def __init__(self, config: FilterGroupsConfig, failure_score: float = 0.0) -> None:
+        self.config, self.failure_score = config, failure_score
         self.surplus: DataProto | None = None
 
     def fill(self, sample: Callable[[int], DataProto], prompts: int) -> tuple[DataProto, dict[str, float]]:
@@ -49,7 +50,7 @@ class GroupFilter:
         missing = max(0, prompts - _groups(kept))
         if missing:  # the batch keeps its size: these have no gradient, as they would have without the filter
             kept += [_take(DataProto.concat(spare), 0, missing)]
-        pool = DataProto.concat(kept)
+        pool = DataProto.concat(_alike(kept))
         metrics = {
             "filter_groups/gen_batches": float(made),
             "filter_groups/kept": good / seen if seen else 1.0,
@@ -64,22 +65,23 @@ class GroupFilter:
         values_B = self._values(batch)
         groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
         with_signal = [rows for rows in groups if np.ptp(values_B[rows]) > 0]
-        return with_signal, [rows for rows in groups if np.ptp(values_B[rows]) == 0]
+        return with_signal, [rows for rows in groups if not np.ptp(values_B[rows]) > 0]
 
     def _values(self, batch: DataProto) -> np.ndarray:
+        """(B,) the metric of each response; one that has no number of that name counts as one that failed."""
         metric, fields = self.config.metric, batch.non_tensor_batch
         if metric in ("score", "seq_reward", "seq_final_reward"):
             return batch.batch["token_level_scores"].double().sum(-1).numpy()
         if metric == "acc":
             return right_answers(fields["reward_score"].astype(float), list(fields["reward_parts"])).astype(float)
-        values = [part.get(metric) for part in fields["reward_parts"]]
-        if not any(isinstance(value, int | float) for value in values):
+        values = [finite_number(part.get(metric)) for part in fields["reward_parts"]]
+        if all(value is None for value in values) and not _all_failed(batch):
             names = sorted({name for part in fields["reward_parts"] for name in part})
             raise FilterError(
                 f"algorithm.filter_groups.metric={metric}: the reward gives no number of that name "
                 f"(its parts: {', '.join(names) or 'none'}). Take score, acc, or one of them."
             )
-        return np.array([float(value or 0.0) for value in values])
+        return np.array([self.failure_score if value is None else value for value in values])
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
@@ -100,6 +102,20 @@ def _rows(batch: DataProto, groups: list[list[int]]) -> list[DataProto]:
     part = batch[rows]
     part.meta_info = {}
     return [part]
+
+
+def _alike(parts: list[DataProto]) -> list[DataProto]:
+    """The parts with the same fields: surplus of a run whose filters were set or unset when it was resumed."""
+    if any("sampling_log_probs" in part.batch for part in parts):
+        for part in parts:
+            part.batch.setdefault("sampling_log_probs", part.batch["rollout_log_probs"])
+    return parts
+
+
+def _all_failed(batch: DataProto) -> bool:
+    """Whether no reward of the batch could be computed, so that nothing is known of its parts."""
+    errors = batch.non_tensor_batch.get("reward_error")
+    return errors is not None and all(error is not None for error in errors)
 
 
 def _groups(parts: list[DataProto]) -> int:

@@ -13,7 +13,9 @@ from typing import Any
 
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
+from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.combined import RIGHT
+from posttrain.rewards.outcomes import TOO_LARGE, is_usable
 
 MODEL, FUNCTION = "reward_model", "function"
 
@@ -27,6 +29,7 @@ class ModelReward:
         self.failure_score, self.weight = config.reward.failure_score, settings.weight
         chosen = settings.function_weight if settings.function_weight is not None else float(named)
         self.function_weight = chosen if functions else 0.0
+        self._watch = FailureWatch("reward model", "reward_model.model.path")
 
     def words(self) -> str:
         """The reward as one sentence."""
@@ -43,6 +46,7 @@ class ModelReward:
         score only how the model likes it.
         """
         scored = self.worker_group.compute_rm_score(batch)
+        self._watch.look(list(scored.non_tensor_batch["rm_error"]))
         scores_B = scored.batch["rm_scores"].sum(-1).tolist()
         fields, found = batch.non_tensor_batch, scored.non_tensor_batch
         for row in range(len(batch)):
@@ -65,4 +69,7 @@ class ModelReward:
             parts[FUNCTION] = function
             parts.setdefault("acc", float(function >= RIGHT))
         texts = [f"{name}: {text}" for name, text in ((MODEL, model_error), (FUNCTION, error)) if text is not None]
+        if not is_usable(total):
+            texts.append(f"the weighted sum is {total:g}{TOO_LARGE}")
+            total = self.failure_score
         return total, parts, "\n".join(texts) or None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.root import PPOConfig
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.lock import RunDirectoryError
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.status import read_status
 
 Say = Callable[[str], object]
 
@@ -27,7 +26,7 @@ def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tup
     if trainer.experiment_name is not None:
         run = RunDirectory(root, trainer.project_name, trainer.experiment_name, on_note=say).open()
         return run, _continues(run, config, say)
-    number = _newest_number(root / trainer.project_name, stem)
+    number = _newest_begun(root / trainer.project_name, stem)
     if number and trainer.resume_mode == "auto":
         run = RunDirectory(root, trainer.project_name, f"{stem}-{number}", on_note=say)
         if not _is_finished(run, config) and not run.changed_settings(config.to_dict()):
@@ -42,8 +41,11 @@ def _stem(config: PPOConfig) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", config.algorithm.adv_estimator)
 
 
-def _newest_number(folder: Path, stem: str) -> int:
-    found = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", path.name) for path in folder.glob(f"{stem}-*")]
+def _newest_begun(folder: Path, stem: str) -> int:
+    """The largest number of a run that made it to its first step: one that failed before left nothing to go on from,
+    and must not stand between an unfinished run and the command that continues it."""
+    begun = (path.parent.name for path in folder.glob(f"{stem}-*/config.yaml"))
+    found = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", name) for name in begun]
     return max((int(match[1]) for match in found if match), default=0)
 
 
@@ -68,21 +70,7 @@ def _continues(run: RunDirectory, config: Any, say: Say) -> bool:
     return True
 
 
-def read_status(run: RunDirectory) -> dict[str, Any]:
-    path = run.path / "status.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def write_status(run: RunDirectory, status: str, step: int, total_steps: int) -> None:
-    """`running`, `stopped`, `failed` or `finished`, for people and for the next start."""
-    text = json.dumps({"status": status, "step": step, "total_steps": total_steps}) + "\n"
-    replace_file(run.path / "status.json", text.encode())
-
-
 def _is_finished(run: RunDirectory, config: Any) -> bool:
-    status = read_status(run)
+    status = read_status(run.path)
     wanted = config.trainer.total_training_steps or 0
     return status.get("status") == "finished" and wanted <= int(status.get("total_steps", 0))

@@ -56,6 +56,11 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
         f"rollout and trainer log-probs differ by {mean:.2g} on average and {largest:.2g} at most over {gap.numel()} "
         f"tokens; the ratio is 1 within {float(ratio.max()):.2g}"
     )
+    if lost := int((~torch.isfinite(trainer_log_probs[real])).sum()):
+        raise MismatchError(
+            f"Step 0: the trainer's own log-probs of {lost} of {gap.numel()} tokens are NaN or infinite: no rollout "
+            "could agree with them. Are the weights sound, is model.dtype wide enough, rollout.temperature usual?"
+        )
     if not mean <= allowed:
         raise MismatchError(
             f"Step 0: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is "
@@ -63,6 +68,24 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
             "model.dtype the same? trainer.rollout_mismatch_tol sets the limit."
         )
     return f"Step 0: {sentence}.", largest
+
+
+def sampling_words(batch: DataProto, *, corrected: bool) -> str | None:
+    """One sentence on how far what was sampled from is from the policy; None where they are the same."""
+    if "sampling_log_probs" not in batch.batch:
+        return None
+    gap = batch.batch["rollout_log_probs"] - batch.batch["sampling_log_probs"]
+    ratio = gap.exp()[batch.batch["response_mask"].bool()]
+    done = (
+        "algorithm.rollout_correction corrects for it"
+        if corrected
+        else ("nothing corrects for it (algorithm.rollout_correction.rollout_is=token would)")
+    )
+    return (
+        "Step 0: filters and penalties of actor_rollout_ref.rollout (top_p, top_k, min_p, repetition_penalty) are not "
+        "in these log-probs. To what was really sampled from the policy's ratio is "
+        f"{float(ratio.mean()):.3g} on average (from {float(ratio.min()):.2g} to {float(ratio.max()):.2g}); {done}."
+    )
 
 
 def largest_rows(config: PPOConfig, sizes: Sizes) -> list[int]:
