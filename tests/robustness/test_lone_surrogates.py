@@ -25,7 +25,7 @@ MENDED = "half \ufffd of one"
 def half_reward(data_source, solution_str, ground_truth, extra_info=None):
     """Says it in its parts, in their names, in its errors, and aloud."""
     print(HALF)
-    if len(solution_str) % 3 == 0:
+    if int(ground_truth.split()[0]) % 2:
         raise ValueError(HALF)
     return {"score": float(len(solution_str) % 2), "failure": HALF, HALF: 1.0, "pred": HALF}
 
