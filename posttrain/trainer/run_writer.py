@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class RunWriter:
 
     def showing(self, name: str) -> AbstractContextManager[None]:
         """Inside, the console and `status.json` name this stage."""
-        return self.progress.stage(name)
+        return self.progress.stage(name) if hasattr(self, "progress") else nullcontext()  # before `start`
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from posttrain.controller.dispatch import Calls, register, to_all, to_first
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.adapter_targets import stacked_note
-from posttrain.models.loading import check_positions, end_token_ids
+from posttrain.models.loading import check_positions, end_token_ids, end_token_note
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.engines import build_engine
@@ -226,7 +226,8 @@ class ActorRolloutRefWorker:
             *adapter_notes(self.engine.facts(), self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
-        return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
+        no_end = end_token_note(self.end_ids, self.engine.facts().vocabulary)
+        return [note for note in (self.position_note, no_end, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(to_all)
     def save(self, folder: Path) -> None:

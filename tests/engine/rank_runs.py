@@ -3,8 +3,7 @@
     python rank_runs.py FOLDER MODEL
 
 Ranks are forked after everything is imported. Each world writes `world_N.pt`: what every check found there. All worlds
-go over the same rows with the same weights; the rows are dealt out unevenly, so that some ranks have passes
-without any.
+go over the same rows with the same weights, dealt out unevenly, so that some ranks have passes without any.
 """
 
 from __future__ import annotations
