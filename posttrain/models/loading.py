@@ -92,15 +92,15 @@ def load_causal_lm(
     path: str | None = None,
     quantization: str | None = None,
 ):
-    """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it.
+    """A causal language model in `dtype` on `device`, proved: packed rows only where they are right (`way_of`).
 
     With `quantization` its linear layers hold 4 bits and compute in `dtype`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from posttrain.models.attention import ATTENTION
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
+    from posttrain.models.proof import find_way, plain_pass
 
     silence_progress_bars()
     source = local_or_hub(path or str(config.path))
@@ -115,17 +115,21 @@ def load_causal_lm(
             source,
             config=settings,
             dtype=dtype,
-            attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
+            **own_attention(settings),
             trust_remote_code=config.trust_remote_code,
             **options,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the model") from error
+    keep_one_layout(model)
+    model: Any = (model if quantization else model.to(device)).eval()  # pyright: ignore
+    what = f"model.path={source}"
+    plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    keep_one_layout(model)
-    return (model if quantization else model.to(device)).eval()  # pyright: ignore
+    model.way = find_way(model, plain, what)
+    return model
 
 
 def without_dropout(model: torch.nn.Module) -> None:
@@ -137,17 +141,11 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0  # pyright: ignore
 
 
-def needs_plain_attention(settings: Any) -> bool:
-    """Score caps and attention sinks live in the model's own attention, which packed rows do not go through."""
-    return bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
-
-
-def can_pack(model: torch.nn.Module) -> bool:
-    """Whether the model takes packed rows; others are computed padded."""
-    from posttrain.models.attention import ATTENTION
-
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
+def own_attention(settings: Any) -> dict[str, str]:
+    """What `from_pretrained` is told of attention: nothing, so that it is transformers' own choice, unless only the
+    model's written-out attention knows its score caps and sinks. Ours takes its place when it has been proved."""
+    plain = bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
+    return {"attn_implementation": "eager"} if plain else {}
 
 
 def check_positions(model: Any, longest: int, setting: str | None = None) -> str | None:

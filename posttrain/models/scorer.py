@@ -20,15 +20,15 @@ from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.forward import hidden_states, without_adapters
 from posttrain.models.loading import (
     ModelError,
-    can_pack,
     explain_failure,
     local_or_hub,
-    needs_plain_attention,
+    own_attention,
     silence_progress_bars,
     without_dropout,
 )
 from posttrain.models.quantized import keep_one_layout, loading_options
 from posttrain.models.value_heads import find_value_head, put_head
+from posttrain.models.ways import way_of
 
 CLASSIFIER = "ForSequenceClassification"
 
@@ -53,9 +53,9 @@ def load_scorer(
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from posttrain.models.attention import ATTENTION
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
+    from posttrain.models.scorer_proof import find_scorer_way, plain_scores
 
     silence_progress_bars()
     source = local_or_hub(path, setting)
@@ -72,7 +72,7 @@ def load_scorer(
                 source,
                 config=settings,
                 dtype=dtype,
-                attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
+                **own_attention(settings),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **options,
@@ -82,11 +82,14 @@ def load_scorer(
     _settle_head(model, sorted(report["missing_keys"]), path, new_head or value_head is not None, setting)
     if value_head is not None:
         put_head(model, value_head)
+    keep_one_layout(model)
+    model = (model if quantization else model.to(device)).eval()
+    plain = plain_scores(model)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    keep_one_layout(model)
-    return (model if quantization else model.to(device)).eval()
+    model.way = find_scorer_way(model, plain, f"{setting}={path}")
+    return model
 
 
 @contextmanager
@@ -146,10 +149,8 @@ def _settle_head(model: Any, missing: list[str], path: str, new_head: bool, sett
 
 
 def packs_rows(model: torch.nn.Module) -> bool:
-    """Whether rows are packed: a causal decoder below a plain `score` head, with our attention."""
-    bare = without_adapters(model)
-    bidirectional = getattr(bare.config.get_text_config(), "use_bidirectional_attention", False)
-    return can_pack(bare) and not bidirectional and type(getattr(bare, "score", None)) is torch.nn.Linear
+    """Whether rows are packed: a causal decoder below a plain `score` head that was proved to give the same scores."""
+    return way_of(model).packed
 
 
 def head_scores(model: Any, hidden_BE: torch.Tensor) -> torch.Tensor:
@@ -183,7 +184,7 @@ def score_rows(
     scores_B = torch.zeros(len(rows))
     for chosen in _passes([len(row) for row in kept], packed, token_budget, max_rows):
         part = [kept[row] for row in chosen]
-        scores_B[chosen] = (_packed_scores(model, part) if packed else padded_scores(model, part)).float().cpu()
+        scores_B[chosen] = (packed_scores(model, part) if packed else own_scores(model, part)).float().cpu()
     return scores_B
 
 
@@ -202,14 +203,25 @@ def _passes(lengths: list[int], packed: bool, token_budget: int, max_rows: int |
         yield chosen
 
 
-def _packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
+def packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    return head_scores(model, packed_hidden(model, rows))
+
+
+def packed_hidden(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    """(B, E) hidden states at the ends of rows that are packed end to end."""
     device = model.device
     lengths = [len(row) for row in rows]
     ids_T = torch.tensor([token for row in rows for token in row], device=device)
     position_T = torch.cat([torch.arange(length, device=device) for length in lengths])
     with packed_rows(PackedLayout(lengths, device, position_T=position_T)):
         hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
-    return head_scores(model, hidden_TE[torch.tensor(lengths, device=device).cumsum(0) - 1])
+    return hidden_TE[torch.tensor(lengths, device=device).cumsum(0) - 1]
+
+
+def own_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """(B,) scores by the model's own forward pass: of padded rows, or of one at a time where padding is felt."""
+    parts = [rows] if way_of(model).padded else [[row] for row in rows]
+    return torch.cat([padded_scores(model, part) for part in parts])
 
 
 def padded_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:

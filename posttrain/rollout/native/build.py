@@ -11,8 +11,8 @@ import torch
 from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels.compiled import why_not
 from posttrain.models.decoder import FastDecoder, can_decode_fast
-from posttrain.models.loading import can_pack
 from posttrain.models.paged import PagedDecoder
+from posttrain.models.ways import way_of
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
@@ -22,7 +22,7 @@ CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 
 def can_run_native(module: torch.nn.Module) -> bool:
     """Whether the model's attention can be answered from the engine's cache."""
-    return can_decode_fast(module) or can_pack(module)
+    return can_decode_fast(module) or way_of(module).packed
 
 
 def build_native(
