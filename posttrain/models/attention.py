@@ -3,8 +3,6 @@ batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,18 +19,6 @@ ATTENTION = "posttrain"
 
 CHANGES = ("softcap", "s_aux", "position_bias")
 """What models may ask of attention beside scores and softmax, and packed rows cannot answer."""
-_calls: list[int] | None = None
-
-
-@contextmanager
-def answered_calls() -> Iterator[list[int]]:
-    """While open, a counter of the calls that were answered for packed rows."""
-    global _calls
-    before, _calls = _calls, [0]
-    try:
-        yield _calls
-    finally:
-        _calls = before
 
 
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
@@ -47,8 +33,7 @@ def _attention(module: torch.nn.Module, query, key, value, attention_mask, scali
     if paged is not None:
         return paged(module, query, key, value, scaling, window)[..., :size], None
     assert layout is not None
-    if _calls is not None:
-        _calls[0] += 1
+    layout.answered += 1
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
     return out_THD[..., :size].unsqueeze(0), None

@@ -19,7 +19,7 @@ import torch
 
 from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
-from posttrain.models.attention import ATTENTION, answered_calls, configurations, set_attention
+from posttrain.models.attention import ATTENTION, configurations, set_attention
 from posttrain.models.forward import hidden_states, log_probs_of, own_logits, token_log_probs, without_adapters
 from posttrain.models.plain_rows import padding
 from posttrain.models.ways import Way
@@ -78,7 +78,7 @@ def find_way(model: Any, plain: Plain, what: str) -> Way:
     own = model.config._attn_implementation
     if layer_kinds(model) <= PACKABLE:
         set_attention(model, ATTENTION)
-        reason = _why_not(model, plain, _packed, every_layer=True) or _why_not(model, plain, _padded)
+        reason = _why_not(model, plain, _packed) or _why_not(model, plain, _padded)
         if reason is None:
             return Way(packed=True, padded=True)
         set_attention(model, own)
@@ -101,14 +101,12 @@ def _words(model: Any, padded: bool, split: bool) -> str:
 Compute = Callable[[Any, list[list[int]]], list[torch.Tensor]]
 
 
-def _why_not(model: Any, plain: Plain, compute: Compute, *, every_layer: bool = False) -> str | None:
+def _why_not(model: Any, plain: Plain, compute: Compute) -> str | None:
     """None if `compute` gives the plain log-probs."""
     try:
         for window, expected in plain.log_probs.items():
-            with narrowed(model, window), answered_calls() as calls:
+            with narrowed(model, window):
                 found = compute(model, plain.rows)
-            if every_layer and calls[0] < model.config.get_text_config().num_hidden_layers:
-                return "its attention does not go through transformers' attention interface"
             expected = expected * (len(found) // len(expected))
             if not all(agree(mine, theirs, model) for mine, theirs in zip(found, expected, strict=True)):
                 return "the log-probs differ"
@@ -157,8 +155,8 @@ def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     segments = [0] * COMMON + [1] * TAILS[0] + [2] * TAILS[1] + [0] * (len(first) + len(second))
     ids_T, position_T, segment_T = (torch.tensor(x, device=model.device) for x in (ids, positions, segments))
     lengths = [COMMON + sum(TAILS), len(first), len(second)]
-    with packed_rows(PackedLayout(lengths, model.device, segment_T=segment_T, position_T=position_T)):
-        hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
+    layout = PackedLayout(lengths, model.device, segment_T=segment_T, position_T=position_T)
+    hidden_TE = proved_hidden(model, ids_T, position_T, layout)
     places = [
         [*range(len(first) - 1)],
         [*range(COMMON), *range(len(first), lengths[0] - 1)],
@@ -169,6 +167,16 @@ def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
         token_log_probs(model, hidden_TE[place_N], torch.tensor(row[1:], device=model.device), 1.0)[0]
         for place_N, row in zip(places, [first, second, first, second], strict=True)
     ]
+
+
+def proved_hidden(model: Any, ids_T: torch.Tensor, position_T: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """(T, E) hidden states of packed tokens, if the layout was asked in every layer: where weights are small, what is
+    computed beside it would hardly show."""
+    with packed_rows(layout):
+        hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
+    if layout.answered < model.config.get_text_config().num_hidden_layers:
+        raise NotImplementedError("attention does not go through transformers' attention interface in every layer")
+    return hidden_TE
 
 
 # -- the model while it is tried ------------------------------------------------------------------------------------

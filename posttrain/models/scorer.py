@@ -204,18 +204,14 @@ def _passes(lengths: list[int], packed: bool, token_budget: int, max_rows: int |
 
 
 def packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
-    return head_scores(model, packed_hidden(model, rows))
-
-
-def packed_hidden(model: Any, rows: list[list[int]]) -> torch.Tensor:
-    """(B, E) hidden states at the ends of rows that are packed end to end."""
+    """(B,) scores of rows that are packed end to end."""
     device = model.device
     lengths = [len(row) for row in rows]
     ids_T = torch.tensor([token for row in rows for token in row], device=device)
     position_T = torch.cat([torch.arange(length, device=device) for length in lengths])
     with packed_rows(PackedLayout(lengths, device, position_T=position_T)):
         hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
-    return hidden_TE[torch.tensor(lengths, device=device).cumsum(0) - 1]
+    return head_scores(model, hidden_TE[torch.tensor(lengths, device=device).cumsum(0) - 1])
 
 
 def own_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from posttrain.models.attention import ATTENTION, answered_calls, set_attention
+from posttrain.kernels.packed_attention import PackedLayout
+from posttrain.models.attention import ATTENTION, set_attention
 from posttrain.models.forward import hidden_states
-from posttrain.models.proof import PACKABLE, ProofError, layer_kinds, narrowed, proof_rows, windows
-from posttrain.models.scorer import packed_hidden, packed_scores, padded_scores
+from posttrain.models.proof import PACKABLE, ProofError, layer_kinds, narrowed, proof_rows, proved_hidden, windows
+from posttrain.models.scorer import packed_scores, padded_scores
 from posttrain.models.ways import Way
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +45,7 @@ def find_scorer_way(model: Any, plain: PlainScores, what: str) -> Way:
     own = model.config._attn_implementation
     if layer_kinds(model) <= PACKABLE and type(getattr(model, "score", None)) is torch.nn.Linear:
         set_attention(model, ATTENTION)
-        if _holds(model, plain, _packed, every_layer=True) and _holds(model, plain, _padded):
+        if _holds(model, plain, _packed) and _holds(model, plain, _padded):
             return Way(packed=True, padded=True)
         set_attention(model, own)
     if not _holds(model, plain, _alone):
@@ -55,13 +56,11 @@ def find_scorer_way(model: Any, plain: PlainScores, what: str) -> Way:
     return Way(note=f"{kind}: a row's score depends on the padding beside it; rows are scored one at a time.")
 
 
-def _holds(model: Any, plain: PlainScores, compute: Any, *, every_layer: bool = False) -> bool:
+def _holds(model: Any, plain: PlainScores, compute: Any) -> bool:
     try:
         for window, expected in plain.found.items():
-            with narrowed(model, window), answered_calls() as calls:
+            with narrowed(model, window):
                 found = compute(model, plain.rows)
-            if every_layer and calls[0] < model.config.get_text_config().num_hidden_layers:
-                return False
             if not all(_near(mine, theirs) for mine, theirs in zip(found, expected[: len(found)], strict=True)):
                 return False
     except Exception:  # whatever a model's own code may do with rows that it was not written for
@@ -87,5 +86,13 @@ def _padded(model: Any, rows: list[list[int]]) -> tuple[torch.Tensor, ...]:
 
 
 def _packed(model: Any, rows: list[list[int]]) -> Numbers:
-    ends = packed_hidden(model, rows)
-    return packed_scores(model, rows).to(ends.dtype), ends
+    lengths = [len(row) for row in rows]
+    ids_T, position_T = (
+        torch.tensor([x for row in rows for x in f(row)], device=model.device) for f in (list, _places)
+    )
+    hidden_TE = proved_hidden(model, ids_T, position_T, PackedLayout(lengths, model.device, position_T=position_T))
+    return packed_scores(model, rows).to(hidden_TE.dtype), hidden_TE[torch.tensor(lengths).cumsum(0) - 1]
+
+
+def _places(row: list[int]) -> range:
+    return range(len(row))
