@@ -114,7 +114,7 @@ def _engine_loss(engine: FSDPEngine, batch: DataProto, loss: Any) -> tuple[float
 
     def share(micro: DataProto, out: dict[str, torch.Tensor]) -> torch.Tensor:
         value = loss(micro, out["log_probs"])
-        shares.append(float(value))
+        shares.append(float(value.detach()))
         return value
 
     engine._backward(batch, share, _temperature(loss))
@@ -127,7 +127,7 @@ def _plain_loss(plain: Any, batch: DataProto, loss: Any) -> tuple[float, dict[st
         row = batch[[number]]
         value = loss(row, _plain_log_probs(plain, row, _temperature(loss)))
         value.backward()
-        total += float(value)
+        total += float(value.detach())
     return total, _gradients(plain)
 
 
@@ -154,7 +154,7 @@ def _plain_log_probs(plain: Any, row: DataProto, temperature: float) -> torch.Te
 
 
 def _row_log_probs(plain: Any, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = plain(input_ids=ids[None]).logits[0, :-1]
+    logits = plain(input_ids=ids[None], use_cache=False).logits[0, :-1]
     return torch.log_softmax(logits / temperature, -1).gather(-1, ids[1:, None]).squeeze(-1)
 
 

@@ -16,6 +16,7 @@ from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.models.forward import hidden_states, log_probs_of, own_logits, token_log_probs
 from posttrain.models.lora import has_adapters, merged_state
+from posttrain.models.recompute import recompute_layers
 from posttrain.models.value import ValueModel
 from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
@@ -51,7 +52,7 @@ class FSDPEngine(TrainEngine):
         if self.optimizer is None:
             module.requires_grad_(False)
         if settings.gradient_checkpointing and self.optimizer is not None:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+            recompute_layers(module)
         self.offload()
 
     # -- passes ---------------------------------------------------------------------------------------------------
@@ -122,8 +123,7 @@ class FSDPEngine(TrainEngine):
     def _backward(self, data: DataProto, loss: LossFn, temperature: float) -> bool:
         """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
         assert self.optimizer is not None
-        # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
-        self.module.train(self.settings.gradient_checkpointing)
+        self.module.eval()  # training mode would switch dropout on, and RL compares passes over the same tokens
         finite = True
         for units in self._plan(data):
             micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +93,17 @@ def load_causal_lm(
     device: torch.device,
     path: str | None = None,
     quantization: str | None = None,
+    headless: bool = False,
+    role: str = "",
 ):
     """A causal language model in `dtype` on `device`, proved: packed rows only where they are right (`way_of`).
 
-    With `quantization` its linear layers hold 4 bits and compute in `dtype`.
+    With `quantization` its linear layers hold 4 bits and compute in `dtype`. `headless`: its head is not used, and
+    the folder need not hold one. `role` stands before the keys that errors name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from posttrain.models.completeness import check_weights, outside
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
     from posttrain.models.proof import find_way, plain_pass
@@ -111,25 +117,45 @@ def load_causal_lm(
             if not hasattr(settings, key):
                 raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
             setattr(settings, key, value)
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=settings,
-            dtype=dtype,
-            **own_attention(settings),
-            trust_remote_code=config.trust_remote_code,
-            **options,
-        )
+        with no_report():
+            model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+                source,
+                config=settings,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with all that is wrong at once
+                **own_attention(settings),
+                **options,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the model") from error
+    what = f"{role}model.path={source}"
+    if not config.allow_other_weights:
+        beside = outside(model) if headless else None
+        key = f"{'actor_rollout_ref.' if role else ''}model.allow_other_weights"
+        check_weights(report, what, setting=key, beside=beside)
     keep_one_layout(model)
     model: Any = (model if quantization else model.to(device)).eval()  # pyright: ignore
-    what = f"model.path={source}"
     plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
     model.way = find_way(model, plain, what)
     return model
+
+
+@contextmanager
+def no_report() -> Iterator[None]:
+    """transformers prints a table of missing weights; `completeness.py` says what matters of it."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def without_dropout(model: torch.nn.Module) -> None:

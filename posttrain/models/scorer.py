@@ -10,18 +10,19 @@ Shapes: B rows, T packed tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
+from posttrain.models.completeness import check_weights, outside
 from posttrain.models.forward import hidden_states, without_adapters
 from posttrain.models.loading import (
     ModelError,
     explain_failure,
     local_or_hub,
+    no_report,
     own_attention,
     silence_progress_bars,
     without_dropout,
@@ -43,6 +44,7 @@ def load_scorer(
     override_config: Mapping[str, Any] | None = None,
     new_head: bool = False,
     quantization: str | None = None,
+    allow_other_weights: bool = False,
     setting: str = "model.path",
 ) -> Any:
     """The model of `path` (a folder or a hub id), ready for `score_rows`. `setting` is named by errors.
@@ -67,7 +69,7 @@ def load_scorer(
         _one_label(settings, path, new_head or value_head is not None, setting)
         if settings.get_text_config().pad_token_id is None:
             settings.get_text_config().pad_token_id = pad_token_id
-        with _no_report():
+        with no_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 source,
                 config=settings,
@@ -75,11 +77,16 @@ def load_scorer(
                 **own_attention(settings),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,
                 **options,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise explain_failure(error, source, "the reward model", setting) from error
-    _settle_head(model, sorted(report["missing_keys"]), path, new_head or value_head is not None, setting)
+    gets_head = new_head or value_head is not None
+    _settle_head(model, sorted(report["missing_keys"]), path, gets_head, setting)
+    if not allow_other_weights:
+        key = f"{setting.rpartition('.')[0]}.allow_other_weights" if new_head else None
+        check_weights(report, f"{setting}={path}", setting=key, beside=outside(model) if gets_head else None)
     if value_head is not None:
         put_head(model, value_head)
     keep_one_layout(model)
@@ -90,19 +97,6 @@ def load_scorer(
     without_dropout(model)
     model.way = find_scorer_way(model, plain, f"{setting}={path}")
     return model
-
-
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """transformers prints a table of missing weights; what matters of it is said by `_settle_head`."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _lay_over(settings: Any, values: Mapping[str, Any], setting: str) -> None:
@@ -137,10 +131,8 @@ def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
 
 
 def _settle_head(model: Any, missing: list[str], path: str, new_head: bool, setting: str) -> None:
-    """A head that the folder did not hold becomes zero: all scores begin equal. Other weights must be there."""
+    """A head that the folder did not hold becomes zero: all scores begin equal."""
     head = [name for name in missing if name.split(".")[0] in SCORE_HEADS]
-    if rest := [name for name in missing if name not in head]:
-        raise ModelError(f"{setting}={path}: the folder lacks weights of the model: {', '.join(rest[:5])}")
     if head and not new_head:
         raise ModelError(f"{setting}={path}: the folder holds no trained score head ({', '.join(head)} missing)")
     for name, weight in model.named_parameters():

@@ -19,9 +19,6 @@ class ValueModel(torch.nn.Module):
         torch.nn.init.zeros_(self.value_head.weight)
         torch.nn.init.zeros_(self.value_head.bias)
 
-    def gradient_checkpointing_enable(self, **kwargs) -> None:
-        self.base_model.gradient_checkpointing_enable(**kwargs)  # pyright: ignore
-
     def token_values(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """(N,) values in float32 or better."""
         values = self.value_head(hidden_NE).squeeze(-1)
