@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from posttrain.errors import UserError
+from posttrain.interrupts import interrupted, one_interrupt
+from posttrain.tracking.console import as_console, prepare_streams
 
 Arguments = Sequence[str]
 
@@ -145,18 +147,42 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
 
 def main(argv: Arguments | None = None) -> int:
     """Run the verb that the arguments name; returns the exit status."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    prepare_streams()
+    if argv is not None:
+        return _answer(list(argv))
+    with one_interrupt():
+        return _answer(sys.argv[1:])
+
+
+def _answer(args: list[str]) -> int:
     try:
-        return _dispatch(args)
+        status = _dispatch(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `posttrain config | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        as_console(sys.stdout).lose()
         return 141
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except Exception as error:
+        if interrupted():
+            print("interrupted", file=sys.stderr)
+            return 130
+        if not _is_lost_output(error):
+            raise
+        as_console(sys.stdout).lose()
+        print(f"The output could not be written: {error}.", file=sys.stderr)
+        return 1
+
+
+def _is_lost_output(error: Exception) -> bool:
+    """`posttrain config > /dev/full`: an error of writing that names no file."""
+    codes = (errno.ENOSPC, errno.EIO, errno.EBADF)
+    return isinstance(error, OSError) and error.filename is None and error.errno in codes
 
 
 def _dispatch(args: list[str]) -> int:

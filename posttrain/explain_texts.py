@@ -179,6 +179,10 @@ exploring; raise the temperature, the KL coefficient or actor_rollout_ref.actor.
     "actor/grad_norm": """\
 Norm of the gradient before clipping to actor_rollout_ref.actor.grad_clip. Spikes far above the usual value announce
 instability; always far above grad_clip means that the clip sets the step size.""",
+    "mismatch/sampling_kl": """\
+KL of what responses were sampled from (after top_p, top_k, min_p, repetition_penalty) to the policy that is trained:
+how much of it the filters cut off. There where one of them is set; algorithm.rollout_correction.rollout_is corrects
+for it.""",
     "mismatch/k3_kl": """\
 KL between the rollout's and the trainer's log-probs of the sampled tokens (k3 estimate). 0 but for rounding when both
 hold the same weights. Larger: precision or kernels differ, or weights are stale; see `rollout_correction`.""",

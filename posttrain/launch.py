@@ -250,8 +250,10 @@ def main(args: Sequence[str]) -> int:
     if resolved.show is not None:
         print(resolved.to_yaml(), end="")
         return 0
+    from posttrain.tracking.console import keep_going
     from posttrain.trainer.main_ppo import exit_status, run_ppo
 
+    keep_going()
     return exit_status(run_ppo(resolved))
 
 

@@ -28,6 +28,7 @@ RESPONSE_FIELDS = frozenset(
         "old_log_probs",
         "ref_log_prob",
         "rollout_log_probs",
+        "sampling_log_probs",
         "entropy",
         "values",
         "advantages",

@@ -25,7 +25,12 @@ from posttrain.algorithms.calling import (
     scalar_loss_note,
 )
 from posttrain.algorithms.common import AlgorithmError
-from posttrain.algorithms.correction import compute_rollout_correction, correction_is_on, mismatch_metrics
+from posttrain.algorithms.correction import (
+    compute_rollout_correction,
+    correction_is_on,
+    mismatch_metrics,
+    sampled_from,
+)
 from posttrain.algorithms.kl import KL_TYPES, compute_kl_divergence, kl_penalty
 from posttrain.algorithms.kl_in_reward import (
     AdaptiveKLController,
@@ -107,6 +112,7 @@ __all__ = [
     "prepare_policy_loss",
     "register_adv_est",
     "register_policy_loss",
+    "sampled_from",
     "scalar_loss_note",
     "token_share",
 ]

@@ -11,8 +11,9 @@
                 within [low, high], and one number C means [1 / C, C].
 
 The weights multiply the token losses and carry no gradient; rejected tokens stay in the counts that losses are divided
-by. The gap has two causes: a rollout engine that computes in another precision or with other kernels, and responses
-that were sampled by older weights.
+by. The gap has three causes: a rollout engine that computes in another precision or with other kernels, responses that
+were sampled by older weights, and sampling from less than the policy: top_p, top_k, min_p or a repetition penalty.
+`rollout_log_prob` is the log-prob of what was sampled from, so that all three are seen.
 
 Source: truncated importance sampling: IMPALA, arXiv 1802.01561; masking (IcePop): Every Step Evolves: Scaling
 Reinforcement Learning for Trillion-Scale Thinking Model, arXiv 2510.18855.
@@ -48,6 +49,11 @@ from posttrain.algorithms.rejection import bounds_of, kept_tokens, rejection_rul
 def correction_is_on(config: Any) -> bool:
     """Whether the section `algorithm.rollout_correction` asks for weights or rejection."""
     return setting(config, "rollout_is", None) is not None or setting(config, "rollout_rs", None) is not None
+
+
+def sampled_from(batch: Any) -> torch.Tensor:
+    """(rows, length) the sampled tokens' log-probs in the distribution that they were sampled from."""
+    return batch["sampling_log_probs"] if "sampling_log_probs" in batch else batch["rollout_log_probs"]
 
 
 def compute_rollout_correction(

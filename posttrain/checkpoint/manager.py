@@ -145,14 +145,25 @@ class CheckpointManager:
         return _steps_in(self.folder)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint whose every file is as it was written; damaged ones are named in a note and skipped."""
+        """The newest checkpoint whose every file is as it was written; damaged ones are named in a note and skipped.
+
+        None if there is no checkpoint at all; if all are damaged, a CheckpointError: to start over would replace them.
+        """
+        damaged = []
         for step in reversed(self.steps()):
             path = self.path_of(step)
             problems = verify(path)
             if not problems:
                 self._verified.add(path)
                 return path
+            damaged.append(f"{path.name}: {_few(problems)}")
             self._note(f"The checkpoint {path} is damaged and is skipped: {_few(problems)}.")
+        if damaged:
+            raise CheckpointError(
+                f"No checkpoint in {self.folder} can be loaded: {_few(damaged)}. The run does not start over, as that "
+                "would replace them. Bring one back from a copy; or move the folder away, or choose another "
+                "trainer.experiment_name, to begin anew."
+            )
         return None
 
     def best(self) -> tuple[int, float] | None:

@@ -1,16 +1,25 @@
-"""`manifest.json`: the list of a checkpoint's files with sizes and hashes, and the check against it."""
+"""`manifest.json`: the list of a checkpoint's files with sizes and hashes, and the check against it.
+
+The manifest covers itself as well: `sha256` is the hash of all its other entries, so that a changed `step` or `metric`
+is noticed like a changed file. Format 1 had no such hash and is still read.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.checkpoint.files import files_below, sha256_of_all, write_synced
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_OLDER = 1
+_STEP = re.compile(r"global_step_(\d+)")
 
 
 def write_manifest(folder: Path, *, step: int, metric: float | None) -> None:
@@ -22,22 +31,40 @@ def write_manifest(folder: Path, *, step: int, metric: float | None) -> None:
         for path, digest in zip(paths, hashes, strict=True)
     }
     manifest = {"format": FORMAT, "step": step, "metric": metric, "files": files}
+    manifest["sha256"] = _own_hash(manifest)
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`; a ValueError says what is wrong with it."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(_read_plain(folder / MANIFEST))
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing: the checkpoint was not completed") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, _OLDER):
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
     if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{MANIFEST} does not name its step and files")
+    if manifest["format"] == FORMAT and manifest.get("sha256") != _own_hash(manifest):
+        raise ValueError(f"{MANIFEST} is not as it was written (sha256)")
+    named = _STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise ValueError(f"{MANIFEST} is that of step {manifest['step']}: the folder was renamed, or the file copied")
     return manifest
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    entries = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _read_plain(path: Path) -> bytes:
+    """The content of a file; what is none (a pipe would keep its reader waiting for ever) is an OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no plain file")
+    return path.read_bytes()
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
@@ -72,7 +99,10 @@ def _problem_of(folder: Path, name: str, entry: Any) -> str | None:
     if not isinstance(entry, dict) or not {"size", "sha256"} <= entry.keys():
         return "has no size and hash in the manifest"
     try:
-        size = (folder / name).stat().st_size
+        found = (folder / name).stat()
     except OSError:
         return "is missing"
+    if not stat.S_ISREG(found.st_mode):
+        return "is no plain file"
+    size = found.st_size
     return None if size == entry["size"] else f"has {size} bytes instead of {entry['size']}"

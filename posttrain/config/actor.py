@@ -26,7 +26,7 @@ class PolicyLossConfig(Section):
     """Largest covariance of a token that `clip_cov` may leave out."""
     kl_cov_ratio: float = 0.0002
     """Share of the mini-batch's tokens, those with the largest covariance, that `kl_cov` holds back."""
-    ppo_kl_coef: float = 1.0
+    ppo_kl_coef: float = 0.1
     """Coefficient of the penalty by which `kl_cov` holds them back."""
     dro_beta: float = 1.0
     """Coefficient of the quadratic penalty of `dro`."""
@@ -58,7 +58,7 @@ class ActorConfig(Section):
     """Dual clip: bound of the loss of a token with negative advantage, in multiples of that advantage."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number: `token-mean`, `token-sum`, `seq-mean-token-sum`, `seq-mean-token-mean` or
-    `seq-mean-token-sum-norm`."""
+    `seq-mean-token-sum-norm`; unset, the losses `gspo`, `sapo` and `geo_mean` take `seq-mean-token-mean`."""
     loss_scale_factor: float | None = None
     """Constant of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
     use_kl_loss: bool = False

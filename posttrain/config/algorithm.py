@@ -19,7 +19,8 @@ class KLControlConfig(Section):
     horizon: int = 10000
     """Samples over which the adaptive controller corrects the coefficient."""
     target_kl: float = 0.1
-    """KL per response at which the adaptive controller neither raises nor lowers the coefficient."""
+    """KL per token (the mean over each response's tokens, then over responses) at which the adaptive controller neither
+    raises nor lowers the coefficient."""
 
 
 @dataclass

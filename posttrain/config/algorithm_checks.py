@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import GROUP_ESTIMATORS, REJECTIONS
+from posttrain.config.choices import GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES, REJECTIONS
 
 _ACTOR = "actor_rollout_ref.actor"
 _KL_BELONGS_IN_LOSS = ("grpo", "grpo_passk")
-_PER_RESPONSE_LOSSES = ("gspo", "sapo", "geo_mean")
-"""Losses whose papers average over each response first."""
 _CLIP_RATIO = ("vanilla", "gspo", "clip_cov")
 """Losses that clip the ratio to 1 - low ... 1 + high; for the others low is another distance, or nothing."""
 
@@ -59,9 +57,9 @@ def _estimator(checked: Checked) -> Iterator[Finding]:
 def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
     config, actor = checked.config, checked.config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
-    if name in _PER_RESPONSE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
+    if name in PER_RESPONSE_LOSSES and actor.loss_agg_mode != PER_RESPONSE:
         yield (
-            f"{name} is usually averaged over each response first ({_ACTOR}.loss_agg_mode=seq-mean-token-mean); "
+            f"{name} is usually averaged over each response first ({_ACTOR}.loss_agg_mode={PER_RESPONSE}); "
             f"here it is {actor.loss_agg_mode}."
         )
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
@@ -81,6 +79,25 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
         what = "algorithm.filter_groups looks for groups whose responses differ, but there is one response per prompt."
         do = "set actor_rollout_ref.rollout.n to 2 or more, or algorithm.filter_groups.enable=False"
         yield checked.problem(what, do, "algorithm.filter_groups.enable", "actor_rollout_ref.rollout.n")
+
+
+def _sampling(checked: Checked) -> Iterator[Finding]:
+    """Filters and penalties make what is sampled from another policy; a correction needs two policies."""
+    section, rollout = checked.config.algorithm.rollout_correction, checked.config.actor_rollout_ref.rollout
+    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    there = [f"{name}={rollout[name]:g}" for name, value in plain.items() if rollout[name] != value]
+    named = [name for name in ("rollout_is", "rollout_rs") if section[name] is not None]
+    if there and not named:
+        yield (
+            f"Responses are sampled with {', '.join(there)}, but trained as if from the whole policy: log-probs are "
+            "those before filters and penalties. algorithm.rollout_correction.rollout_is=token weighs by that."
+        )
+    if named and not there and checked.config.actor_rollout_ref.actor.old_log_probs == "rollout":
+        keys = [f"algorithm.rollout_correction.{name}" for name in named]
+        what = f"`{' and '.join(keys)}` compares the trainer's log-probs with the rollout's, but "
+        what += f"{_ACTOR}.old_log_probs=rollout takes the rollout's for both: nothing would be corrected."
+        do = f"set {_ACTOR}.old_log_probs=trainer (or auto), or leave {' and '.join(named)} at null"
+        yield checked.problem(what, do, *keys, f"{_ACTOR}.old_log_probs")
 
 
 def _rollout_correction(checked: Checked) -> Iterator[Finding]:
@@ -121,5 +138,6 @@ ALGORITHM_CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     _drgrpo,
     _estimator,
     _losses_and_shaping,
+    _sampling,
     _rollout_correction,
 ]

@@ -35,6 +35,9 @@ REJECTIONS = (
 )
 """Rules of `algorithm.rollout_correction.rollout_rs`."""
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "sglang")
+PER_RESPONSE_LOSSES = ("gspo", "sapo", "geo_mean")
+"""Losses whose papers average over each response first."""
+PER_RESPONSE = "seq-mean-token-mean"
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -69,7 +72,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Key -> names that it takes (null aside, where the type allows it)."""
 
 SAMPLERS = ("default", "curriculum")
-LOGGERS = ("console", "tensorboard", "wandb")
+LOGGERS = ("console", "details", "tensorboard", "wandb")
 
 NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "

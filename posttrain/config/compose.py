@@ -31,8 +31,9 @@ class Layer:
     """Flat, by the key as the file spells it."""
     explicit: bool
     """Whether what it sets counts as set by the user."""
-    is_copy: bool = False
-    """Stands in for a file of the package's tree: values equal to the default are not the user's."""
+    copied: frozenset[str] = frozenset()
+    """Keys of a file of the package's tree that this one is, or is a copy of: at their defaults they are not the
+    user's."""
     own_section: str = ""
     """The group's name, for a group of the user's that lies outside the known sections."""
 
@@ -123,7 +124,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
         lay_over = "defaults" not in own
-        composed = _compose_once(folders, main if lay_over else name, groups, cwd)
+        composed = _compose_once(folders, main if lay_over else name, groups, cwd, main)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([_composition_problem(error, chosen, cwd, folders, groups)]) from None
     if lay_over:
@@ -133,25 +134,26 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
             for inside in [k for k in composed.values if k.startswith(key + ".")]:
                 del composed.values[inside]
         composed.values.update(layer.values)
-    composed.main_file = composed.main_file or _label(chosen, cwd)
+    below = composed.main_file
+    composed.main_file = f"{_label(chosen, cwd)} over {below}" if lay_over else below
     return composed
 
 
 _built_in: dict[tuple[object, ...], Composed] = {}
 
 
-def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Composed:
+def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path, main: str) -> Composed:
     """As `_hydra`; the built-in tree alone is composed once per process as long as its files do not change."""
     if folders != [PACKAGE_TREE]:
-        return _hydra(folders, name, groups, cwd)
+        return _hydra(folders, name, groups, cwd, main)
     stamps = [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))]
     key = (name, *groups, *stamps)
     if key not in _built_in:
-        _built_in[key] = _hydra(folders, name, groups, cwd)
+        _built_in[key] = _hydra(folders, name, groups, cwd, main)
     return copy.deepcopy(_built_in[key])
 
 
-def _hydra(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Composed:
+def _hydra(folders: list[Path], name: str, groups: list[str], cwd: Path, main: str) -> Composed:
     """Hydra's defaults list and merge, without its own `hydra/` section, which would cost half of the time."""
     from hydra import version
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -177,7 +179,8 @@ def _hydra(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Comp
         loaded = files.load_config(default.config_path) if default.config_path else None
         if loaded is not None and default.config_path is not None:
             own = OmegaConf.to_container(loaded.config, resolve=False)
-            layer = _layer(default.config_path, default.package or "", own, bool(loaded.defaults_list), folders, cwd)
+            original = main if loaded.defaults_list else default.config_path
+            layer = _layer(default.config_path, default.package or "", own, original, folders, cwd)
             composed.layers.append(layer)
             composed.main_file = layer.label if default.primary else composed.main_file
     container = OmegaConf.to_container(loader._compose_config_from_defaults_list(defaults, files), resolve=False)
@@ -187,7 +190,7 @@ def _hydra(folders: list[Path], name: str, groups: list[str], cwd: Path) -> Comp
     return composed
 
 
-def _layer(config_path: str, package: str, own: Any, has_defaults: bool, folders: list[Path], cwd: Path) -> Layer:
+def _layer(config_path: str, package: str, own: Any, original: str, folders: list[Path], cwd: Path) -> Layer:
     own = {str(key): value for key, value in own.items() if key != "hydra"} if isinstance(own, dict) else {}
     file = next(folder / f"{config_path}.yaml" for folder in folders if (folder / f"{config_path}.yaml").is_file())
     values = flatten(own, f"{package}." if package else "")
@@ -195,9 +198,27 @@ def _layer(config_path: str, package: str, own: Any, has_defaults: bool, folders
     in_package = file.is_relative_to(PACKAGE_TREE)
     if in_package and group in _PRESET_GROUPS and not package:
         return Layer(f"preset {Path(config_path).name}", values, explicit=False)
-    is_copy = has_defaults or in_package or (PACKAGE_TREE / f"{config_path}.yaml").is_file()
+    same_name = PACKAGE_TREE / f"{config_path}.yaml"
+    model = same_name if same_name.is_file() else PACKAGE_TREE / f"{original}.yaml"
+    copied = frozenset(values) if in_package else _copied(values, model, package)
     own_section = package if group and package == group.replace("/", ".") else ""
-    return Layer(_label(file, cwd), values, explicit=True, is_copy=is_copy, own_section=own_section)
+    return Layer(_label(file, cwd), values, explicit=True, copied=copied, own_section=own_section)
+
+
+def _copied(values: dict[str, Any], model: Path, package: str) -> frozenset[str]:
+    """The keys that a user's file shares with the package's file, if it is a copy of it: has most of its keys.
+
+    What the user wrote in a file of a few keys, or added to a copy, is meant, also where it equals the default.
+    """
+    from omegaconf import OmegaConf
+
+    if not model.is_file():
+        return frozenset()
+    own = OmegaConf.to_container(OmegaConf.load(model), resolve=False)
+    kept = {str(key): value for key, value in own.items() if key != "defaults"} if isinstance(own, dict) else {}
+    there = flatten(kept, f"{package}." if package else "")
+    shared = frozenset(there).intersection(values)
+    return shared if 2 * len(shared) > len(there) else frozenset()
 
 
 def _label(file: Path, cwd: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS
+from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
@@ -24,6 +24,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     derive_lora(merged)
     _embedded(merged, provided)
     _group_size(merged)
+    _aggregation(merged)
     _accumulation(merged)
     _fit_mini_batch(merged)
 
@@ -102,6 +103,14 @@ def _group_size(merged: Merged) -> None:
         return
     _default(merged, key, DEFAULT_GROUP_SIZE, f"under {estimator}")
     merged.note(f"{key} was not set; under {estimator} it becomes {DEFAULT_GROUP_SIZE}.")
+
+
+def _aggregation(merged: Merged) -> None:
+    """Losses of whole responses are averaged over each response first, unless the user or a preset says otherwise."""
+    key, loss = f"{_ACTOR}.loss_agg_mode", merged.value(f"{_ACTOR}.policy_loss.loss_mode")
+    chosen = merged.is_set(key) or merged.where(key).startswith("preset")
+    if loss in PER_RESPONSE_LOSSES and not chosen and key not in merged.bad:
+        _default(merged, key, PER_RESPONSE, f"under {loss}")
 
 
 def _accumulation(merged: Merged) -> None:

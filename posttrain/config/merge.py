@@ -91,7 +91,7 @@ def merge_files(merged: Merged, composed: Composed) -> None:
         rank = composed.layer_of(key)
         layer = composed.layers[rank] if composed.layers else Layer("default", {}, explicit=False)
         leaf = leaf_of(key)
-        unchanged = layer.is_copy and leaf is not None and leaf.key == key and value == leaf.default
+        unchanged = key in layer.copied and leaf is not None and leaf.key == key and value == leaf.default
         in_package = layer.label.startswith("posttrain/trainer/config/")
         source = "default" if unchanged and in_package else layer.label
         if canonical(key).key is None and _own_section(merged, key, value, layer):

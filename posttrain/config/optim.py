@@ -20,9 +20,10 @@ class OptimConfig(Section):
     eps: float = 1e-8
     """Added to the denominator of the update."""
     lr_warmup_steps: int = -1
-    """Steps of linear warm-up; -1 takes `lr_warmup_steps_ratio` of all steps."""
+    """Updates (optimizer steps, of which a training step makes one per mini-batch and pass) of linear warm-up; -1 takes
+    `lr_warmup_steps_ratio` of all of them."""
     lr_warmup_steps_ratio: float = 0.0
-    """Share of all optimizer steps spent on warm-up."""
+    """Share of all updates (optimizer steps) spent on warm-up."""
     lr_scheduler_type: str = "constant"
     """After warm-up: `constant`, `linear` or `cosine`."""
     min_lr_ratio: float = 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import LossFn, TrainEngine
 from posttrain.engine.optim import Optimizer
@@ -66,7 +67,7 @@ class FSDPEngine(TrainEngine):
     def _no_grad_pass(self, data: DataProto, temperature: float) -> dict[str, torch.Tensor]:
         self.module.eval()
         out: dict[str, torch.Tensor] = {}
-        for units in self._plan(data):
+        for units in self._counted(self._plan(data), len(data)):
             index = [row for unit in units for row in unit.rows]
             rows = self._rows(data[index], units)
             with packed_rows(rows.layout):
@@ -86,6 +87,13 @@ class FSDPEngine(TrainEngine):
     def _max_rows(self) -> int | None:
         """Rows of a pass; one, where the model gives other numbers beside padding."""
         return self.settings.max_rows if self.packed or self.way.padded else 1
+
+    def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
+        """The plan's passes, each told to whoever shows progress when it is done."""
+        with pulse.work("rows", rows) as work:
+            for units in plan:
+                yield units
+                work.advance(sum(len(unit.rows) for unit in units), sum(unit.tokens for unit in units))
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not self.packed:
@@ -125,7 +133,7 @@ class FSDPEngine(TrainEngine):
         assert self.optimizer is not None
         self.module.eval()  # training mode would switch dropout on, and RL compares passes over the same tokens
         finite = True
-        for units in self._plan(data):
+        for units in self._counted(self._plan(data), len(data)):
             micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)
             rows = self._rows(micro, units)
             with packed_rows(rows.layout):

@@ -80,6 +80,7 @@ _problem: str | None = None
 def _functions() -> dict[str, Any] | None:
     global _problem
     try:
+        _show_openmp()
         library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError, LookupError) as error:
         _problem = f"{error}".strip().splitlines()[0]
@@ -137,6 +138,16 @@ def _compile(compiler: str, target: Path) -> None:
         _run([[compiler, "-shared", *objects, "-o", str(linked)]])
         ctypes.CDLL(str(linked))  # a library that cannot be loaded here is not kept
         os.replace(linked, target)
+
+
+def _show_openmp() -> None:
+    """Makes the OpenMP that torch has loaded visible to libraries that are loaded later; not every build of torch does
+    so by itself (those for ARM do not)."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return
 
 
 def _run(commands: list[list[str]]) -> None:

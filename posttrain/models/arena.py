@@ -6,7 +6,8 @@ nothing is ever copied. Private (the trainer's weights move, or adapters are fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +19,17 @@ FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp"
 SINGLE = (("out", "self_attn", "o_proj"), ("down", "mlp", "down_proj"))
 
 
-_ONEDNN = getattr(torch.ops, "mkldnn", None)
-_REORDER = getattr(_ONEDNN, "_reorder_linear_weight", None) if torch.backends.mkldnn.is_available() else None
+@cache
+def _reorder() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """oneDNN's own layout of bfloat16 weights; None where torch has no oneDNN, or this processor no instructions."""
+    function = getattr(getattr(torch.ops, "mkldnn", None), "_reorder_linear_weight", None)
+    if function is None or not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        function(torch.zeros(32, 32, dtype=torch.bfloat16))
+    except RuntimeError:
+        return None
+    return function
 
 
 class Projection:
@@ -46,13 +56,9 @@ class Projection:
 
     def pack(self) -> None:
         """Lay a copy of the weight out as oneDNN multiplies it, where that is worth a copy: bfloat16 on a CPU."""
-        if (
-            self.packed is None
-            and self.weight.device.type == "cpu"
-            and self.weight.dtype is torch.bfloat16
-            and _REORDER
-        ):
-            self.packed = _REORDER(self.weight)
+        if self.packed is None and self.weight.device.type == "cpu" and self.weight.dtype is torch.bfloat16:
+            reorder = _reorder()
+            self.packed = reorder(self.weight) if reorder else None
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         if self.packed is None:

@@ -28,6 +28,8 @@ CHUNK = 512
 _BUFFER = 1 << 20  # the kernel gives as much of it as it allows
 _LENGTH = struct.Struct("!Q")
 _READ = 1 << 18
+_LONGEST = 1 << 32
+"""A length above this is none of ours: something else wrote into the connection."""
 
 
 class Channel:
@@ -40,6 +42,8 @@ class Channel:
         self._socket, self._lock, self._received = sock, threading.Lock(), bytearray()
         self.ended = False
         """Whether the other end was closed and all that it said was received."""
+        self.broken = False
+        """Whether something came that is no message; nothing after it can be read."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -50,7 +54,7 @@ class Channel:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> list[Any]:
-        """The whole messages of what has come."""
+        """The whole messages of what has come; once something else has come, `broken` is set and there are no more."""
         try:
             data = os.read(self._socket.fileno(), _READ)
             self.ended = not data
@@ -59,17 +63,27 @@ class Channel:
         except OSError:
             self.ended = True
             return []
+        if self.broken:
+            return []
         self._received += data
         messages, start, size = [], 0, len(self._received)
         with memoryview(self._received) as view:
             while size - start >= _LENGTH.size:
                 body = start + _LENGTH.size
-                end = body + _LENGTH.unpack_from(view, start)[0]
+                length = _LENGTH.unpack_from(view, start)[0]
+                if length > _LONGEST:
+                    self.broken = True
+                    break
+                end = body + length
                 if end > size:
                     break
-                messages.append(pickle.loads(view[body:end]))
+                try:
+                    messages.append(pickle.loads(view[body:end]))
+                except Exception:  # what unpickling nonsense raises is anybody's guess
+                    self.broken = True
+                    break
                 start = end
-        del self._received[:start]
+        del self._received[: size if self.broken else start]
         return messages
 
     def close(self) -> None:

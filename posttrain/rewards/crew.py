@@ -26,7 +26,9 @@ _PAUSE_S = 0.005
 _TRIFLE_S = 0.002
 """Work that is not worth the waking of a second worker."""
 _USELESS_DEATHS = 3
-"""Workers that may die in a row without having answered or been at work on a sample."""
+"""Workers that may die in a row before they could work: the reward cannot be loaded."""
+_ENDED = "the worker process ended"
+_NONSENSE = "what the worker process sent could not be read: something else writes into its connection"
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class _Worker:
     warm: bool = False
     pending: deque[Task] = field(default_factory=deque)
     complaint: RewardError | None = None
+    fault: str | None = None
+    """Why it must be replaced although it may live."""
 
 
 class Crew:
@@ -56,13 +60,15 @@ class Crew:
         self._spec, self._size, self._timeout, self._on_print = spec, size, timeout_s, on_print
         self._workers: list[_Worker] = []
         self._done: list[tuple[Task, list[Outcome]]] = []
-        self._useless_deaths = 0
+        self._useless_deaths, self._lost_idle = 0, False
         self._task_s: float | None = None
 
     def work(self, wake: int) -> list[tuple[Task, list[Outcome]]]:
         """Hand out, and wait until a worker has something to say, a deadline passes or `wake` can be read."""
-        while len(self._workers) < self._size:
+        # A worker that died idle (the kernel's choice when memory was short) is replaced when there is work for it.
+        while len(self._workers) < self._size and (self.backlog or not self._lost_idle):
             self._workers.append(_Worker(WorkerProcess(self._spec), time.monotonic() + IMPORT_S))
+        self._lost_idle = self._lost_idle and len(self._workers) < self._size
         self._hand_out()
         self._let_answers_gather()
         self._listen(wake)
@@ -115,31 +121,48 @@ class Crew:
         for source in wait([*channels, wake], seconds):
             if source != wake and not self._hear(channels[source]):
                 worker = channels[source]
-                self._bury(worker, f"the worker process ended ({worker.handle.exit_text()})")
+                self._bury(worker, worker.fault or f"the worker process ended ({worker.handle.exit_text()})")
 
     def _hear(self, worker: _Worker) -> bool:
-        """Take in what a worker has said; False when it is gone."""
-        for kind, *rest in worker.handle.channel.receive():
-            if kind == "done":
-                self._take(worker, *rest)
-            elif kind == "print" and worker.ready:  # what the import prints was shown when the reward was resolved
-                self._print(rest[0])
-            elif kind == "wait":
-                worker.deadline = time.monotonic() + rest[0] + self._timeout
-            elif kind == "back":
-                self._task_s = rest[0]
-                self._give_back(worker)
-            elif kind == "ready":
-                worker.ready = True
-            elif kind == "failed":
-                where = "reward.functions" if self._spec.kind == "combined" else "custom_reward_function"
-                worker.complaint = RewardError(rest[0], where, rest[1])
+        """Take in what a worker has said; False when it is gone or must go."""
+        channel = worker.handle.channel
+        for message in channel.receive():
+            if not self._heed(worker, message):
+                worker.fault = _NONSENSE
                 return False
-        return not worker.handle.channel.ended
+            if worker.complaint is not None:
+                return False
+        worker.fault = _NONSENSE if channel.broken else None
+        return not (channel.ended or channel.broken)
 
-    def _take(self, worker: _Worker, number: int, outcomes: list[Outcome], start: float, end: float) -> None:
+    def _heed(self, worker: _Worker, message: Any) -> bool:
+        """Do what a message asks; False if it is none of those that a worker sends."""
+        match message:
+            case ("done", int(number), [*outcomes], float(start), float(end)):
+                return self._take(worker, number, outcomes, start, end)
+            case ("print", str(line)):
+                if worker.ready:  # what the import prints was shown when the reward was resolved
+                    self._print(line)
+            case ("wait", float(seconds)):
+                worker.deadline = time.monotonic() + seconds + self._timeout
+            case ("back", float(seconds)):
+                self._task_s = seconds
+                self._give_back(worker)
+            case ("ready", _):
+                worker.ready = True
+            case ("failed", str(what), str(todo)):
+                where = "reward.functions" if self._spec.kind == "combined" else "custom_reward_function"
+                worker.complaint = RewardError(what, where, todo)
+            case _:
+                return False
+        return True
+
+    def _take(self, worker: _Worker, number: int, outcomes: list[Outcome], start: float, end: float) -> bool:
+        """The answer to the worker's first task; False if it is no such answer."""
+        expected = worker.pending[0] if worker.pending else None
+        if expected is None or expected.number != number or len(outcomes) != len(expected.keys):
+            return False
         task = worker.pending.popleft()
-        assert task.number == number, "a worker answers in the order of its tasks"
         worker.deadline = end + self._timeout  # by the worker's clock, which is ours: the answer may have lain here
         if worker.warm:  # the first task may have imported what it needs: it says nothing about the next
             seconds = end - start
@@ -147,6 +170,7 @@ class Crew:
             self._task_s = 0.9 * known + 0.1 * min(seconds, 10 * known)  # one that was interrupted is no slow function
         worker.warm = True
         self._finish(task, outcomes)
+        return True
 
     def _finish(self, task: Task, outcomes: list[Outcome]) -> None:
         self._useless_deaths = 0
@@ -166,7 +190,7 @@ class Crew:
                 alive = self._hear(worker)  # the answer may have come in this very moment
                 if not worker.pending or worker.pending[0] is not slow:
                     continue
-                self._bury(worker, f"took longer than {self._timeout:g} s" if alive else "the worker process ended")
+                self._bury(worker, f"took longer than {self._timeout:g} s" if alive else worker.fault or _ENDED)
 
     def _bury(self, worker: _Worker, reason: str, *, blame: bool = True) -> None:
         """Replace a worker: its first task failed for the reason stated, the others go back to the backlog's front."""
@@ -175,9 +199,12 @@ class Crew:
         if blame and worker.pending:
             task = worker.pending.popleft()
             self._finish(task, [failure(reason)] * len(task.keys))
+        elif worker.ready and not worker.pending:
+            self._lost_idle = True
         else:
             self._useless_deaths += 1
-            if self._useless_deaths >= _USELESS_DEATHS:
+            # Workers that were ready may all have died at once, in the moment in which they were given work.
+            if self._useless_deaths >= _USELESS_DEATHS + worker.ready * self._size:
                 raise worker.complaint or RewardError(
                     f"{_USELESS_DEATHS} reward workers in a row were lost, the last because {reason}",
                     self._spec.label,

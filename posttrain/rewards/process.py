@@ -56,6 +56,11 @@ class WorkerProcess:
                     raise RewardError(rest[0], todo=rest[1])
                 elif kind == "ready":
                     return rest[0]
+            if self.channel.broken:
+                raise RewardError(
+                    "what a worker sent while it imported the reward could not be read",
+                    todo="the file must not write into file descriptors that it did not open",
+                )
             if self.channel.ended:
                 raise RewardError(
                     f"a worker ended ({self.exit_text()}) while it imported the reward",

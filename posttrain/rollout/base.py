@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is sampled. Log-probs are those of the tempered distribution before any filter."""
+    """How one request is sampled. Log-probs are those of the tempered distribution before any penalty or filter."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -29,6 +29,11 @@ class Sampling:
     @property
     def filtered(self) -> bool:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are drawn from the tempered distribution itself (or are its most likely ones)."""
+        return self.repetition_penalty == 1.0 and (self.greedy or not self.filtered)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Output:
     log_probs: list[float]
     finish_reason: str  # "stop", "length" or "abort"
     versions: list[tuple[int, int]] = field(default_factory=list)
+    sampling_log_probs: list[float] | None = None
+    """Log-probs in the distribution that was sampled from, after penalties and filters; None where `log_probs` are."""
 
 
 class RolloutEngine(ABC):
@@ -71,6 +78,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def has_work(self) -> bool:
         """Whether requests are queued or running."""
+
+    def running_tokens(self) -> int:
+        """Tokens of the responses that are being written, for whoever shows progress; 0 where nobody counts."""
+        return 0
 
     @abstractmethod
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:

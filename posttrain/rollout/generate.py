@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain import pulse
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 
@@ -29,9 +30,11 @@ def generate(
     for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
         engine.submit(Request(row, prompt, sampling, seed))
     outputs: dict[int, Output] = {}
-    with no_garbage_collection():
+    longest = max((sampling.max_tokens for sampling in samplings), default=0)
+    with no_garbage_collection(), pulse.work("responses", len(prompts), most_tokens=longest) as work:
         while engine.has_work():
             ended = engine.step()
+            work.advance(len(ended), sum(len(output.token_ids) for output in ended), engine.running_tokens())
             outputs.update((output.id, output) for output in ended)  # pyright: ignore
             if ended and on_outputs is not None:
                 on_outputs(ended)
@@ -51,14 +54,22 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_token_id: int) -> DataProto:
-    """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs."""
+    """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs.
+
+    `sampling_log_probs` are there where filters or penalties made what was sampled from another distribution.
+    """
     prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
     responses = [output.token_ids for output in outputs]
     response_BR, response_mask_BR = _pad(responses, pad_token_id, left=False)
     log_probs_BR, _ = _pad([output.log_probs for output in outputs], 0.0, left=False, dtype=np.float32)
     attention_mask = torch.cat([prompt_mask_BP, response_mask_BR], -1)
+    drawn: dict[str, torch.Tensor] = {}
+    if any(output.sampling_log_probs is not None for output in outputs):
+        rows = [output.sampling_log_probs or output.log_probs for output in outputs]
+        drawn["sampling_log_probs"] = _pad(rows, 0.0, left=False, dtype=np.float32)[0]
     return DataProto.from_dict(
         tensors={
+            **drawn,
             "prompts": prompt_BP,
             "responses": response_BR,
             "input_ids": torch.cat([prompt_BP, response_BR], -1),

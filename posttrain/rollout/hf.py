@@ -33,17 +33,20 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    drawn: list[float] = field(default_factory=list)
 
-    def add(self, token: int, log_prob: float, version: int) -> None:
+    def add(self, token: int, log_prob: float, drawn: float, version: int) -> None:
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        self.drawn.append(drawn)
         if self.versions and self.versions[-1][0] == version:
             self.versions[-1] = (version, self.versions[-1][1] + 1)
         else:
             self.versions.append((version, 1))
 
     def output(self, reason: str) -> Output:
-        return Output(self.request.id, self.tokens, self.log_probs, reason, self.versions)
+        drawn = None if self.request.sampling.plain else self.drawn
+        return Output(self.request.id, self.tokens, self.log_probs, reason, self.versions, drawn)
 
 
 class HFEngine(RolloutEngine):
@@ -85,6 +88,9 @@ class HFEngine(RolloutEngine):
     def has_work(self) -> bool:
         return bool(self.waiting or self.rows)
 
+    def running_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
     @torch.no_grad()
     def step(self) -> list[Output]:
         self.module.eval()
@@ -92,12 +98,11 @@ class HFEngine(RolloutEngine):
             if not self.waiting:
                 return []
             self._prefill(self._wave())
-        tokens_B, log_probs_B = self._sample()
+        tokens_B, log_probs_B, drawn_B = self._sample()
         finished, keep = [], []
-        for place, (row, token, log_prob) in enumerate(
-            zip(self.rows, tokens_B.tolist(), log_probs_B.tolist(), strict=True)
-        ):
-            row.add(token, log_prob, self.version)
+        columns = (tokens_B.tolist(), log_probs_B.tolist(), drawn_B.tolist())
+        for place, (row, *made) in enumerate(zip(self.rows, *columns, strict=True)):
+            row.add(*made, self.version)
             reason = self._finish_reason(row)
             if reason:
                 finished.append(row.output(reason))
@@ -152,7 +157,7 @@ class HFEngine(RolloutEngine):
         )
         return out.logits[:, -1], out.past_key_values
 
-    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert self.logits_BV is not None
         requests = [row.request for row in self.rows]
         seeds = np.asarray([r.seed & (2**64 - 1) for r in requests], np.uint64)

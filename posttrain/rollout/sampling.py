@@ -58,8 +58,12 @@ def row_seeds(rows: int, *parts: int) -> list[int]:
 
 def sample(
     logits_BV: torch.Tensor, settings: Sequence[Sampling], uniform_B: torch.Tensor, seen: Sequence[Seen]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, log-probs), each (B,). `seen` holds each row's prompt and response for the repetition penalty."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, log-probs of the model, log-probs of what was sampled from: after penalties and filters), each (B,).
+
+    `seen` holds each row's prompt and response for the repetition penalty. A greedy row samples from nothing: its two
+    log-probs are the same.
+    """
     logits_BV = _wide(logits_BV)
     temperature_B = logits_BV.new_tensor([1.0 if s.greedy else s.temperature for s in settings])
     log_p_BV = torch.log_softmax(logits_BV / temperature_B[:, None], -1)
@@ -71,7 +75,9 @@ def sample(
     tokens_B = _inverse_cdf(p_BV, uniform_B.to(p_BV.device))
     greedy_B = torch.tensor([s.greedy for s in settings], device=p_BV.device)
     tokens_B = torch.where(greedy_B, drawn_log_p.argmax(-1), tokens_B)
-    return tokens_B, log_p_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    log_probs_B = log_p_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    drawn_B = (p_BV.gather(1, tokens_B[:, None]).squeeze(1).double() / p_BV.double().sum(-1)).log()
+    return tokens_B, log_probs_B, torch.where(greedy_B, log_probs_B, drawn_B.to(log_probs_B.dtype))
 
 
 def sample_plain(

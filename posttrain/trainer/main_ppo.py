@@ -7,6 +7,8 @@ from typing import Any
 
 from posttrain.config import ConfigError
 from posttrain.errors import UserError
+from posttrain.interrupts import interrupted, one_interrupt
+from posttrain.tracking.console import keep_going, prepare_streams
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
 
@@ -33,6 +35,7 @@ def _from_command_line(args: list[str]) -> Any:
     if resolved.show is not None:
         print(resolved.to_yaml(), end="")
         return None
+    keep_going()
     print(f"Configuration: {resolved.main_file} and the command line")
     return resolved
 
@@ -73,12 +76,15 @@ def as_resolved(config: Any) -> Any:
 
 def cli() -> int:
     """`main` with errors meant for users printed as they are."""
+    prepare_streams()
     try:
         return exit_status(main())
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt) and not interrupted():
+            raise
         print("interrupted", file=sys.stderr)
         return 130
 
@@ -89,4 +95,5 @@ def exit_status(result: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    with one_interrupt():
+        sys.exit(cli())

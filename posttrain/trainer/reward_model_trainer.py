@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.interrupts import one_interrupt
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -62,4 +63,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with one_interrupt():
+        sys.exit(main())

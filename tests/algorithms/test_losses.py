@@ -21,7 +21,7 @@ STEP = 1e-6
 
 def settings(**changed) -> ActorConfig:
     own = PolicyLossConfig(
-        clip_cov_ratio=0.1, kl_cov_ratio=0.1, clip_cov_lb=0.05, dro_beta=0.7, tau_pos=1.2, tau_neg=1.7
+        clip_cov_ratio=0.1, kl_cov_ratio=0.1, clip_cov_lb=0.05, dro_beta=0.7, tau_pos=1.2, tau_neg=1.7, ppo_kl_coef=0.6
     )
     return ActorConfig(
         **({"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": C, "policy_loss": own} | changed)
@@ -104,7 +104,7 @@ def plain_clip_cov(x: Token, chosen: bool) -> float:
 
 
 def plain_kl_cov(x: Token, chosen: bool) -> float:
-    return -x.a * math.exp(x.d) + (abs(x.d) if chosen else 0.0)
+    return -x.a * math.exp(x.d) + (0.6 * abs(x.d) if chosen else 0.0)
 
 
 def plain_geo_mean(x: Token, chosen: bool) -> float:

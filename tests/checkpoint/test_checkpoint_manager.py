@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -146,17 +148,60 @@ def flip_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
+def edit(path: Path, old: str, new: str) -> None:
+    manifest = path / "manifest.json"
+    assert old in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(old, new))
+
+
+def pipe_for(path: Path) -> None:
+    """Whoever opens it waits for a writer that never comes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder_for(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def copy_of_first(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("global_step_1"), path)
+
+
 DAMAGES = {
     "flipped bit": (lambda p: flip_byte(p / "actor" / "__0_0.distcp"), "actor/__0_0.distcp: its content differs"),
     "cut file": (lambda p: (p / "state.json").write_bytes(b"{"), "state.json: has 1 bytes instead of"),
     "lost file": (lambda p: (p / "rng.safetensors").unlink(), "rng.safetensors: is missing"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "changed step": (lambda p: edit(p, '"step": 2', '"step": 1'), "manifest.json is not as it was written (sha256)"),
+    "changed metric": (lambda p: edit(p, '"metric": null', '"metric": 9.0'), "not as it was written (sha256)"),
+    "pipe for a manifest": (lambda p: pipe_for(p / "manifest.json"), "manifest.json cannot be read: it is no plain"),
+    "pipe for a file": (lambda p: pipe_for(p / "state.json"), "state.json: is no plain file"),
+    "folder for a manifest": (lambda p: folder_for(p / "manifest.json"), "it is no plain file"),
+    "manifest of nested lists": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "cannot be read"),
+    "another step's folder": (copy_of_first, "is that of step 1: the folder was renamed"),
     "cut manifest": (lambda p: (p / "manifest.json").write_text('{"form'), "manifest.json cannot be read"),
 }
 
 
+@pytest.fixture
+def no_waiting():
+    """Reading from a pipe would never end: it is interrupted."""
+
+    def interrupt(*_):
+        raise AssertionError("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint_is_named_skipped_and_refused(tmp_path, damage):
+def test_damaged_checkpoint_is_named_skipped_and_refused(tmp_path, damage, no_waiting):
     notes: list[str] = []
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
@@ -168,6 +213,24 @@ def test_damaged_checkpoint_is_named_skipped_and_refused(tmp_path, damage):
     assert len(notes) == 1 and "global_step_2" in notes[0] and said in notes[0]
     with pytest.raises(CheckpointError, match="is damaged and is not loaded"):
         manager.load_state(tmp_path / "global_step_2")
+    assert manager.best() is None  # also of a number that somebody wrote into the manifest
+
+
+def test_when_all_checkpoints_are_damaged_nothing_starts_over(tmp_path):
+    manager = CheckpointManager(tmp_path, on_note=lambda note: None)
+    for step in (1, 2):
+        flip_byte(save(manager, step) / "state.json")
+    with pytest.raises(CheckpointError, match=r"(?s)step_2.*step_1.*does not start over.*experiment_name"):
+        manager.newest()
+
+
+def test_a_checkpoint_of_format_1_is_still_loaded(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    path = save(manager, 3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    assert manager.newest() == path and value_of(manager, path) == 3.0
 
 
 def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path):
@@ -197,6 +260,7 @@ def test_manifest_name_that_leads_out_is_a_problem(tmp_path):
     path = save(CheckpointManager(tmp_path), 1)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["../latest_checkpointed_iteration.txt"] = {"size": 2, "sha256": ""}
+    manifest["format"] = 1  # who prepares a manifest needs no hash
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert verify(path) == ["../latest_checkpointed_iteration.txt: the name leads out of the checkpoint"]
 

@@ -53,6 +53,18 @@ WRONG = {
         ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0"],
         ["is not a threshold"],
     ),
+    "correction of nothing": (
+        ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.actor.old_log_probs=rollout"],
+        ["takes the rollout's for both: nothing would be corrected", "old_log_probs=trainer"],
+    ),
+    "rejection of nothing": (
+        [
+            "algorithm.rollout_correction.rollout_rs=seq_mean_k3",
+            "algorithm.rollout_correction.rollout_rs_threshold=0.01",
+            "actor_rollout_ref.actor.old_log_probs=rollout",
+        ],
+        ["`algorithm.rollout_correction.rollout_rs` compares", "nothing would be corrected"],
+    ),
     "buffer": (
         ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=90", "data.max_response_length=80"],
         ["overlong_buffer.len=90", "at most 80"],
@@ -91,9 +103,41 @@ def test_settings_without_effect_are_named(setting):
     assert setting.split("=")[0] in notes and IDLE[setting] in notes
 
 
-def test_a_loss_averaged_otherwise_than_its_paper_says_so():
-    notes = " ".join(load_config(["algorithm=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]).notes)
-    assert "seq-mean-token-mean" in notes
+@pytest.mark.parametrize("setting", ["top_p=0.9", "top_k=20", "min_p=0.05", "repetition_penalty=1.1"])
+def test_sampling_from_less_than_the_policy_is_said_unless_it_is_corrected(setting):
+    args = ["algorithm=grpo", f"actor_rollout_ref.rollout.{setting}"]
+    notes = " ".join(load_config(args).notes)
+    assert f"sampled with {setting}, but trained as if from the whole policy" in notes
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    assert "whole policy" not in " ".join(load_config([*args, correction]).notes)
+    # the rollout's own log-probs are those before filters, so there is a difference to correct
+    load_config([*args, correction, "actor_rollout_ref.actor.old_log_probs=rollout"])
+    assert "whole policy" not in " ".join(load_config(["algorithm=grpo"]).notes)
+
+
+PER_RESPONSE = "actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
+def test_a_loss_of_whole_responses_is_averaged_per_response_unless_the_user_says_otherwise(loss):
+    key, mode = PER_RESPONSE
+    chosen = ["algorithm=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"]
+    resolved = load_config(chosen)
+    assert resolved.value(key) == mode and resolved.sources[key] == f"default (under {loss})"
+    assert mode not in " ".join(resolved.notes)
+    resolved = load_config([*chosen, f"{key}=token-mean"])
+    assert resolved.value(key) == "token-mean" and mode in " ".join(resolved.notes)
+
+
+def test_other_losses_and_presets_keep_their_own_average():
+    key, _ = PER_RESPONSE
+    assert load_config(["algorithm=grpo"]).value(key) == "token-mean"
+    sapo = "actor_rollout_ref.actor.policy_loss.loss_mode=sapo"
+    assert load_config(["algorithm=drgrpo", sapo]).value(key) == "seq-mean-token-sum-norm"
+
+
+def test_kl_cov_holds_back_by_a_tenth_as_its_recipe_does():
+    assert load_config(["algorithm=grpo"]).value("actor_rollout_ref.actor.policy_loss.ppo_kl_coef") == 0.1
 
 
 def test_there_are_fewer_than_200_settings():

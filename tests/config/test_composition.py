@@ -131,6 +131,58 @@ def test_keys_of_an_edited_copy_have_the_file_as_source(load, tmp_path, key, val
     assert key in resolved.explicit
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        pytest.param("algorithm.adv_estimator", "grpo", id="S0-17"),
+        pytest.param(f"{ROLLOUT}.n", 5, id="S0-18"),
+        pytest.param(f"{ACTOR}.ppo_mini_batch_size", 256, id="S0-19"),
+        pytest.param(f"{ACTOR}.use_kl_loss", True, id="S0-20"),
+        pytest.param(f"{ACTOR}.kl_loss_coef", 0.001, id="S0-21"),
+    ],
+)
+def test_keys_added_to_a_copy_are_the_users_also_where_they_equal_the_default(load, tmp_path, key, value):
+    copy = tmp_path / "my_grpo_config.yaml"
+    shutil.copy(compose.PACKAGE_TREE / "ppo_trainer.yaml", copy)
+    change(copy, "adv_estimator: gae", "adv_estimator: grpo")
+    copy.write_text(copy.read_text() + "\nactor_rollout_ref:" + GRPO_BLOCK.split("actor_rollout_ref:")[1])
+    resolved = load("--config-path=.", "--config-name=my_grpo_config")
+    assert resolved.value(key) == value
+    assert resolved.sources[key] == "my_grpo_config.yaml" and key in resolved.explicit
+    assert "trainer.total_epochs" not in resolved.explicit  # a line that was left as it was
+
+
+def test_one_response_per_prompt_in_an_edited_copy_is_refused_under_grpo(problems, tmp_path):
+    copy = tmp_path / "mine.yaml"
+    shutil.copy(compose.PACKAGE_TREE / "ppo_trainer.yaml", copy)
+    change(copy, "adv_estimator: gae", "adv_estimator: grpo")
+    copy.write_text(copy.read_text() + "\nactor_rollout_ref: {rollout: {n: 1}}\n")
+    assert f"`{ROLLOUT}.n=1` under `grpo`" in problems("--config-path=.", "--config-name=mine")
+
+
+def test_a_main_file_of_ones_own_means_what_it_says(load, write):
+    """A few keys over the built-in tree, by a defaults list: none is a line left over from a copy."""
+    write("mine.yaml", "defaults: [ppo_trainer, _self_]\ntrainer: {total_epochs: 15}\nreward: {timeout_s: 10.0}\n")
+    resolved = load("--config-path=.", "--config-name=mine", "algorithm.adv_estimator=grpo")
+    assert {"trainer.total_epochs", "reward.timeout_s"} <= resolved.explicit
+    assert resolved.sources["trainer.total_epochs"] == "mine.yaml"
+
+
+def test_a_copied_group_file_gives_the_line_that_was_changed_alone(load, tmp_path):
+    (tmp_path / "mine" / "rollout").mkdir(parents=True)
+    copy = tmp_path / "mine" / "rollout" / "rollout.yaml"
+    shutil.copy(compose.PACKAGE_TREE / "rollout" / "rollout.yaml", copy)
+    change(copy, "\nn: 1\n", "\nn: 7\n")
+    resolved = load("--config-path=mine", "trainer.seed=1")
+    assert resolved.explicit == {f"{ROLLOUT}.n", "trainer.seed"}
+
+
+def test_S0_23_a_file_laid_over_the_built_in_tree_is_named(load, write):
+    write("my_grpo_config.yaml", GRPO_BLOCK)
+    resolved = load("--config-path=.", "--config-name=my_grpo_config")
+    assert resolved.main_file == "my_grpo_config.yaml over posttrain/trainer/config/ppo_trainer.yaml"
+
+
 def test_S0_22_M_08_a_file_without_defaults_is_laid_over_the_built_in_tree(load, problems, write):
     write("my_grpo_config.yaml", GRPO_BLOCK)
     resolved = load("--config-path=.", "--config-name=my_grpo_config", "data.train_files=a.parquet")

@@ -21,3 +21,18 @@ def make_engine(base_model):
         return FSDPEngine(base_model(dtype), EngineSettings(**{**defaults, **settings}))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def engines(base_model):
+    """`engines(dtype, layout)`: one engine of each kind for all tests that change no weights; building takes time."""
+    built: dict[tuple, FSDPEngine] = {}
+
+    def engine(dtype: torch.dtype, layout: dict) -> FSDPEngine:
+        key = (dtype, *sorted(layout.items()))
+        if key not in built:
+            settings = EngineSettings(device=torch.device("cpu"), optim=OptimConfig(lr=1e-3), grad_clip=1e9, **layout)
+            built[key] = FSDPEngine(base_model(dtype), settings)
+        return built[key]
+
+    return engine

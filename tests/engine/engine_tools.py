@@ -16,6 +16,8 @@ from posttrain.rollout.generate import to_batch
 from posttrain.workers.actor.objective import ActorObjective
 
 VOCABULARY = 261
+KL, ENTROPY = 0.1, 0.3  # coefficients large enough to matter beside the policy loss
+TEMPERATURE = 0.7  # other than 1, so that a pass that forgets it is seen
 
 
 def ragged_batch(
@@ -52,12 +54,13 @@ def ragged_batch(
 
 
 def objective(**actor) -> ActorObjective:
-    config = ActorConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01, **actor)
+    config = ActorConfig(use_kl_loss=True, kl_loss_coef=KL, entropy_coeff=ENTROPY, **actor)
     return ActorObjective(config, RolloutCorrectionConfig(), loss_scale_factor=12.0)
 
 
 def gradient(engine: FSDPEngine, batch: DataProto, loss: ActorObjective) -> torch.Tensor:
     """The flat gradient of the whole mini-batch, as the engine accumulates it."""
-    engine._backward(loss.prepare(copy.copy(batch).select()), loss, 1.0)
     assert engine.optimizer is not None
+    engine.optimizer.adam.zero_grad(set_to_none=True)
+    assert engine._backward(loss.prepare(copy.copy(batch).select()), loss, TEMPERATURE)
     return torch.cat([m.grad.flatten() for m in engine.optimizer.masters])  # pyright: ignore

@@ -1,8 +1,14 @@
-"""No split changes the gradient: micro-batch 1 = 2 = 8 = all, packed = padded, for every aggregation."""
+"""Every layout gives the gradient of the textbook: micro-batch 1 = 2 = 8 = all, packed = padded, in every aggregation.
+
+The textbook is `plain.py`: one row at a time through transformers' own forward pass, at a temperature other than 1.
+"""
+
+import functools
 
 import pytest
 import torch
-from engine_tools import gradient, objective, ragged_batch
+from engine_tools import ENTROPY, KL, TEMPERATURE, gradient, objective, ragged_batch
+from plain import flat_gradient, plain_loss, plain_model, plain_outputs
 
 from posttrain.algorithms import AGGREGATION_MODES
 from posttrain.engine.packing import packed_units, plan_units
@@ -10,6 +16,7 @@ from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
+EXACT = {torch.float32: 1e-5, torch.float64: 1e-7}  # of the textbook's; the weights of tokens are float32
 LAYOUTS = [
     {"max_rows": 1},
     {"max_rows": 2},
@@ -27,17 +34,35 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.fixture(scope="module")
+def textbook(tiny_model):
+    """`textbook(mode, alike)`: (loss, gradient) of the ragged batch, made once."""
+    model = plain_model(tiny_model)
+    batches = {alike: ragged_batch(prompts=5, alike=alike) for alike in (False, True)}
+    outputs = {alike: plain_outputs(model, batch, TEMPERATURE) for alike, batch in batches.items()}
+
+    @functools.cache
+    def expected(mode: str, alike: bool) -> tuple[float, torch.Tensor]:
+        loss = plain_loss(outputs[alike], batches[alike], mode=mode, kl=KL, entropy=ENTROPY)
+        return float(loss.detach()), flat_gradient(loss, model)
+
+    return expected
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "float64"])
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
-def test_S4_17_gradient_is_the_same_in_every_layout(make_engine, dtype, mode, alike):
+def test_S4_17_gradient_is_the_textbooks_and_the_same_in_every_layout(engines, textbook, dtype, mode, alike):
     batch = ragged_batch(dtype=dtype, prompts=5, alike=alike)
     whole_loss = objective(loss_agg_mode=mode)
-    whole = gradient(make_engine(dtype, share_prompts=False), batch, whole_loss)
+    whole = gradient(engines(dtype, {"share_prompts": False}), batch, whole_loss)
     assert whole.norm() > 1e-3
+    loss, expected = textbook(mode, alike)
+    assert relative(whole.double(), expected) < EXACT[dtype]
+    assert whole_loss.metrics()["actor/loss"] == pytest.approx(loss, rel=1e-4)
     for layout in LAYOUTS:
         loss = objective(loss_agg_mode=mode)
-        part = gradient(make_engine(dtype, **layout), batch, loss)
+        part = gradient(engines(dtype, layout), batch, loss)
         assert relative(part, whole) < LIMITS[dtype], layout
         for name, value in whole_loss.metrics().items():
             assert loss.metrics()[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
@@ -111,18 +136,14 @@ def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):
     assert seen == [real - len(batch), padded] and real < padded  # the last token of a row is only predicted
 
 
-def test_S0_120_log_probs_equal_a_plain_forward_pass(make_engine):
-    engine, batch = make_engine(), ragged_batch()
-    ours = engine.log_probs(batch, temperature=0.8)["log_probs"]
-    for row in range(len(batch)):
-        mask = batch.batch["attention_mask"][row].bool()
-        ids = batch.batch["input_ids"][row][mask]
-        with torch.no_grad():
-            logits = engine.module(ids[None]).logits[0] / 0.8
-        plain = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
-        length = int(batch.batch["attention_mask"][row, -ours.shape[1] :].sum())
-        torch.testing.assert_close(ours[row, :length], plain[-length:], rtol=0, atol=1e-6)
-        assert not ours[row, length:].any()
+@pytest.mark.parametrize("layout", [{}, {"pack": False}, {"max_rows": 3}], ids=str)
+def test_S0_120_log_probs_and_entropies_equal_a_plain_forward_pass(make_engine, tiny_model, layout):
+    engine, batch = make_engine(**layout), ragged_batch()
+    ours = engine.log_probs(batch, temperature=0.8)
+    with torch.no_grad():
+        log_probs, entropy = plain_outputs(plain_model(tiny_model), batch, 0.8)
+    torch.testing.assert_close(ours["log_probs"], log_probs, rtol=0, atol=1e-7)
+    torch.testing.assert_close(ours["entropy"], entropy, rtol=0, atol=1e-7)
 
 
 def test_an_optimizer_step_moves_the_weights_alike_in_every_layout(make_engine):

@@ -1,17 +1,23 @@
-"""No split changes the gradient of any policy loss: 16 rows in 1, 2, 4, 8, 16 micro-batches, packed and padded."""
+"""Every split gives the gradient of the textbook, for every policy loss: 16 rows in 1 to 16 micro-batches, packed and
+padded. The textbook is one pass over all rows, each alone through transformers' own forward pass (see `plain.py`); the
+loss per token is that of tests/algorithms, where it is compared with its formula.
+"""
 
 import copy
+import functools
 
 import pytest
 import torch
-from engine_tools import objective, ragged_batch
+from engine_tools import ENTROPY, KL, TEMPERATURE, gradient, objective, ragged_batch
+from plain import clipped_loss, flat_gradient, plain_loss, plain_model, plain_outputs
 
-from posttrain.algorithms import AGGREGATION_MODES
+from posttrain.algorithms import AGGREGATION_MODES, call_policy_loss, prepare_policy_loss
 from posttrain.algorithms.registry import POLICY_LOSSES
 from posttrain.config.actor import PolicyLossConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
+EXACT = {torch.float32: 1e-5, torch.float64: 1e-7}
 LAYOUTS = [
     {"max_rows": rows, "pack": pack}
     for rows, pack in ((16, True), (16, False), (8, True), (4, False), (2, True), (1, False), (1, True))
@@ -19,39 +25,42 @@ LAYOUTS = [
 FEW = [LAYOUTS[index] for index in (0, 3, 6)]
 
 
-@pytest.fixture(scope="module")
-def engines(base_model):
-    """One engine per type and layout for the whole file: building them would take most of its time."""
-    from posttrain.config.optim import OptimConfig
-    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-
-    built = {}
-
-    def engine(dtype, layout) -> FSDPEngine:
-        key = (dtype, *layout.values())
-        if key not in built:
-            settings = EngineSettings(device=torch.device("cpu"), optim=OptimConfig(lr=1e-3), grad_clip=1e9, **layout)
-            built[key] = FSDPEngine(base_model(dtype), settings)
-        return built[key]
-
-    return engine
-
-
-def gradient(engine, batch, loss) -> torch.Tensor:
-    engine.optimizer.adam.zero_grad(set_to_none=True)
-    assert engine._backward(loss.prepare(copy.copy(batch).select()), loss, 1.0)
-    return torch.cat([master.grad.flatten() for master in engine.optimizer.masters])
-
-
 def make_loss(name: str, mode: str = "token-mean"):
     own = PolicyLossConfig(loss_mode=name, clip_cov_ratio=0.1, clip_cov_lb=0.2, kl_cov_ratio=0.1)
     return objective(loss_agg_mode=mode, policy_loss=own)
 
 
-def compare(engines, dtype, batch, layouts, make) -> None:
+@pytest.fixture(scope="module")
+def textbook(tiny_model):
+    """`textbook(name, mode)` or `textbook(weights=...)`: the flat gradient of the ragged batch in float64."""
+    model, batch = plain_model(tiny_model), ragged_batch(prompts=5)
+    outputs = plain_outputs(model, batch, TEMPERATURE)
+
+    def losses(name: str, log_prob: torch.Tensor) -> torch.Tensor:
+        config, fields = make_loss(name).config, batch.batch
+        return call_policy_loss(
+            name,
+            old_log_prob=fields["old_log_probs"],
+            log_prob=log_prob,
+            advantages=fields["advantages"],
+            response_mask=fields["response_mask"],
+            config=config,
+            prepared=prepare_policy_loss(name, batch, config),
+        ).loss
+
+    @functools.cache
+    def expected(name: str = "vanilla", mode: str = "token-mean", weights: torch.Tensor | None = None) -> torch.Tensor:
+        made = functools.partial(losses, name) if weights is None else lambda p: clipped_loss(p, batch, weights)
+        return flat_gradient(plain_loss(outputs, batch, mode=mode, kl=KL, entropy=ENTROPY, token_loss=made), model)
+
+    return expected
+
+
+def compare(engines, dtype, batch, layouts, make, expected: torch.Tensor) -> None:
     whole_loss = make()
     whole = gradient(engines(dtype, layouts[0]), batch, whole_loss)
     assert whole.norm() > 1e-4
+    assert float((whole.double() - expected).norm() / expected.norm()) < EXACT[dtype]
     for layout in layouts[1:]:
         loss = make()
         part = gradient(engines(dtype, layout), batch, loss)
@@ -62,27 +71,31 @@ def compare(engines, dtype, batch, layouts, make) -> None:
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "float64"])
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_gradient_of_every_loss_is_the_same_in_every_split(engines, name, dtype):
-    compare(engines, dtype, ragged_batch(dtype=dtype, prompts=5), LAYOUTS, lambda: make_loss(name))
+def test_the_gradient_of_every_loss_is_the_textbooks_in_every_split(engines, textbook, name, dtype):
+    compare(engines, dtype, ragged_batch(dtype=dtype, prompts=5), LAYOUTS, lambda: make_loss(name), textbook(name))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in AGGREGATION_MODES if mode != "token-mean"])
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_gradient_of_every_loss_and_aggregation_is_the_same_in_every_split(engines, name, mode):
-    compare(engines, torch.float64, ragged_batch(prompts=5), FEW, lambda: make_loss(name, mode))
+def test_the_gradient_of_every_loss_and_aggregation_is_the_textbooks_in_every_split(engines, textbook, name, mode):
+    compare(engines, torch.float64, ragged_batch(prompts=5), FEW, lambda: make_loss(name, mode), textbook(name, mode))
 
 
-def test_the_correction_and_its_diagnostics_are_the_same_in_every_split(engines):
+def test_the_correction_weighs_the_loss_and_its_diagnostics_are_the_same_in_every_split(engines, textbook):
     def make():
         loss = make_loss("vanilla")
         loss.correction = RolloutCorrectionConfig(
-            rollout_is="sequence", rollout_is_threshold="0.001_50.0", rollout_rs="token_k3", rollout_rs_threshold=20.0
+            rollout_is="sequence", rollout_is_threshold="0.5_1.6", rollout_rs="token_k3", rollout_rs_threshold=0.1
         )
         return loss
 
     batch = ragged_batch(prompts=5)
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] + 0.3 * batch.batch["advantages"]
-    compare(engines, torch.float64, batch, LAYOUTS, make)
+    gap = (batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]
+    ratio = gap.sum(-1, keepdim=True).exp()
+    kept = (ratio >= 0.5) & (ratio <= 1.6) & (gap.exp() - 1 - gap <= 0.1)
+    assert 0 < int(kept.sum()) < kept.numel()
+    compare(engines, torch.float64, batch, LAYOUTS, make, textbook(weights=ratio * kept))
     loss = make()
     loss.prepare(copy.copy(batch).select())
     assert {"rollout_is/ess", "rollout_is/masked", "rollout_rs/rejected", "mismatch/ppl_ratio"} <= set(loss.metrics())

@@ -280,3 +280,18 @@ def test_reward_try_shows_why_programs_failed():
     assert "solution                              0.500" in text
     assert "! 1 of 2 truths do not score 1 against themselves" in text and "row 1: 'its solution' scores 0" in text
     assert "   3 x wrong answer: test 1 of 1: AssertionError in: assert f(1) == 2" in text
+
+
+def test_the_settings_of_a_run_reach_the_sandbox_and_the_scorer():
+    from posttrain.trainer.ppo.runner import _reward_pool
+
+    limits = RewardConfig(code_partial_credit=True, num_workers=1, sandbox=SandboxConfig(output_kb=4))
+    half = "def f(x):\n    return x if x < 2 else 0"
+    programs = {"half": half, "loud": "print('x' * 9000)\n" + half}
+    with _reward_pool(RewardSpec(), limits, {"code"}) as pool:
+        for name, program in programs.items():
+            truth = [f"assert f({i}) == {i}" for i in range(4)]
+            pool.submit(name, RewardItem("code", fenced(program), truth))
+        found = pool.wait_all()
+    assert found["half"].score == 0.5  # the share of tests that pass
+    assert found["loud"].score == 0.0  # past the limit that is set

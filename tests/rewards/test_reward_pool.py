@@ -1,7 +1,9 @@
 """RewardPool: what hangs, raises, exits, prints or returns nonsense is recorded; results are the same for any pool."""
 
 import os
+import pickle
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -11,6 +13,13 @@ import pytest
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, resolve_reward
+
+
+def _frame(message):
+    """A message as channel.py writes it."""
+    data = pickle.dumps(message)
+    return struct.pack("!Q", len(data)) + data
+
 
 BEHAVIOURS = """
 import ctypes, os, random, subprocess, sys, time
@@ -232,6 +241,44 @@ def test_a_reward_that_no_longer_imports_ends_in_a_clear_error_not_in_restarts(t
     with RewardPool(spec, num_workers=2) as pool, pytest.raises(RewardError, match="no_such_package"):
         pool.submit(0, RewardItem("", "", ""))
         pool.wait_all()
+
+
+def test_idle_workers_that_are_killed_are_replaced_however_many(spec):
+    """As by the kernel when memory runs short during an update."""
+    with RewardPool(spec, num_workers=4) as pool:
+        for _ in range(2):
+            pool.submit("x", RewardItem("", "four", ""))
+            assert pool.wait_all()["x"].score == 4.0
+            workers = list(pool._crew._workers)
+            while not all(worker.ready for worker in workers):
+                time.sleep(0.02)
+            for worker in workers:
+                os.kill(worker.handle.process.pid, signal.SIGKILL)
+            assert all(gone(worker.handle.process.pid) for worker in workers)
+        assert [result.score for result in _scores(pool, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]
+
+
+def _scores(pool, texts):
+    pool.submit_many([(key, RewardItem("", text, "")) for key, text in enumerate(texts)])
+    return [result for _, result in sorted(pool.wait_all().items())]
+
+
+NONSENSE = {
+    "huge length": b"\xff" * 64,
+    "no pickle": b"\0\0\0\0\0\0\0\x04junk",
+    "no message": _frame(5),
+    "unknown kind": _frame(("hello", 1)),
+    "another task's answer": _frame(("done", 10**6, [(1.0, {}, None)], 0.0, 0.0)),
+    "too many answers": _frame(("done", 0, [(1.0, {}, None)] * 2, 0.0, 0.0)),
+    "wrong type": _frame(("wait", "long")),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_a_worker_that_sends_nonsense_is_replaced_and_its_task_alone_fails(spec, kind):
+    write = f"eval|__import__('os').write(int(__import__('sys').argv[1]), {NONSENSE[kind]!r})"
+    broken, fine = run(spec, [write, "four"])
+    assert "could not be read" in (broken.error or "") and (fine.score, fine.error) == (4.0, None)
 
 
 def test_wrong_limits_are_refused():

@@ -71,6 +71,24 @@ def test_log_probs_are_those_of_the_tempered_model_within_1e_5(make, prompts, or
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)
 
 
+def test_what_was_sampled_from_is_reported_where_it_is_not_the_model_itself(make, prompts, oracle):
+    settings = [Sampling(max_tokens=6, top_k=5, repetition_penalty=1.3), Sampling(max_tokens=6)] * 2
+    outputs = generate(make(), prompts, settings, range(4))
+    assert [output.sampling_log_probs is None for output in outputs] == [False, True, False, True]
+    for prompt, output in list(zip(prompts, outputs, strict=True))[::2]:
+        ids = [*prompt, *output.token_ids]
+        with torch.no_grad():
+            logits = oracle(torch.tensor([ids])).logits[0]
+        for place, token in enumerate(output.token_ids):
+            row, seen = logits[len(prompt) + place - 1].clone(), sorted(set(ids[: len(prompt) + place]))
+            row[seen] = torch.where(row[seen] > 0, row[seen] / 1.3, row[seen] * 1.3)
+            expected = row[token] - row.topk(5).values.logsumexp(-1)
+            assert output.sampling_log_probs[place] == pytest.approx(float(expected), abs=1e-5)
+    batch = to_batch(prompts, outputs, 0).batch
+    torch.testing.assert_close(batch["sampling_log_probs"][1], batch["rollout_log_probs"][1])
+    assert not torch.allclose(batch["sampling_log_probs"][0], batch["rollout_log_probs"][0], atol=1e-3)
+
+
 def test_a_sample_depends_on_its_seed_not_on_neighbours_order_or_batch(make, prompts):
     setting = Sampling(max_tokens=10)
     seeds = [11, 12, 13, 14]

@@ -11,9 +11,12 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
 def draw(setting: Sampling, rows: int = 20000, seen=()):
+    return draw_all(setting, rows, seen)[:2]
+
+
+def draw_all(setting: Sampling, rows: int = 2000, seen=()):
     uniform = torch.from_numpy(uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows)))
-    tokens, log_probs = sample(LOGITS.expand(rows, -1), [setting] * rows, uniform, [(list(seen), [])] * rows)
-    return tokens, log_probs
+    return sample(LOGITS.expand(rows, -1), [setting] * rows, uniform, [(list(seen), [])] * rows)
 
 
 def chi_squared(tokens: torch.Tensor, p: torch.Tensor) -> float:
@@ -57,13 +60,40 @@ def test_repetition_penalty_makes_seen_tokens_less_likely_but_not_the_reported_l
     torch.testing.assert_close(log_probs, LOGITS.log_softmax(-1)[held])
 
 
+FILTERS = {
+    "top_p": (Sampling(max_tokens=1, top_p=0.7), [1, 1, 0, 0, 0, 0]),
+    "top_k": (Sampling(max_tokens=1, top_k=3), [1, 1, 1, 0, 0, 0]),
+    "min_p": (Sampling(max_tokens=1, min_p=0.2, temperature=1.5), [1, 1, 1, 1, 0, 0]),
+    "plain": (Sampling(max_tokens=1, temperature=0.8), [1, 1, 1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_S1_23_the_log_prob_of_what_was_sampled_from_counts_the_kept_tokens_alone(name):
+    setting, kept = FILTERS[name]
+    tokens, log_probs, drawn = draw_all(setting)
+    log_p = (LOGITS / setting.temperature).log_softmax(-1)
+    mass = log_p.exp()[torch.tensor(kept, dtype=torch.bool)].sum()
+    torch.testing.assert_close(drawn, log_p[tokens] - mass.log())
+    torch.testing.assert_close(log_probs, log_p[tokens])
+
+
+def test_the_log_prob_of_what_was_sampled_from_contains_the_repetition_penalty():
+    tokens, log_probs, drawn = draw_all(Sampling(max_tokens=1, repetition_penalty=2.0, top_k=2), seen=[0, 5])
+    penalised = torch.tensor([1.0, 1.0, 0.5, 0.0, -1.0, -6.0]).log_softmax(-1)
+    torch.testing.assert_close(drawn, penalised[tokens] - penalised[:2].exp().sum().log())
+    torch.testing.assert_close(log_probs, LOGITS.log_softmax(-1)[tokens])
+    _, log_probs, drawn = draw_all(Sampling(max_tokens=1, greedy=True, repetition_penalty=2.0), rows=2, seen=[0])
+    assert torch.equal(log_probs, drawn)
+
+
 def test_a_row_is_sampled_alike_alone_and_among_neighbours():
     settings = [Sampling(max_tokens=1, temperature=0.3 + 0.1 * i, top_p=0.8 if i % 2 else 1.0) for i in range(8)]
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     uniform = torch.from_numpy(uniforms(np.arange(8, dtype=np.uint64), np.arange(8)))
-    together, _ = sample(logits, settings, uniform, [([], [])] * 8)
+    together, _, _ = sample(logits, settings, uniform, [([], [])] * 8)
     for row in range(8):
-        alone, _ = sample(logits[row : row + 1], settings[row : row + 1], uniform[row : row + 1], [([], [])])
+        alone, _, _ = sample(logits[row : row + 1], settings[row : row + 1], uniform[row : row + 1], [([], [])])
         assert alone.item() == together[row].item()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -219,3 +220,51 @@ def test_S0_142_a_run_whose_groups_are_mixed_stops_at_its_first_batch(trainer, m
     monkeypatch.setattr(trainer, "_generate", mixed)
     with pytest.raises(GroupError, match="different prompts"):
         trainer.fit()
+
+
+# -- settings of the stages
+
+
+def test_the_kl_in_the_reward_is_of_the_kind_that_is_set(trainer, ready, monkeypatch):
+    fields = ready.batch
+    fields["old_log_probs"] = fields["old_log_probs"] + torch.linspace(-1, 2, fields["old_log_probs"].numel()).view_as(
+        fields["old_log_probs"]
+    )
+    gap = (fields["old_log_probs"] - fields["ref_log_prob"]) * fields["response_mask"]
+    formulas = {"kl": gap, "abs": gap.abs(), "mse": gap**2 / 2, "low_var_kl": (-gap).exp() + gap - 1}
+    monkeypatch.setattr(trainer.config.algorithm, "use_kl_in_reward", True)
+    trainer.kl_controller.value = 0.5
+    for kind, kl in formulas.items():
+        monkeypatch.setattr(trainer.config.algorithm, "kl_penalty", kind)
+        metrics = trainer._reward_kl(ready)
+        expected = fields["token_level_scores"] - 0.5 * kl
+        torch.testing.assert_close(fields["token_level_rewards"], expected, rtol=0, atol=1e-5)
+        length = fields["response_mask"].sum(-1)
+        assert metrics["actor/reward_kl_penalty"] == pytest.approx(float((kl.sum(-1) / length).mean()), rel=1e-4)
+
+
+def test_the_old_log_probs_come_from_where_the_setting_says(trainer, generated, monkeypatch):
+    actor = trainer.config.actor_rollout_ref.actor
+    monkeypatch.setattr(trainer, "sizes", replace(trainer.sizes, updates_per_step=1))
+    needed = {}
+    for source in ("auto", "trainer", "rollout"):
+        monkeypatch.setattr(actor, "old_log_probs", source)
+        needed[source] = trainer._needs_old_log_probs()
+    assert needed == {"auto": False, "trainer": True, "rollout": True}  # one update per batch has none unless told
+    ours = trainer.actor_rollout_wg.compute_log_prob(generated).batch["old_log_probs"]
+    theirs = generated.batch["rollout_log_probs"] = ours - 0.5
+    for source, exact, expected in (("rollout", False, theirs), ("trainer", True, ours), ("auto", True, theirs)):
+        monkeypatch.setattr(actor, "old_log_probs", source)
+        monkeypatch.setattr(trainer, "old_from_rollout", exact)
+        assert torch.equal(trainer._old_log_probs(generated).batch["old_log_probs"], expected), source
+
+
+def test_rows_that_older_weights_sampled_keep_the_log_probs_of_those(trainer, generated):
+    """A group that waited for this step was sampled by the weights of an earlier one: they are its old policy."""
+    ours = trainer.actor_rollout_wg.compute_log_prob(generated).batch["old_log_probs"]
+    generated.batch["rollout_log_probs"] = ours - 0.5
+    older = generated.non_tensor_batch["policy_versions"]
+    for row in (0, 1, 2):
+        older[row] = [(trainer.step - 1, 6)]
+    found = trainer._old_log_probs(generated).batch["old_log_probs"]
+    assert torch.equal(found[:3], ours[:3] - 0.5) and torch.equal(found[3:], ours[3:])

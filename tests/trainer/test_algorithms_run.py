@@ -170,3 +170,19 @@ def test_a_gdpo_run_learns_from_its_functions_by_their_signs(tiny_model, sums, t
     ]
     differing = [(gap, one["advantages"][0] - two["advantages"][0]) for gap, one, two in pairs if gap]
     assert differing and all(gap * difference < 0 for gap, difference in differing)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_S1_23_filters_are_seen_by_the_correction_and_named_at_step_0(tiny_model, sums, tmp_path, capsys, corrected):
+    more = {"actor_rollout_ref__rollout__top_k": 3, "trainer__total_training_steps": 1}
+    if corrected:
+        more |= {"algorithm__rollout_correction__rollout_is": "token"}
+    line = metrics_of(run(tiny_model, sums, tmp_path, **more).path)[0]
+    said = capsys.readouterr().out
+    assert line["mismatch/sampling_kl"] > 1.0  # 3 of 259 tokens of an untrained model: about log(259 / 3)
+    assert line["mismatch/logp_max"] < 1e-4  # the engines agree all the same
+    assert "To what was really sampled from the policy's ratio is 0.0" in said
+    assert ("algorithm.rollout_correction corrects for it" in said) == corrected
+    assert ("nothing corrects for it" in said) != corrected
+    if corrected:
+        assert line["rollout_is/max"] < 0.1 and line["mismatch/kl"] == pytest.approx(line["mismatch/sampling_kl"], 1e-3)

@@ -168,6 +168,18 @@ def test_a_command_that_fails_at_its_start_changes_neither_the_link_nor_what_is_
     assert (again.path, again.steps) == (first.path, 2) and link.resolve() == first.path / "checkpoints"
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(tiny_model, sums, tmp_path):
+    from posttrain.checkpoint import CheckpointError
+
+    first = run(tiny_model, sums, tmp_path, trainer__save_freq=1)
+    for step in (1, 2):
+        (first.path / "checkpoints" / f"global_step_{step}" / "state.json").write_text("{}")
+    before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file() and path.suffix != ".log"}
+    with pytest.raises(CheckpointError, match="does not start over"):
+        run(tiny_model, sums, tmp_path, trainer__total_training_steps=3)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def _empty(folder):
     (folder / "empty.jsonl").write_text("")
     return folder / "empty.jsonl"

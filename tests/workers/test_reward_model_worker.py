@@ -253,3 +253,26 @@ def test_offloading_brings_the_weights_for_the_pass_and_takes_them_away_again(rm
     group.worker.device = torch.device("cpu:0")
     kept = scores(group)
     assert moves == ["cpu:0", "cpu"] and torch.equal(kept, scores(worker(rm_same)))
+
+
+def test_a_tokenizer_beside_the_model_and_another_type_are_taken_as_set(rm_same, tmp_path):
+    other_tokenizer().save_pretrained(tmp_path)
+    group = worker(rm_same, model__tokenizer_path=str(tmp_path), model__dtype="float64")
+    assert next(group.worker.module.parameters()).dtype == torch.float64
+    assert group.worker.conversations.anew  # the folder's own is the policy's, which would be passed as it is
+
+
+def test_code_of_a_reward_model_runs_only_if_it_is_trusted(rm_same, monkeypatch):
+    from posttrain.workers.reward_model import worker as module
+
+    told: list[bool] = []
+
+    def load(*_: Any, **named: Any) -> Any:
+        told.append(named["trust_remote_code"])
+        raise InterruptedError
+
+    monkeypatch.setattr(module, "load_scorer", load)
+    for trusted in (True, False):
+        with pytest.raises(InterruptedError):
+            worker(rm_same, model__trust_remote_code=trusted)
+    assert told == [True, False]

@@ -11,8 +11,8 @@ Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
 When to use: several updates per batch with ratios that scatter (mixtures of experts, long responses).
 
 Settings: actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean, actor_rollout_ref.actor.clip_ratio_low and
-actor_rollout_ref.actor.clip_ratio_high (in log-ratio; the paper takes 0.4 each),
-actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean.
+actor_rollout_ref.actor.clip_ratio_high (in log-ratio; the paper takes 0.4 each); unset,
+actor_rollout_ref.actor.loss_agg_mode is seq-mean-token-mean, as in the paper.
 
 Watch: actor/pg_clipfrac, actor/ppo_kl, actor/entropy.
 

@@ -61,5 +61,5 @@ def compute_policy_loss_kl_cov(
     held = torch.zeros_like(log_ratio) if chosen is None else chosen.to(log_ratio.dtype)
     distance = held * log_ratio.abs()
     losses = -keep_masked(advantages, response_mask) * torch.exp(log_ratio)
-    losses = weighted(losses + loss_setting(config, "ppo_kl_coef", 1.0) * distance, rollout_is_weights, response_mask)
+    losses = weighted(losses + loss_setting(config, "ppo_kl_coef", 0.1) * distance, rollout_is_weights, response_mask)
     return losses, detached({"actor/ppo_kl": -log_ratio, "actor/cov_chosen": held, "actor/cov_kl": distance})

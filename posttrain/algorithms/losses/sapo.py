@@ -12,8 +12,8 @@ When to use: hard clipping throws away too much (a high actor/pg_clipfrac) or wh
 updates per batch.
 
 Settings: actor_rollout_ref.actor.policy_loss.loss_mode=sapo, actor_rollout_ref.actor.policy_loss.tau_pos,
-actor_rollout_ref.actor.policy_loss.tau_neg; the paper aggregates by
-actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean. The clip settings have no effect.
+actor_rollout_ref.actor.policy_loss.tau_neg; unset, actor_rollout_ref.actor.loss_agg_mode is seq-mean-token-mean, as in
+the paper. The clip settings have no effect.
 
 Watch: actor/gate_slope (mean of the slope: 1 on-policy, lower the further the policy moved), actor/ppo_kl.
 

@@ -84,6 +84,9 @@ class NativeEngine(RolloutEngine):
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
         return gone + self._finish({slot: "abort" for slot in leaving})
 
+    def running_tokens(self) -> int:
+        return int(self.slots.count[self.slots.active].sum())
+
     # -- a step ---------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(self) -> list[Output]:
@@ -193,7 +196,9 @@ class NativeEngine(RolloutEngine):
             seen = [(r.prompt_ids, slots.written(slot)) for r, slot in zip(requests, slots_B[special], strict=True)]
             logits_BV = logits_NV[torch.from_numpy(source_B[special]).to(logits_NV.device)]
             some = sample(logits_BV, [r.sampling for r in requests], torch.from_numpy(uniform_B[special]), seen)
-            tokens_B[special], log_probs_B[special] = (x.cpu().numpy() for x in some)
+            tokens_B[special], log_probs_B[special], drawn = (x.cpu().numpy() for x in some)
+            for slot, value in zip(slots_B[special].tolist(), drawn.tolist(), strict=True):
+                slots.drawn.setdefault(slot, []).append(value)
         slots.tokens[slots_B, places_B] = slots.last[slots_B] = tokens_B
         slots.log_probs[slots_B, places_B] = log_probs_B
         slots.count[slots_B] += 1

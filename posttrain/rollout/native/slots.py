@@ -42,6 +42,7 @@ class Slots:
         self.prompts: list[Prompt | None] = []
         self.blocks: list[list[int]] = []
         self.spans: list[list[tuple[int, int]]] = []
+        self.drawn: dict[int, list[float]] = {}  # of special rows: log-probs of what they were sampled from
         self.stop_sets: list[tuple[int, ...]] = []
         self.free: list[int] = []
         self.active = np.zeros(0, np.int64)
@@ -101,6 +102,7 @@ class Slots:
 
     def drop(self, slot: int) -> None:
         self.requests[slot] = self.prompts[slot] = None
+        self.drawn.pop(slot, None)
         self.free.append(slot)
 
     def written(self, slot: int) -> list[int]:
@@ -115,7 +117,7 @@ class Slots:
             sampling.max_tokens,
             1.0 if sampling.greedy else sampling.temperature,
             sampling.greedy,
-            (sampling.filtered and not sampling.greedy) or sampling.repetition_penalty != 1.0,
+            not sampling.plain,
             bool(sampling.stop),
             self.stop_sets.index(sampling.stop_token_ids),
         )
@@ -151,7 +153,8 @@ class Slots:
             request = self.requests[slot]
             assert request is not None
             self.note_version(slot, version)
-            found.append(Output(request.id, ids[:count], values[:count], reason, self.spans[slot]))
+            drawn = self.drawn.get(slot)
+            found.append(Output(request.id, ids[:count], values[:count], reason, self.spans[slot], drawn))
         return found
 
     def _grow(self, more: int) -> None:

@@ -50,7 +50,7 @@ class GroupFilter:
         missing = max(0, prompts - _groups(kept))
         if missing:  # the batch keeps its size: these have no gradient, as they would have without the filter
             kept += [_take(DataProto.concat(spare), 0, missing)]
-        pool = DataProto.concat(kept)
+        pool = DataProto.concat(_alike(kept))
         metrics = {
             "filter_groups/gen_batches": float(made),
             "filter_groups/kept": good / seen if seen else 1.0,
@@ -102,6 +102,14 @@ def _rows(batch: DataProto, groups: list[list[int]]) -> list[DataProto]:
     part = batch[rows]
     part.meta_info = {}
     return [part]
+
+
+def _alike(parts: list[DataProto]) -> list[DataProto]:
+    """The parts with the same fields: surplus of a run whose filters were set or unset when it was resumed."""
+    if any("sampling_log_probs" in part.batch for part in parts):
+        for part in parts:
+            part.batch.setdefault("sampling_log_probs", part.batch["rollout_log_probs"])
+    return parts
 
 
 def _all_failed(batch: DataProto) -> bool:

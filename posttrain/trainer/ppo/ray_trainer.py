@@ -41,7 +41,14 @@ from posttrain.trainer.ppo.reward import RewardManager, add_overlong_penalty, on
 from posttrain.trainer.ppo.reward_weights import reward_weights
 from posttrain.trainer.ppo.saving import resume, save
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
-from posttrain.trainer.ppo.step_zero import check_groups, compare_log_probs, largest_rows, tolerance, too_slow_to_try
+from posttrain.trainer.ppo.step_zero import (
+    check_groups,
+    compare_log_probs,
+    largest_rows,
+    sampling_words,
+    tolerance,
+    too_slow_to_try,
+)
 from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
@@ -373,13 +380,19 @@ class RayPPOTrainer:
         if self.checked or not self._fresh(batch).any():
             return
         self.checked = True
+        with self.recorder.stage("check"):
+            self._compare_and_try(batch)
+
+    def _compare_and_try(self, batch: DataProto) -> None:
         batch = batch[self._fresh(batch)]
         check_groups(batch, self.config.actor_rollout_ref.rollout.n)
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
         sentence, largest = compare_log_probs(batch, ours, tolerance(self.config, self.weights_dtype))
         say(sentence)
+        corrected = correction_is_on(self.config.algorithm.rollout_correction)
+        if (words := sampling_words(batch, corrected=corrected)) is not None:
+            say(words)
         if self.step == 0:
-            corrected = correction_is_on(self.config.algorithm.rollout_correction)
             self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
         lengths = largest_rows(self.config, self.sizes)
         if too_slow_to_try(lengths, self.parameters, self.device):
@@ -399,13 +412,16 @@ class RayPPOTrainer:
         return sum(weight.numel() for weight in self.actor_rollout_wg.worker.engine.module.parameters())
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
-        bad = max(metrics.get(f"{role}/bad_steps", 0.0) for role in ("actor", "critic")) > 0
-        self.bad_steps = self.bad_steps + 1 if bad else 0
-        if self.bad_steps:
-            say(f"  ! step {self.step}: loss or gradient was not finite; the update was skipped.")
+        skipped = {role: int(metrics.get(f"{role}/bad_steps", 0)) for role in ("actor", "critic")}
+        self.bad_steps = self.bad_steps + 1 if any(skipped.values()) else 0
+        for role, count in skipped.items():
+            if count:
+                updates = int(metrics[f"{role}/optimizer_steps"])
+                what = f"loss or gradient was not finite in {count} of {updates} updates of the {role}"
+                say(f"  ! step {self.step}: {what}; skipped.")
         if self.bad_steps >= self.config.trainer.max_bad_steps:
             raise TrainingStopped(
-                f"{self.bad_steps} updates in a row were skipped because loss or gradient was not finite "
+                f"In {self.bad_steps} steps in a row updates were skipped because loss or gradient was not finite "
                 "(trainer.max_bad_steps). Lower actor_rollout_ref.actor.optim.lr (or critic.optim.lr), or look at the "
                 "samples for rewards that are not numbers. The run continues from its last checkpoint in "
                 f"{self.run.checkpoints}."

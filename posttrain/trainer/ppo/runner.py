@@ -19,6 +19,7 @@ from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardSpec
+from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
@@ -41,6 +42,7 @@ def run_training(
     """One whole run. `reward`, `data` and `val_data` stand in for files when called from Python."""
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
+        stack.enter_context(hang_up_is_no_end())
         run, _ = open_run_directory(config, say)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))

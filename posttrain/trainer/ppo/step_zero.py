@@ -65,6 +65,24 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
     return f"Step 0: {sentence}.", largest
 
 
+def sampling_words(batch: DataProto, *, corrected: bool) -> str | None:
+    """One sentence on how far what was sampled from is from the policy; None where they are the same."""
+    if "sampling_log_probs" not in batch.batch:
+        return None
+    gap = batch.batch["rollout_log_probs"] - batch.batch["sampling_log_probs"]
+    ratio = gap.exp()[batch.batch["response_mask"].bool()]
+    done = (
+        "algorithm.rollout_correction corrects for it"
+        if corrected
+        else ("nothing corrects for it (algorithm.rollout_correction.rollout_is=token would)")
+    )
+    return (
+        "Step 0: filters and penalties of actor_rollout_ref.rollout (top_p, top_k, min_p, repetition_penalty) are not "
+        "in these log-probs. To what was really sampled from the policy's ratio is "
+        f"{float(ratio.mean()):.3g} on average (from {float(ratio.min()):.2g} to {float(ratio.max()):.2g}); {done}."
+    )
+
+
 def largest_rows(config: PPOConfig, sizes: Sizes) -> list[int]:
     """Lengths of the rows of the largest micro-batch that this run can meet."""
     actor = config.actor_rollout_ref.actor

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
+
+from posttrain import interrupts
 
 
 class GracefulStop:
@@ -15,6 +18,7 @@ class GracefulStop:
         self.say = say
         self.requested: signal.Signals | None = None
         self._before: dict[signal.Signals, object] = {}
+        self._left = False
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
@@ -27,8 +31,19 @@ class GracefulStop:
             signal.signal(number, handler)  # pyright: ignore
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None and number == signal.SIGINT:
-            self.say("Leaving at once. The same command continues from the newest checkpoint.")
+        if self._left:
+            interrupts.once_more()
+        elif self.requested is not None and number == signal.SIGINT:
+            self._left = True
+            interrupts.leaving()
+            self._tell("Leaving at once. The same command continues from the newest checkpoint.")
             raise KeyboardInterrupt
-        self.requested = signal.Signals(number)
-        self.say(f"{self.requested.name}: finishing this step, then saving. Press Ctrl-C again to leave at once.")
+        else:
+            self.requested = signal.Signals(number)
+            self._tell(f"{self.requested.name}: finishing this step, then saving. Press Ctrl-C again to leave at once.")
+
+    def _tell(self, text: str) -> None:
+        try:
+            self.say(text)
+        except RuntimeError:  # the signal came while the console was being written, which cannot be done twice at once
+            os.write(2, f"{text}\n".encode())

@@ -9,6 +9,8 @@ from typing import Any
 from posttrain.config import Resolved, load_config
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError
+from posttrain.interrupts import interrupted
+from posttrain.tracking.console import keep_going, prepare_streams
 
 
 def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, data: Any, val_data: Any) -> Resolved:
@@ -23,19 +25,23 @@ def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, 
 
 def run_cli(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any]) -> int:
     """The exit status; errors meant for users are printed as they are."""
+    prepare_streams()
     try:
         shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
         resolved = load_config(list(args), environment=not shows, tree=tree)
         if resolved.show is not None:
             print(usage + "\n" + resolved.describe() if resolved.show == "help" else resolved.to_yaml(), end="")
             return 0
+        keep_going()
         print(f"Configuration: {resolved.main_file} and the command line")
         _quiet_environment()
         return run(resolved).exit_status
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt) and not interrupted():
+            raise
         print("interrupted", file=sys.stderr)
         return 130
 

@@ -81,7 +81,7 @@ class SupervisedTrainer:
             say(f"  ! step {self.step}: loss or gradient was not finite; the update was skipped.")
         if self.bad_steps >= self.config.trainer.max_bad_steps:
             raise TrainingStopped(
-                f"{self.bad_steps} updates in a row were skipped because loss or gradient was not finite "
+                f"{self.bad_steps} steps in a row were skipped because loss or gradient was not finite "
                 "(trainer.max_bad_steps). Lower optim.lr, or look at the data. The run continues from its last "
                 f"checkpoint in {self.run.checkpoints}."
             )

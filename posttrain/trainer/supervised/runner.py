@@ -13,6 +13,7 @@ import torch
 from posttrain.config.resolved import Resolved
 from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.models.quantized import numbers_in
+from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
@@ -41,6 +42,7 @@ def run_supervised(
     """One whole run. `words(train, val, steps)` describes it at the start; `data` and `val_data` stand in for files."""
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
+        stack.enter_context(hang_up_is_no_end())
         run, _ = open_run_directory(config, say, stem=stem)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))

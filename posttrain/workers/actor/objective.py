@@ -19,6 +19,7 @@ from posttrain.algorithms import (
     correction_is_on,
     kl_penalty,
     prepare_policy_loss,
+    sampled_from,
     scalar_loss_note,
 )
 from posttrain.config.actor import ActorConfig
@@ -103,7 +104,7 @@ class ActorObjective:
         if not correction_is_on(self.correction) or not {"old_log_probs", "rollout_log_probs"} <= set(batch):
             return {}
         weights, facts = compute_rollout_correction(
-            batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"], self.correction
+            batch["old_log_probs"], sampled_from(batch), batch["response_mask"], self.correction
         )
         facts.pop("mismatch/logp_max")  # measured against the policy being trained, below
         self.sums |= facts
@@ -118,6 +119,9 @@ class ActorObjective:
             gap = (log_prob - batch["rollout_log_probs"]).abs()
             self._add("mismatch/logp_mean", float((batch["mean_weights"] * gap).sum()))
             self._max("mismatch/logp_max", gap[real])
+        if "sampling_log_probs" in batch:  # how far filters and penalties are from the policy, whatever computed them
+            gap = batch["sampling_log_probs"] - batch["rollout_log_probs"]
+            self._add("mismatch/sampling_kl", float((batch["mean_weights"] * gap).sum()))
 
     def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
         """Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them."""

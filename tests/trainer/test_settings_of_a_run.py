@@ -1,0 +1,251 @@
+"""Settings of a run by what they change in it: what is asked, scored, saved, validated and written, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from runs import metrics_of, run, settings
+
+import posttrain
+from posttrain.config.root import PPOConfig
+from posttrain.protocol import DataProto
+from posttrain.trainer.ends import prepare_torch
+from posttrain.trainer.ppo.recorder import Recorder
+from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs, tolerance
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
+from posttrain.workers.roles import pick_device
+
+ONE = {"trainer__total_training_steps": 1}
+REWARD = """
+import os, sys, time
+from pathlib import Path
+(Path(__file__).parent / f"worker_{os.getpid()}").touch()
+
+def first(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.125
+
+def third(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+def second(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    if sum(map(ord, solution_str)) % 4 == 0:
+        time.sleep(60)
+    return 0.5 + bonus
+"""
+
+
+def samples(path: Path, step: int = 1) -> list[dict[str, Any]]:
+    return pq.read_table(path / "samples" / f"step_{step}.parquet").to_pylist()
+
+
+@pytest.fixture(scope="module")
+def due(tiny_model, sums, tmp_path_factory):
+    """A run of 7 steps whose checkpoints, validations, samples and lines come at frequencies of their own."""
+    validated: list[int] = []
+    plain = ActorRolloutRefWorker.generate_sequences
+
+    def generate(self: Any, prompts: DataProto, on_outputs: Any = None) -> DataProto:
+        if prompts.meta_info.get("validate"):
+            validated.append(len(prompts))
+        return plain(self, prompts, on_outputs)
+
+    generate.dispatch = plain.dispatch  # pyright: ignore
+    more = {
+        "trainer__total_training_steps": 7,
+        "trainer__save_freq": 2,
+        "trainer__test_freq": 4,
+        "trainer__val_before_train": False,
+        "trainer__max_ckpt_to_keep": 2,
+        "trainer__export_hf": "all",
+        "trainer__logger": [],
+        "tracking__samples_freq": 3,
+        "data__val_files": str(sums["test"]),
+        "data__val_batch_size": 5,
+        "actor_rollout_ref__rollout__val_kwargs__n": 2,
+        "actor_rollout_ref__rollout__val_kwargs__do_sample": True,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ActorRolloutRefWorker, "generate_sequences", generate)
+        result = run(tiny_model, sums, tmp_path_factory.mktemp("due"), **more)
+    return result, validated
+
+
+def test_checkpoints_validations_samples_and_lines_come_when_they_are_due(due):
+    result, _ = due
+    lines, log = metrics_of(result.path), (result.path / "logs" / "run.log").read_text()
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    assert [line["step"] for line in lines if any(name.startswith("val/") for name in line)] == [4, 7]
+    assert [step for step in range(1, 8) if f"saved {result.path}/checkpoints/global_step_{step}\n" in log] == [
+        2,
+        4,
+        6,
+        7,
+    ]
+    kept = {int(path.name.split("_")[-1]) for path in (result.path / "checkpoints").glob("global_step_*")}
+    assert {6, 7} <= kept and len(kept) < 4  # the newest two, and the best by validation if it is another
+    assert (result.path / "checkpoints" / "global_step_6" / "huggingface" / "config.json").exists()
+    assert sorted(path.name for path in (result.path / "samples").glob("*")) == ["step_3.parquet", "step_6.parquet"]
+
+
+def test_validation_takes_its_own_number_of_responses_and_prompts_at_a_time(due):
+    result, validated = due
+    assert validated == [10, 10, 4] * 2  # 12 prompts, 5 at a time, 2 responses each
+    assert all(any("mean@2" in name for name in found) for _, found in result.validation)
+
+
+def test_step_lines_are_on_the_console_only_if_it_is_among_the_loggers(due, tiny_model, sums, tmp_path, monkeypatch):
+    from posttrain.tracking import progress
+
+    seen: list[Any] = []
+    plain = progress.Progress.step
+    monkeypatch.setattr(
+        progress.Progress, "step", lambda self, *a, **k: seen.append(k["quiet"]) or plain(self, *a, **k)
+    )
+    for logger in (["console"], []):
+        run(tiny_model, sums, tmp_path / str(len(logger)), trainer__logger=logger, **ONE)
+    assert seen == [False, True]
+
+
+def test_samples_are_thinned_beyond_the_size_that_is_set(tiny_model, sums, tmp_path):
+    result = run(tiny_model, sums, tmp_path, tracking__samples_max_gb=1e-6)
+    left = [
+        len(samples(result.path, step))
+        for step in (1, 2)
+        if (result.path / "samples" / f"step_{step}.parquet").exists()
+    ]
+    assert sum(left) < 24
+
+
+def test_the_best_checkpoint_is_chosen_by_the_metric_that_is_named():
+    recorder = object.__new__(Recorder)
+    recorder.config = PPOConfig()
+    recorder.validations = [(3, {"val/a/mean@1": 0.1, "val/a/pass@2": 0.9}, [])]
+    assert recorder._metric(3) == 0.1 and recorder._metric(2) is None
+    recorder.config.trainer.best_metric = "val/a/pass@2"
+    assert recorder._metric(3) == 0.9
+
+
+def test_adapters_are_exported_alone_or_merged(tiny_model, sums, tmp_path):
+    found = {}
+    for kind in ("adapter", "merged"):
+        more = {"actor_rollout_ref__model__lora_rank": 2, "trainer__export_hf": "last", "trainer__export_lora": kind}
+        result = run(tiny_model, sums, tmp_path / kind, **more, **ONE)
+        folder = result.path / "checkpoints" / "global_step_1" / "huggingface"
+        found[kind] = ((folder / "adapter_config.json").exists(), (folder / "config.json").exists())
+    assert found == {"adapter": (True, False), "merged": (False, True)}
+
+
+def test_the_seed_decides_the_samples(tiny_model, sums, tmp_path):
+    """Of the same prompts in the same order, in training and in validation."""
+    more = {
+        "data__shuffle": False,
+        "data__val_files": str(sums["test"]),
+        "data__val_max_samples": 3,
+        "actor_rollout_ref__rollout__val_kwargs__do_sample": True,
+        **ONE,
+    }
+    seen: dict[int, tuple[list[str], list[str], list[str]]] = {}
+    plain = Recorder.record_validation
+    for seed in (1, 2):
+        shown: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Recorder,
+                "record_validation",
+                lambda self, step, metrics, rows, shown=shown: (
+                    shown.extend(row["response"] for row in rows) or plain(self, step, metrics, rows)
+                ),
+            )
+            rows = samples(run(tiny_model, sums, tmp_path / str(seed), trainer__seed=seed, **more).path)
+        seen[seed] = ([row["prompt"] for row in rows], [row["response"] for row in rows], shown[:3])
+    assert seen[1][0] == seen[2][0] and seen[1][1] != seen[2][1] and seen[1][2] != seen[2][2]
+
+
+def test_seed_and_determinism_reach_torch(capsys):
+    config = PPOConfig()
+    config.trainer.seed, config.trainer.deterministic = 123, True
+    before = torch.random.get_rng_state()
+    try:
+        prepare_torch(config, torch.device("cpu"))
+        assert torch.initial_seed() == 123 and torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.random.set_rng_state(before)
+
+
+def test_the_device_is_the_one_that_is_named(monkeypatch):
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        found = [pick_device(name).type for name in ("auto", "cpu", "cuda")]
+        assert found == ["cuda" if there else "cpu", "cpu", "cuda"]
+
+
+def test_a_run_stops_where_rollout_and_trainer_differ_by_more_than_is_set():
+    ones = torch.ones(2, 3)
+    batch = DataProto.from_dict(tensors={"response_mask": ones, "rollout_log_probs": -ones})
+    for allowed in (0.5, 0.1, None):
+        config = PPOConfig()
+        config.trainer.rollout_mismatch_tol = allowed
+        limit = tolerance(config, torch.float32)
+        assert limit == (allowed or 1e-3)
+        if allowed == 0.5:
+            assert compare_log_probs(batch, -1.2 * ones, limit)[1] == pytest.approx(0.2)
+            continue
+        with pytest.raises(MismatchError, match="differ by 0"):
+            compare_log_probs(batch, -1.2 * ones, limit)
+
+
+def test_the_rollout_engine_is_the_one_that_is_named(tiny_model, sums, tmp_path, capsys):
+    run(tiny_model, sums, tmp_path, actor_rollout_ref__rollout__name="hf", **ONE)
+    assert "Rollout engine: hf (transformers" in capsys.readouterr().out
+
+
+def test_the_data_settings_of_a_run_decide_what_the_model_is_asked(tiny_model, tmp_path):
+    rows = [{"question": f"letter {letter}", "ground_truth": letter} for letter in "dbcaef"]
+    given = settings(tiny_model, {"train": tmp_path}, tmp_path, data__prompt_key="question", data__shuffle=False, **ONE)
+    given |= {"data.data_source": "mine", "data.system_prompt": "Be odd.", "data.train_max_samples": 5}
+    del given["data.train_files"]
+    seen: list[Any] = []
+
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": len(solution_str) / 10, "source": data_source}
+
+    result = posttrain.train(given, reward=reward, data=rows)
+    seen = samples(result.path)
+    prompts = list(dict.fromkeys(row["prompt"] for row in seen))
+    assert [prompt.split("letter ")[1][0] for prompt in prompts] == list("dbca")  # 4 of them, as they came
+    assert all("Be odd." in prompt for prompt in prompts)
+    assert {row["data_source"] for row in seen} == {"mine"} or "mine" in str(seen[0])
+
+
+def test_the_reward_settings_of_a_run_decide_the_scores(tiny_model, sums, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD)
+    more = {
+        "custom_reward_function__path": str(file),
+        "custom_reward_function__name": "second",
+        "custom_reward_function__reward_kwargs": {"bonus": 0.25},
+        "reward__timeout_s": 0.4,
+        "reward__failure_score": -3.0,
+        "reward__num_workers": 3,
+    }
+    rows = samples(run(tiny_model, sums, tmp_path / "out", reward=None, **more, **ONE).path)
+    assert {row["score"] for row in rows} == {0.75, -3.0}
+    late = [row for row in rows if row["score"] == -3.0]
+    assert all(sum(map(ord, row["response"])) % 4 == 0 and "0.4" in row["error"] for row in late)
+    assert len(list(tmp_path.glob("worker_*"))) >= 3
+
+
+def test_several_rewards_of_a_run_are_summed_by_weight(tiny_model, sums, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD)
+    parts = {
+        "a": {"path": str(file), "name": "first", "weight": 2.0},
+        "b": {"path": str(file), "name": "third", "weight": -1.0},
+    }
+    rows = samples(run(tiny_model, sums, tmp_path / "out", reward=None, reward__functions=parts, **ONE).path)
+    assert {row["score"] for row in rows} == {2 * 0.125 - 1.0}
