@@ -232,7 +232,13 @@ def main(kinds: list[str]) -> int:
     results = []
     for kind in kinds or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(check_family(kind, Path(folder)))
+            try:
+                results.append(check_family(kind, Path(folder)))
+            except Exception as error:  # a family that breaks must not hide the others
+                print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                results.append(
+                    Result(kind, gaps={name: float("nan") for name in ("hf", "log-probs", "rl_loss", "sft_loss")})
+                )
         print(f"{kind}: {results[-1].verdict}", file=sys.stderr, flush=True)
     print(table(results))
     return int(any(each.verdict == "WRONG" for each in results))

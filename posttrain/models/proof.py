@@ -59,9 +59,14 @@ def proof_rows(config: Any) -> list[list[int]]:
 def plain_pass(model: Any, what: str) -> Plain:
     """Log-probs as transformers gives them, row by row; `what` names the model in errors."""
     rows, found = proof_rows(model.config), {}
-    for window in windows(model):
-        with narrowed(model, window):
-            found[window] = [_own(model, [row])[0] for row in rows]
+    try:
+        for window in windows(model):
+            with narrowed(model, window):
+                found[window] = _own_each(model, rows)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
     first, second = (log_probs[: COMMON - 1] for log_probs in found[None])
     if not agree(first, second, model):
         raise ProofError(
@@ -110,6 +115,8 @@ def _why_not(model: Any, plain: Plain, compute: Compute) -> str | None:
             expected = expected * (len(found) // len(expected))
             if not all(agree(mine, theirs, model) for mine, theirs in zip(found, expected, strict=True)):
                 return "the log-probs differ"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a model's own code may do with rows that it was not written for
         return f"{type(error).__name__}: {error}"
     return None

@@ -91,7 +91,7 @@ def load_scorer(
         put_head(model, value_head)
     keep_one_layout(model)
     model = (model if quantization else model.to(device)).eval()
-    plain = plain_scores(model)
+    plain = plain_scores(model, f"{setting}={path}")
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)

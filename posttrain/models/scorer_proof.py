@@ -31,11 +31,17 @@ class PlainScores:
 
 
 @torch.no_grad()
-def plain_scores(model: Any) -> PlainScores:
+def plain_scores(model: Any, what: str) -> PlainScores:
+    """Scores as transformers gives them, row by row; `what` names the model in errors."""
     rows, found = proof_rows(model.config), {}
-    for window in windows(model):
-        with narrowed(model, window):
-            found[window] = _alone(model, rows)
+    try:
+        for window in windows(model):
+            with narrowed(model, window):
+                found[window] = _alone(model, rows)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
     return PlainScores(rows, found)
 
 
@@ -63,6 +69,8 @@ def _holds(model: Any, plain: PlainScores, compute: Any) -> bool:
                 found = compute(model, plain.rows)
             if not all(_near(mine, theirs) for mine, theirs in zip(found, expected[: len(found)], strict=True)):
                 return False
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # whatever a model's own code may do with rows that it was not written for
         return False
     return True

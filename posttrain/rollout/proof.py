@@ -31,6 +31,8 @@ def why_wrong(engine: RolloutEngine, module: torch.nn.Module) -> str | None:
         found = [torch.tensor(output.log_probs, device=expected[0].device) for output in outputs]
         if not agree(torch.cat(found), torch.cat(expected), module):
             return "its log-probs are not those of the model"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a model's own code may do with a cache; the engine is then thrown away
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
