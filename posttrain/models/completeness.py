@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from posttrain.models.finite import few
 from posttrain.models.loading import ModelError
 
 # Tables that old folders hold and newer code computes, and value heads beside a language model: no weights of it.
 _NO_WEIGHTS = re.compile(
     r"(\.|^)(masked_bias|inv_freq|position_ids|attn\.bias|attention\.bias)$|^(v_head|value_head)\."
 )
-SHOWN = 3
 
 
 class WeightsError(ModelError):
@@ -36,9 +36,9 @@ def check_weights(
     others = [name for name in others if not (beside and beside(name))]
     shapes = [_shapes(*entry) for entry in sorted(report["mismatched_keys"])]
     told = [
-        f"it lacks weights, which would begin random ({_few(missing)})" if missing else "",
-        f"it holds weights that the model has no place for ({_few(others)})" if others else "",
-        f"weights have another shape ({_few(shapes)})" if shapes else "",
+        f"it lacks weights, which would begin random ({few(missing)})" if missing else "",
+        f"it holds weights that the model has no place for ({few(others)})" if others else "",
+        f"weights have another shape ({few(shapes)})" if shapes else "",
     ]
     if not any(told):
         return
@@ -47,11 +47,6 @@ def check_weights(
         advice += f" {setting}=True trains nevertheless."
     wrong = "; ".join(words for words in told if words)
     raise WeightsError(f"{what}: the folder does not hold the weights of this model: {wrong}.\n  {advice}")
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _shapes(name: str, stored: Any, wanted: Any) -> str:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from posttrain.config.lora import SCORE_HEADS
+from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.completeness import check_weights, outside
+from posttrain.models.finite import few, not_finite
 from posttrain.models.forward import hidden_states, without_adapters
 from posttrain.models.loading import (
     ModelError,
@@ -80,8 +82,12 @@ def load_scorer(
                 ignore_mismatched_sizes=True,
                 **options,
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the reward model", setting) from error
+    if wrong := not_finite(model.named_parameters()):
+        raise ModelError(f"{setting}={path}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     gets_head = new_head or value_head is not None
     _settle_head(model, sorted(report["missing_keys"]), path, gets_head, setting)
     if not allow_other_weights:
