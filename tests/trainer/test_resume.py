@@ -183,3 +183,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(ti
 def _empty(folder):
     (folder / "empty.jsonl").write_text("")
     return folder / "empty.jsonl"
+
+
+def test_equal_runs_have_equal_generators_also_pythons_and_numpys(tiny_model, sums, tmp_path):
+    """A user's own sampler or estimator draws from them."""
+    import random
+
+    import numpy as np
+
+    files = []
+    for name in ("one", "two"):
+        random.seed(name)  # whatever was drawn before
+        np.random.seed(len(files))
+        result = run(tiny_model, sums, tmp_path / name, trainer__total_training_steps=1)
+        files.append((result.path / "checkpoints" / "global_step_1" / "rng.safetensors").read_bytes())
+    assert files[0] == files[1]
+    other = run(tiny_model, sums, tmp_path / "other", trainer__total_training_steps=1, trainer__seed=2**62)
+    assert (other.path / "checkpoints" / "global_step_1" / "rng.safetensors").read_bytes() != files[0]
