@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.config.reward import LARGEST_SCORE
+
 Range = tuple[Callable[[Any], bool], str]
 
 
@@ -16,6 +18,8 @@ def _above(low: float) -> Range:
     return lambda value: value > low, f"above {low}"
 
 
+_SCORE: Range = (lambda value: abs(value) <= LARGEST_SCORE, f"between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
+_FACTOR: Range = (lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")
 _ONE_OR_MORE, _ZERO_OR_MORE, _POSITIVE = _at_least(1), _at_least(0), _above(0)
 _SHARE: Range = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE_SHARE: Range = (lambda value: 0 < value <= 1, "above 0 and at most 1")
@@ -122,11 +126,12 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
     "reward": {
         "num_workers": _ONE_OR_MORE,
         "timeout_s": _POSITIVE,
+        "failure_score": _SCORE,
         "sandbox.timeout_s": _POSITIVE,
         "sandbox.memory_mb": _at_least(16),
         **{f"sandbox.{name}": _ONE_OR_MORE for name in ("processes", "disk_mb", "output_kb")},
         "overlong_buffer.len": _ONE_OR_MORE,
-        "overlong_buffer.penalty_factor": _POSITIVE,
+        "overlong_buffer.penalty_factor": _FACTOR,
     },
     "reward_model": {
         "micro_batch_size_per_gpu": _ONE_OR_MORE,

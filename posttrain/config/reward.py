@@ -8,6 +8,9 @@ from typing import Any
 from posttrain.config.base import Section
 from posttrain.config.sandbox import SandboxConfig
 
+LARGEST_SCORE = 1e18
+"""Scores beyond it, on either side, count as failed: training squares them, and float32 ends at 3e38."""
+
 
 @dataclass
 class CustomRewardConfig(Section):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from posttrain.rewards.outcomes import Outcome, ScoreItems
+from posttrain.rewards.outcomes import TOO_LARGE, Outcome, ScoreItems, is_usable
 from posttrain.rewards.signatures import Fields
 from posttrain.rewards.types import RewardPart
 
@@ -45,6 +45,8 @@ class Combined:
                 parts.setdefault(key, value)
         if self.judge is not None and outcomes[self.judge][2] is None:
             parts.setdefault("acc", float(_is_right(outcomes[self.judge])))
+        if not errors and not is_usable(total):
+            errors.append(f"the weighted sum is {total:g}{TOO_LARGE}")
         return total, parts, "\n".join(errors) or None
 
 

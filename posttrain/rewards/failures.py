@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import traceback
 
@@ -15,16 +16,27 @@ _LONGEST = 500
 
 def describe_exception(error: BaseException) -> str:
     """`NameError: name 'torch' is not defined (add `import torch`)`, then the innermost lines of user code."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    said = text_of(error, _LONGEST)
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if isinstance(error, SystemExit):
         text = f"the function called exit({error.code!r})"
     if isinstance(error, RewardError):
-        text = str(error)
+        text = said
     if isinstance(error, NameError) and error.name and _importable(error.name):
         text += f" (the file never imports it: add `import {error.name}`)"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
     lines = [f"  {f.filename}, line {f.lineno}, in {f.name}: {f.line or ''}".rstrip(": ") for f in frames[-_FRAMES:]]
     return "\n".join([text[:_LONGEST], *lines])
+
+
+def text_of(value: object, most: int) -> str:
+    """The value's text, cut; what has none (an integer beyond 4,300 digits, a `__str__` that fails) is described."""
+    try:
+        return str(value)[:most]
+    except Exception:
+        if isinstance(value, int):
+            return f"an integer of some {round(value.bit_length() * math.log10(2))} digits"
+        return f"a {type(value).__name__} that has no text"
 
 
 def explain_import_failure(error: BaseException, what: str) -> RewardError:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.rewards.failures import describe_exception
+from posttrain.config.reward import LARGEST_SCORE
+from posttrain.rewards.failures import describe_exception, text_of
 from posttrain.rewards.signatures import Fields
 
 Outcome = tuple[float, dict[str, "float | str"], "str | None"]
@@ -42,16 +43,29 @@ def read_result(result: Any) -> Outcome:
     parts: dict[str, float | str] = {}
     if isinstance(result, dict):
         if "score" not in result:
-            return failure(f"returned a dict without 'score' (keys: {', '.join(map(str, result)) or 'none'})")
-        parts = {str(name): _part(value) for name, value in result.items() if name != "score"}
+            names = ", ".join(text_of(name, _PART_CHARS) for name in result)
+            return failure(f"returned a dict without 'score' (keys: {names or 'none'})")
+        parts = {text_of(name, _PART_CHARS): _part(value) for name, value in result.items() if name != "score"}
         result = result["score"]
     if result is None or isinstance(result, str | bytes):
         return failure(f"returned {_kind(result)} instead of a number")
     try:
         score = float(result)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except OverflowError:
+        return failure(f"returned {text_of(result, 60)}{TOO_LARGE}")
+    except (TypeError, ValueError, RuntimeError):
         return failure(f"returned {_kind(result)} instead of a number")
-    return (score, parts, None) if math.isfinite(score) else failure(f"returned {score}")
+    if not math.isfinite(score):
+        return failure(f"returned {score}")
+    return (score, parts, None) if is_usable(score) else failure(f"returned {score:g}{TOO_LARGE}")
+
+
+TOO_LARGE = f": scores end at {LARGEST_SCORE:g}, training could not square larger ones"
+
+
+def is_usable(score: float) -> bool:
+    """Whether a score can be trained on: finite, and small enough."""
+    return abs(score) <= LARGEST_SCORE
 
 
 def failure(error: str) -> Outcome:
@@ -65,12 +79,12 @@ def _part(value: Any) -> float | str:
     if not isinstance(value, str):
         try:
             number = float(value)
-            if math.isfinite(number):
+            if is_usable(number):
                 return number
         except (TypeError, ValueError, RuntimeError, OverflowError):
             pass
-    return str(value)[:_PART_CHARS]
+    return text_of(value, _PART_CHARS)
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]!r})"
+    return "None" if value is None else f"a {type(value).__name__} ({text_of(value, 60)!r})"

@@ -28,6 +28,7 @@ _PASSING = {408, 425, 429, 500, 502, 503, 504}
 _SHARE = 0.9
 """Share of a score's time that all attempts may take; the rest is for writing and reading."""
 _MOST_BYTES = 64 << 20
+_MOST_DIGITS = 400
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Remote:
         except (OSError, http.client.HTTPException) as error:
             raise _Refused(f"the connection broke: {type(error).__name__}: {error}", passing=True) from None
         try:
-            return json.loads(text)
+            return json.loads(text, parse_int=_integer)
         except ValueError:
             raise _Refused(f"answered no JSON: {text[:80].decode(errors='replace')!r}", 200) from None
 
@@ -114,6 +115,11 @@ class _Refused(Exception):
     def __init__(self, text: str, status: int | None = None, *, passing: bool = False) -> None:
         super().__init__(text)
         self.status, self.passing = status, passing
+
+
+def _integer(digits: str) -> int | float:
+    """An integer as JSON writes it; one that no score can be, and Python would not read, becomes infinite."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def _plain(value: Any) -> Any:

@@ -31,6 +31,8 @@ class Scores(BaseHTTPRequestHandler):
             body = "[]"
         if "nan" in said:
             body = '{"scores": [NaN]}'
+        if "huge" in said:
+            body = '{"scores": [1' + "0" * 5000 + "]}"
         if "words" in said:
             body = "<html>"
         if "slow" in said:
@@ -74,15 +76,14 @@ def test_a_group_goes_out_in_one_request_and_comes_back_with_parts(server, monke
 
 
 def test_what_passes_is_tried_again_and_the_rest_is_recorded(server):
-    texts = ["busy once", "refused", "too few", "nan", "words", "fine"]
+    texts = ["busy once", "refused", "too few", "nan", "words", "huge", "fine"]
     results = scored(server, texts)
     errors = [result.error for result in results]
-    assert errors[0] is None and errors[5] is None and results[5].score == 4.0
-    for error, part in zip(
-        errors[1:5], ["status 400 Bad Request: no such task", "0 scores for 1", "nan", "no JSON"], strict=True
-    ):
+    assert errors[0] is None and errors[6] is None and results[6].score == 4.0
+    parts = ["status 400 Bad Request: no such task", "0 scores for 1", "nan", "no JSON", "inf"]
+    for error, part in zip(errors[1:6], parts, strict=True):
         assert error is not None and part in error and server in error
-    assert [result.score for result in results[1:5]] == [-1.0] * 4
+    assert [result.score for result in results[1:6]] == [-1.0] * 5
 
 
 def test_a_slow_server_is_given_up_before_the_deadline_of_the_score(server):

@@ -15,3 +15,8 @@ def in_parts(data_source, solution_str, ground_truth, extra_info=None):
 def rarely_right(data_source, solution_str, ground_truth, extra_info=None):
     """Right for few responses of an untrained model, so that many groups have no signal."""
     return float(solution_str[:1].isalnum())
+
+
+def out_of_range(data_source, solution_str, ground_truth, extra_info=None):
+    """Every third response gets a score that float32 cannot hold, or an integer without a text."""
+    return [1e308, 10**5000, even_share(data_source, solution_str, ground_truth)][sum(map(ord, solution_str)) % 3]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from light_rewards import out_of_range
 from runs import metrics_of, run, settings
 
 from posttrain.trainer.ppo import ray_trainer
@@ -210,3 +211,10 @@ def test_a_reward_that_worked_before_has_three_batches_to_come_back():
     watch.look(bad)
     with pytest.raises(AllFailed, match=r"all 2 responses of each of the last 3 batches(.|\n)*away"):
         watch.look(bad)
+
+
+def test_scores_out_of_range_are_failures_and_the_run_goes_on(tiny_model, sums, tmp_path):
+    result = run(tiny_model, sums, tmp_path, reward=out_of_range, reward__failure_score=-1.0)
+    assert result.status == "finished" and result.steps == 2
+    lines = metrics_of(result.path)
+    assert sum(line["reward/failures"] for line in lines) > 0 and all(-1 <= line["reward_mean"] <= 1 for line in lines)

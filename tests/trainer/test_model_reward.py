@@ -133,3 +133,9 @@ def test_a_template_that_refuses_the_data_stops_the_run_before_anything_is_gener
     folder = write_reward_model(tmp_path / "strict", tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"users only\n.*roles user"):
         run(tiny_model, sums, tmp_path, reward_model__enable=True, reward_model__model__path=str(folder))
+
+
+def test_a_sum_that_no_training_can_hold_is_a_failure():
+    scores, _, errors = joined(Scripted(1e18, 1.0), [0.0, 0.0], weight=1e6)
+    assert scores == [-7.0, 1e6]
+    assert "the weighted sum is 1e+24" in errors[0] and errors[1] is None

@@ -15,6 +15,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.combined import RIGHT
+from posttrain.rewards.outcomes import TOO_LARGE, is_usable
 
 MODEL, FUNCTION = "reward_model", "function"
 
@@ -68,4 +69,7 @@ class ModelReward:
             parts[FUNCTION] = function
             parts.setdefault("acc", float(function >= RIGHT))
         texts = [f"{name}: {text}" for name, text in ((MODEL, model_error), (FUNCTION, error)) if text is not None]
+        if not is_usable(total):
+            texts.append(f"the weighted sum is {total:g}{TOO_LARGE}")
+            total = self.failure_score
         return total, parts, "\n".join(texts) or None
