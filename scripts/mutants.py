@@ -2,7 +2,7 @@
 
     python scripts/mutants.py                     every mutant; prints a table, exit status 1 if one survives
     python scripts/mutants.py --only grad_clip    those that name this setting, loss, file or test
-    python scripts/mutants.py --write             every mutant, and the table goes into docs/mutants.md
+    python scripts/mutants.py --write             and the verdicts go into the table of docs/mutants.md
     python scripts/mutants.py --check             only: is every line still there?
 
 The mutants are in `scripts/mutants/*.toml`: `of` names what the change breaks (a setting, with `sft:` or `rm:` before
@@ -24,13 +24,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
 TABLE = ROOT / "docs" / "mutants.md"
+MARK = "<!-- made by scripts/mutants.py -->"
 SECONDS = 300
 WITHOUT = {
     ".strategy": "a name: `fsdp` and `fsdp2` are one engine",
@@ -53,6 +54,12 @@ class Mutant:
     becomes: str
     test: str
     room: str = ""
+
+    def row(self) -> str:
+        """Its row of the table, but for the verdict."""
+        names = ", ".join(f"`{name}`" for name in self.of)
+        file, test = self.file.removeprefix("posttrain/"), self.test.removeprefix("tests/")
+        return f"| {names} | `{file}` | {_code(self.line)} -> {_code(self.becomes)} | `{test}`"
 
     def problem(self, root: Path = ROOT) -> str | None:
         """Why this mutant cannot be applied to the tree any more, if so."""
@@ -186,22 +193,30 @@ def pass_unchanged(mutants: list[Mutant]) -> bool:
     return True
 
 
-def table(results: list[tuple[Mutant, str]]) -> str:
-    """The table of docs/mutants.md."""
-    caught = sum(verdict == "caught" for _, verdict in results)
-    lines = [f"{len(results)} mutants, {caught} caught.", ""]
-    for room in dict.fromkeys(mutant.room for mutant, _ in results):
+def known_verdicts(page: str) -> dict[str, str]:
+    """What the page says of each mutant, by the rest of its row."""
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line.count(" | ") == 4]
+    return {line.rpartition(" | ")[0]: line.rpartition(" | ")[2].removesuffix(" |") for line in rows}
+
+
+def table(mutants: list[Mutant], verdicts: Mapping[str, str]) -> str:
+    """The table of docs/mutants.md; `verdicts` by `Mutant.row`."""
+    caught = sum(verdicts.get(mutant.row()) == "caught" for mutant in mutants)
+    lines = [f"{len(mutants)} mutants, {caught} caught.", ""]
+    for room in dict.fromkeys(mutant.room for mutant in mutants):
         lines += [f"## {room.replace('_', ' ')}", "", "| breaks | in | by | test | |", "|---|---|---|---|---|"]
-        for mutant, verdict in results:
-            if mutant.room == room:
-                names = ", ".join(f"`{name}`" for name in mutant.of)
-                change = f"{_code(mutant.line)} -> {_code(mutant.becomes)}"
-                file = mutant.file.removeprefix("posttrain/")
-                lines.append(f"| {names} | `{file}` | {change} | `{mutant.test.removeprefix('tests/')}` | {verdict} |")
-        lines.append("")
+        rows = [mutant.row() for mutant in mutants if mutant.room == room]
+        lines += [*(f"{row} | {verdicts.get(row, 'not tried')} |" for row in rows), ""]
     lines += ["## Settings without a mutant", ""]
     lines += [f"- `{piece.strip('.')}`: {reason}" for piece, reason in WITHOUT.items()]
     return "\n".join(lines) + "\n"
+
+
+def write_page(results: list[tuple[Mutant, str]]) -> None:
+    """The page anew: these verdicts, and the old ones of mutants that did not change and were not tried this time."""
+    head, mark, old = TABLE.read_text().partition(MARK)
+    verdicts = known_verdicts(old) | {mutant.row(): verdict for mutant, verdict in results}
+    TABLE.write_text(f"{head}{mark}\n\n{table(read_mutants(), verdicts)}")
 
 
 def _code(text: str) -> str:
@@ -232,8 +247,7 @@ def main() -> int:
         return 2
     results = try_all(mutants)
     if options.write:
-        head, _, _ = TABLE.read_text().partition("<!-- made by scripts/mutants.py -->")
-        TABLE.write_text(f"{head}<!-- made by scripts/mutants.py -->\n\n{table(results)}")
+        write_page(results)
     survivors = [mutant for mutant, verdict in results if verdict != "caught"]
     print(f"{len(results)} mutants, {len(results) - len(survivors)} caught.")
     return 1 if survivors else 0
