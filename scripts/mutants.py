@@ -138,7 +138,7 @@ def _run_here(tree: Path, test: str, log: Path) -> None:
             os.dup2(out, stream)
         os.chdir(tree)
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
-        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         sys.dont_write_bytecode = True
         status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short", test]))
         sys.stdout.flush()
