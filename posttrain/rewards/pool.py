@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from posttrain import pulse
 from posttrain.rewards.channel import Payload
 from posttrain.rewards.crew import Crew, Task
 from posttrain.rewards.outcomes import Outcome
@@ -98,7 +99,9 @@ class RewardPool:
             for group in list(self._groups):
                 self._enqueue(self._groups.pop(group)[1])
             self._wake()
-            self._changed.wait_for(lambda: not self._open or self._error or self._closing)
+            with pulse.work("scores", len(self._open)) as work:
+                while not self._changed.wait_for(lambda: not self._open or self._error or self._closing, timeout=0.5):
+                    work.done = work.total - len(self._open)
             self._check_usable()
             done, self._done = self._done, {}
         return done

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain import pulse
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 
@@ -29,9 +30,11 @@ def generate(
     for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
         engine.submit(Request(row, prompt, sampling, seed))
     outputs: dict[int, Output] = {}
-    with no_garbage_collection():
+    longest = max((sampling.max_tokens for sampling in samplings), default=0)
+    with no_garbage_collection(), pulse.work("responses", len(prompts), most_tokens=longest) as work:
         while engine.has_work():
             ended = engine.step()
+            work.advance(len(ended), sum(len(output.token_ids) for output in ended), engine.running_tokens())
             outputs.update((output.id, output) for output in ended)  # pyright: ignore
             if ended and on_outputs is not None:
                 on_outputs(ended)

@@ -380,6 +380,10 @@ class RayPPOTrainer:
         if self.checked or not self._fresh(batch).any():
             return
         self.checked = True
+        with self.recorder.stage("check"):
+            self._compare_and_try(batch)
+
+    def _compare_and_try(self, batch: DataProto) -> None:
         batch = batch[self._fresh(batch)]
         check_groups(batch, self.config.actor_rollout_ref.rollout.n)
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from posttrain import pulse
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
@@ -30,8 +31,12 @@ class Validator:
     def run(self, step: int) -> dict[str, float]:
         """Metrics by name; also remembers a few samples for the end of the run."""
         columns: dict[str, list[Any]] = {name: [] for name in NAMES}
-        for rows in sequential_batches(len(self.dataset), self.trainer.config.data.val_batch_size):
-            self._run_batch(rows, columns)
+        responses = len(self.dataset) * self.trainer.config.actor_rollout_ref.rollout.val_kwargs.n
+        most_tokens = self.trainer.config.data.max_response_length
+        shown = self.trainer.recorder.showing("validation")
+        with shown, pulse.work("responses", responses, most_tokens=most_tokens):
+            for rows in sequential_batches(len(self.dataset), self.trainer.config.data.val_batch_size):
+                self._run_batch(rows, columns)
         rows_of = zip(*(columns[name] for name in ("source", "response", "parts", "error")), strict=True)
         metrics = validation_metrics(
             data_sources=columns["source"],

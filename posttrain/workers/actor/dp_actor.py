@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
@@ -41,20 +42,24 @@ class DataParallelPPOActor:
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """`ppo_epochs` passes over the mini-batches of `data`; gives the mean metrics of the optimizer steps."""
-        metrics = []
-        for epoch in range(self.config.ppo_epochs):
-            ordered = shuffled(data, self.seed, epoch) if self.config.shuffle else data
-            for mini_batch in ordered.split(self.mini_batch_rows):
-                prepared = self.objective.prepare(mini_batch)
-                step = self.engine.update(prepared, self.objective, temperature=self.temperature)
-                named = {
-                    "actor/grad_norm": step["grad_norm"],
-                    "actor/lr": step["lr"],
-                    "actor/bad_steps": step["skipped"],
-                }
-                metrics.append({**self.objective.metrics(), **named})
+        with pulse.work("rows", len(data) * self.config.ppo_epochs):
+            metrics = [
+                self._step(mini_batch)
+                for epoch in range(self.config.ppo_epochs)
+                for mini_batch in self._ordered(data, epoch).split(self.mini_batch_rows)
+            ]
         skipped = sum(part["actor/bad_steps"] for part in metrics)
         return {**mean_of(metrics), "actor/bad_steps": skipped, "actor/optimizer_steps": float(len(metrics))}
+
+    def _ordered(self, data: DataProto, epoch: int) -> DataProto:
+        return shuffled(data, self.seed, epoch) if self.config.shuffle else data
+
+    def _step(self, mini_batch: DataProto) -> dict[str, float]:
+        """One optimizer step; gives its metrics."""
+        prepared = self.objective.prepare(mini_batch)
+        step = self.engine.update(prepared, self.objective, temperature=self.temperature)
+        named = {"actor/grad_norm": step["grad_norm"], "actor/lr": step["lr"], "actor/bad_steps": step["skipped"]}
+        return {**self.objective.metrics(), **named}
 
     def compute_log_prob(self, data: DataProto) -> dict[str, torch.Tensor]:
         """`log_probs` and `entropy` (rows, response width) under the weights as they are."""

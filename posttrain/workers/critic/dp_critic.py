@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from posttrain import pulse
 from posttrain.algorithms import aggregation_weights, compute_value_loss
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import TrainEngine
@@ -28,19 +29,27 @@ class DataParallelPPOCritic:
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """`critic.ppo_epochs` passes over the mini-batches of `data`; gives the mean metrics of the optimizer steps."""
-        metrics = []
-        for epoch in range(self.epochs):
-            ordered = shuffled(data, self.seed, epoch) if self.config.shuffle else data
-            for mini in ordered.split(self.mini_batch_rows):
-                mask = mini.batch["response_mask"]
-                weights = aggregation_weights(mask, self.config.loss_agg_mode, loss_scale_factor=self.scale)
-                extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
-                self.sums = {}
-                step = self.engine.update(mini.union(DataProto.from_dict(tensors=extra)), self._loss)
-                named = {f"critic/{name}": step[name] for name in ("grad_norm", "lr")}
-                metrics.append({**self.sums, **named, "critic/bad_steps": step["skipped"]})
+        with pulse.work("rows", len(data) * self.epochs):
+            metrics = [
+                self._step(mini)
+                for epoch in range(self.epochs)
+                for mini in self._ordered(data, epoch).split(self.mini_batch_rows)
+            ]
         skipped = sum(part["critic/bad_steps"] for part in metrics)
         return {**mean_of(metrics), "critic/bad_steps": skipped, "critic/optimizer_steps": float(len(metrics))}
+
+    def _ordered(self, data: DataProto, epoch: int) -> DataProto:
+        return shuffled(data, self.seed, epoch) if self.config.shuffle else data
+
+    def _step(self, mini: DataProto) -> dict[str, float]:
+        """One optimizer step; gives its metrics."""
+        mask = mini.batch["response_mask"]
+        weights = aggregation_weights(mask, self.config.loss_agg_mode, loss_scale_factor=self.scale)
+        extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
+        self.sums = {}
+        step = self.engine.update(mini.union(DataProto.from_dict(tensors=extra)), self._loss)
+        named = {f"critic/{name}": step[name] for name in ("grad_norm", "lr")}
+        return {**self.sums, **named, "critic/bad_steps": step["skipped"]}
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch = micro.batch
