@@ -160,23 +160,31 @@ def try_all(mutants: list[Mutant]) -> list[tuple[Mutant, str]]:
     with copied_tree() as tree, tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "log"
         for number, mutant in enumerate(mutants, 1):
-            path = tree / mutant.file
-            plain = path.read_text()
-            path.write_text(plain.replace(mutant.line, mutant.becomes))
             started = time.monotonic()
-            status = run_test(tree, mutant.test, log)
-            path.write_text(plain)
-            verdict = _verdict(status, log)
+            verdict = _try(mutant, tree, log)
             results.append((mutant, verdict))
             took = time.monotonic() - started
             print(f"{number}/{len(mutants)} {took:5.1f} s  {verdict:<10} {', '.join(mutant.of)}", flush=True)
             if verdict != "caught":
                 print(f"    {mutant.file}: {mutant.line!r} -> {mutant.becomes!r}\n    {mutant.test}", flush=True)
-                print("    " + "\n    ".join(log.read_text().splitlines()[-8:]), flush=True)
+                print("    " + "\n    ".join(_text(log).splitlines()[-8:]), flush=True)
     return results
 
 
-def _verdict(status: int | None, log: Path) -> str:
+def _try(mutant: Mutant, tree: Path, log: Path) -> str:
+    """What becomes of one mutant; the tree is as before when it is done."""
+    path = tree / mutant.file
+    plain = path.read_text()
+    if plain.count(mutant.line) != 1:
+        return "line gone"
+    path.write_text(plain.replace(mutant.line, mutant.becomes))
+    try:
+        return _verdict(run_test(tree, mutant.test, log))
+    finally:
+        path.write_text(plain)
+
+
+def _verdict(status: int | None) -> str:
     if status is None:
         return f"hung for {SECONDS} s"
     return {0: "SURVIVED", FAILED: "caught"}.get(status, f"not run (pytest {status})")
