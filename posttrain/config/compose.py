@@ -125,7 +125,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
         lay_over = "defaults" not in own
         composed = _compose_once(folders, main if lay_over else name, groups, cwd, main)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError([_composition_problem(error, chosen, cwd, folders, groups)]) from None
     if lay_over:
         layer = Layer(_label(chosen, cwd), flatten({str(key): value for key, value in own.items()}), explicit=True)

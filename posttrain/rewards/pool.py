@@ -93,6 +93,12 @@ class RewardPool:
             done, self._done = self._done, {}
         return list(done.items())
 
+    def wait_some(self) -> list[tuple[Hashable, RewardResult]]:
+        """As `poll`, waiting for at least one score if any is being computed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or not self._open or self._error or self._closing)
+        return self.poll()
+
     def wait_all(self) -> dict[Hashable, RewardResult]:
         """Everything submitted and not yet returned; groups that are still incomplete are scored as they are."""
         with self._changed:
@@ -185,8 +191,7 @@ class RewardPool:
         with self._changed:
             self._open.difference_update(results)
             self._done |= results
-            if not self._open:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
 
 def _payloads(items: Sequence[RewardItem]) -> list[Payload]:
