@@ -233,7 +233,7 @@ def _code(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", default=[], help="text of a setting, loss, file or test")
     parser.add_argument("--check", action="store_true", help="only whether every line is still there")
     parser.add_argument("--write", action="store_true", help="write the table into docs/mutants.md")

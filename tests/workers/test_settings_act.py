@@ -256,9 +256,9 @@ def test_S4_20_S4_21_S3_54_S3_56_weights_and_moments_come_for_their_stage_leave_
         for name, engine in (("weights", worker.engine), ("reference", worker.reference)):
             _watch(engine.module, "to", name, seen)
         _watch(worker.engine.optimizer, "move", "moments", seen)
-        for call in (group.compute_log_prob, group.compute_ref_log_prob, group.update_actor):
-            seen.append(call.__name__)
-            call(batch())
+        for call in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
+            seen.append(call)
+            getattr(group, call)(batch())
     log_prob = ["compute_log_prob", "weights", "weights", "moments"]  # brought, and both taken away
     reference = ["compute_ref_log_prob", "reference", "reference"]
     assert moves[True] == [*log_prob, *reference, "update_actor", "weights", "moments", "weights", "moments"]
