@@ -13,6 +13,7 @@ from posttrain.models.adapter_targets import stacked_words
 from posttrain.models.loading import Positions, model_end_ids, positions_of
 from posttrain.models.lora import has_adapters
 from posttrain.models.quantized import numbers_in
+from posttrain.models.ways import way_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class EngineFacts:
     """Settings of the adapters, without their base's name; None for a model without adapters."""
     stacked: str | None
     """Matrices that lie in one tensor, in words (`stacked_words`)."""
+    note: str | None = None
+    """What of the model is not used, and why."""
 
 
 def facts_of(
@@ -66,6 +69,7 @@ def facts_of(
         max_rows=max_rows,
         adapters=_adapters(module),
         stacked=stacked_words(module),
+        note=way_of(module).note,
     )
 
 

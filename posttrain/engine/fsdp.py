@@ -22,8 +22,9 @@ from posttrain.engine.ranks import Ranks
 from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.forward import TokenPass
-from posttrain.models.loading import can_pack
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
+from posttrain.models.recompute import recompute_layers
+from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 
 
@@ -50,13 +51,14 @@ class FSDPEngine(TrainEngine):
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
         self.module, self.settings = module, settings
-        self.packed = settings.pack and self._can_pack(module)
+        self.way = way_of(module)
+        self.packed = settings.pack and self.way.packed
         self._facts = facts_of(
             module,
             packed=self.packed,
             share_prompts=settings.share_prompts,
             token_budget=settings.token_budget,
-            max_rows=settings.max_rows,
+            max_rows=self._max_rows(),
         )
         self.forward_pass = self._forward_pass(module)
         if settings.optim is None:
@@ -66,18 +68,15 @@ class FSDPEngine(TrainEngine):
         trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
         if settings.gradient_checkpointing and self.optimizer is not None:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+            recompute_layers(module)
         self.offload()
 
     def facts(self) -> EngineFacts:
         return self._facts
 
-    def _can_pack(self, module: torch.nn.Module) -> bool:
-        return can_pack(module)
-
     def _forward_pass(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module whose `forward` is a whole pass."""
-        return TokenPass(module)
+        return TokenPass(module, split_head=self.way.split_head)
 
     # -- passes ---------------------------------------------------------------------------------------------------
     def log_probs(
@@ -108,6 +107,10 @@ class FSDPEngine(TrainEngine):
         """The passes over a batch that this process computes alone."""
         return plan_passes(data, self._facts)
 
+    def _max_rows(self) -> int | None:
+        """Rows of a pass; one, where the model gives other numbers beside padding."""
+        return self.settings.max_rows if self.packed or self.way.padded else 1
+
     def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
         """The plan's passes, each told to whoever shows progress when it is done."""
         with pulse.work("rows", rows) as work:
@@ -123,7 +126,8 @@ class FSDPEngine(TrainEngine):
         return packed_units(micro, units, self.settings.device)
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
-        inputs = (rows.input_ids, rows.position_ids, rows.attention_mask)
+        positions = rows.position_ids if self.packed else None  # those of padded rows are every model's own
+        inputs = (rows.input_ids, positions, rows.attention_mask)
         found = self.forward_pass(*inputs, rows.predict_U, rows.label_U, temperature)
         return {name: rows.scatter(values_U) for name, values_U in found.items()}
 
@@ -146,8 +150,7 @@ class FSDPEngine(TrainEngine):
     def _backward(self, data: DataProto, loss: LossFn, temperature: float, passes: Passes | None = None) -> bool:
         """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
         assert self.optimizer is not None
-        # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
-        self.module.train(self.settings.gradient_checkpointing)
+        self.module.eval()  # training mode would switch dropout on, and RL compares passes over the same tokens
         finite = True
         passes = self._plan(data) if passes is None else passes
         for number, units in enumerate(self._counted(passes, len(data))):

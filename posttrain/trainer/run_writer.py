@@ -59,8 +59,8 @@ class RunWriter:
                 say(f"{self.run.path / NAME} could not be written: {error}.")
 
     def showing(self, name: str) -> AbstractContextManager[None]:
-        """Inside, the console and `status.json` name this stage."""
-        return self.progress.stage(name) if hasattr(self, "progress") else nullcontext()  # before `start`
+        """Inside, the console and `status.json` name this stage; a run that was not started has neither."""
+        return self.progress.stage(name) if hasattr(self, "progress") else nullcontext()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
