@@ -13,6 +13,7 @@ from posttrain.models.adapter_targets import stacked_words
 from posttrain.models.loading import Positions, model_end_ids, positions_of
 from posttrain.models.lora import has_adapters
 from posttrain.models.quantized import numbers_in
+from posttrain.models.ways import way_of
 
 JOINING = 0.25  # measured on an H200: 0.5B, prompts of 128 tokens, eight responses of 512 each
 
@@ -49,6 +50,8 @@ class EngineFacts:
     """Settings of the adapters, without their base's name; None for a model without adapters."""
     stacked: str | None
     """Matrices that lie in one tensor, in words (`stacked_words`)."""
+    note: str | None = None
+    """What of the model is not used, and why."""
 
 
 def facts_of(
@@ -80,6 +83,7 @@ def facts_of(
         sequence_parallel=sequence_parallel,
         adapters=_adapters(module),
         stacked=stacked_words(module),
+        note=way_of(module).note,
     )
 
 
