@@ -36,8 +36,14 @@ def decorated(folder: str, decorator: str) -> dict[str, str]:
     for path in sorted((PACKAGE / folder).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == decorator:
-                found |= {arg.value: path.name for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+                found |= {given_name(arg): path.name for arg in node.args[:1]}
     return found
+
+
+def given_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):  # AdvantageEstimator.GRPO
+        return str(registry.AdvantageEstimator[node.attr].value)
+    return ast.literal_eval(node)
 
 
 KINDS = {
