@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, working_folder
 from posttrain.interrupts import interrupted, one_interrupt
 from posttrain.tracking.console import as_console, prepare_streams
 
@@ -155,6 +155,7 @@ def main(argv: Arguments | None = None) -> int:
 
 def _answer(args: list[str]) -> int:
     try:
+        working_folder()
         status = _dispatch(args)
         sys.stdout.flush()
         return status

@@ -72,7 +72,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Key -> names that it takes (null aside, where the type allows it)."""
 
 SAMPLERS = ("default", "curriculum")
-LOGGERS = ("console", "tensorboard", "wandb")
+LOGGERS = ("console", "details", "tensorboard", "wandb")
 
 NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "

@@ -125,7 +125,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
         lay_over = "defaults" not in own
         composed = _compose_once(folders, main if lay_over else name, groups, cwd, main)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         what = f"The configuration files do not compose: {str(error).strip()}"
         raise ConfigError([Problem(what, _label(chosen, cwd), "correct the file")]) from None
     if lay_over:

@@ -19,6 +19,7 @@ from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import assign, build, leaves, using
 from posttrain.config.tree import Tree
+from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
 
@@ -49,7 +50,7 @@ def load_config(
         from posttrain.config.environment import refuse_several_processes
 
         refuse_several_processes()
-    folder = Path(cwd) if cwd is not None else Path.cwd()
+    folder = Path(cwd) if cwd is not None else working_folder()
     with using(tree.root), spelled(tree.spellings):
         return _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)
 

@@ -40,7 +40,8 @@ class RunConfig(Section):
     resume_from_path: str | None = None
     """Checkpoint folder (`.../global_step_N`) to continue from."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Any of `console` (a line per step), `tensorboard`, `wandb`; `metrics.jsonl` is always written."""
+    """Any of `console` (a line per step), `details` (under it every metric), `tensorboard`, `wandb`; `metrics.jsonl` is
+    always written."""
     n_gpus_per_node: int = 1
     """Worker processes per node, one per GPU (or per CPU process)."""
     nnodes: int = 1

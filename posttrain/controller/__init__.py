@@ -1,1 +1,1 @@
-"""Where workers run. `local` calls them in this process; the trainer cannot tell the difference."""
+"""Where workers run. `local` calls one in this process, `ray` several in actors; the trainer cannot tell which."""

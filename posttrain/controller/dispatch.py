@@ -1,27 +1,48 @@
-"""Marks on a worker's methods: how the data of a call is spread over the workers of a group."""
+"""Marks on a worker's methods: how a call's data is spread over the ranks of a group, and how results are joined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Dispatch(Enum):
-    """SPLIT cuts a DataProto by rows over the ranks and joins the results; ALL sends it whole; ONE asks rank 0."""
+@dataclass
+class Calls:
+    """The arguments of one call by rank. `rows` are the rows of the caller's batch that each rank was given, if any."""
 
-    SPLIT = "split"
-    ALL = "all"
-    ONE = "one"
+    arguments: list[tuple[Any, ...]]
+    rows: Sequence[Sequence[int]] | None = None
 
 
-def register(dispatch: Dispatch) -> Callable[[Method], Method]:
+# (the group, the arguments) -> the calls of its ranks
+Spread = Callable[[Any, tuple[Any, ...]], Calls]
+# (results by rank, the calls) -> what the caller gets
+Join = Callable[[list[Any], Calls], Any]
+
+
+def to_all(group: Any, arguments: tuple[Any, ...]) -> Calls:
+    """The same arguments to every rank."""
+    return Calls([arguments] * group.world_size)
+
+
+def to_first(group: Any, arguments: tuple[Any, ...]) -> Calls:
+    """To rank 0 alone: what all of them would answer alike."""
+    return Calls([arguments])
+
+
+def first(results: list[Any], calls: Calls) -> Any:
+    """The answer of rank 0."""
+    return results[0]
+
+
+def register(spread: Spread, join: Join = first) -> Callable[[Method], Method]:
     """Make a method callable through a worker group."""
 
     def mark(method: Method) -> Method:
-        method.dispatch = dispatch  # pyright: ignore
+        method.spread, method.join = spread, join  # pyright: ignore
         return method
 
     return mark

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from posttrain.controller.futures import Finished, Future
+from posttrain.controller.group import WorkerGroup
 
-class LocalWorkerGroup:
+
+class LocalWorkerGroup(WorkerGroup):
     """Looks to the trainer like any worker group; only methods marked with `register` can be called."""
 
     world_size = 1
+    overlaps = False
 
     def __init__(self, worker: Any) -> None:
-        self.worker = worker
+        self.worker, self.config = worker, worker.config
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.worker, name)
-        if not hasattr(method, "dispatch"):
-            raise AttributeError(f"{type(self.worker).__name__}.{name} is not marked for dispatch")
-        return method
+    def _method(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future:
+        return Finished(self._method(name), *arguments)
+
+    def _joined(self, parts: list[Future], join: Callable[[list[Any]], Any]) -> Future:
+        return Finished(lambda: join([part.result() for part in parts]))
+
+    def wait_any(self, futures: Sequence[Future]) -> None:
+        """Local calls are done when they were made."""

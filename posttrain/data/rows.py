@@ -183,6 +183,8 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[int, Any]]:
         raise DataError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+        raise DataError(f"{path} cannot be read as JSON: {error}.") from error
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
@@ -200,3 +202,5 @@ def _read_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             raise DataError(
                 f"Line {number} of {path} is not valid JSON: {error.msg} at column {error.colno}."
             ) from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"Line {number} of {path} cannot be read as JSON: {error}.") from error

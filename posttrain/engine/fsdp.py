@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import LossFn, TrainEngine
 from posttrain.engine.optim import Optimizer
@@ -64,7 +65,7 @@ class FSDPEngine(TrainEngine):
     def _no_grad_pass(self, data: DataProto, temperature: float) -> dict[str, torch.Tensor]:
         self.module.eval()
         out: dict[str, torch.Tensor] = {}
-        for units in self._plan(data):
+        for units in self._counted(self._plan(data), len(data)):
             index = [row for unit in units for row in unit.rows]
             rows = self._rows(data[index], units)
             with packed_rows(rows.layout):
@@ -80,6 +81,13 @@ class FSDPEngine(TrainEngine):
         all_pairs = not can_train(next(self.module.parameters()))
         units = plan_units(data, share=share, width=self.width, all_pairs=all_pairs, max_rows=settings.max_rows)
         return plan_micro_batches(units, token_budget=settings.token_budget, max_rows=settings.max_rows)
+
+    def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
+        """The plan's passes, each told to whoever shows progress when it is done."""
+        with pulse.work("rows", rows) as work:
+            for units in plan:
+                yield units
+                work.advance(sum(len(unit.rows) for unit in units), sum(unit.tokens for unit in units))
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not self.packed:
@@ -115,7 +123,7 @@ class FSDPEngine(TrainEngine):
         # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
         self.module.train(self.settings.gradient_checkpointing)
         finite = True
-        for units in self._plan(data):
+        for units in self._counted(self._plan(data), len(data)):
             micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)
             rows = self._rows(micro, units)
             with packed_rows(rows.layout):

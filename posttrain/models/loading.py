@@ -11,7 +11,9 @@ import torch
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
+from posttrain.config.model_files import broken_files
 from posttrain.errors import UserError
+from posttrain.models.finite import few, not_finite
 from posttrain.models.quantized import keep_one_layout, loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
@@ -53,6 +55,8 @@ def local_or_hub(path: str, setting: str = "model.path", holds: tuple[str, ...] 
             )
         if not any((Path(expanded) / name).exists() for name in holds):
             raise ModelError(f"{setting}={path}: the folder holds no config.json; give the folder of a model")
+        if broken := broken_files(Path(expanded)):
+            raise ModelError(f"{setting}={path}: {'; '.join(broken)}. Fetch or copy the model again.")
         return expanded
     looks_local = expanded.startswith(("/", ".", "~")) or expanded.count("/") > 1 or "\\" in expanded
     if looks_local or Path(expanded).exists():
@@ -68,12 +72,24 @@ def local_or_hub(path: str, setting: str = "model.path", holds: tuple[str, ...] 
 
 def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
     """The error of a library as one that says what to do."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    reason = f"{lines[0]}" if isinstance(error, OSError | ValueError) and lines else _named(error, lines)
+    if Path(path).is_dir():
+        return ModelError(
+            f"{setting}={path}: {what} could not be loaded: {reason}\n"
+            "  Look at the folder's files (config.json, tokenizer.json, *.safetensors), or fetch the model again."
+        )
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
     return ModelError(
-        f"{setting}={path}: {what} could not be loaded{offline}: {str(error).splitlines()[0]}\n"
+        f"{setting}={path}: {what} could not be loaded{offline}: {reason}\n"
         f"  Without a reachable hub give a local folder, such as /path/to/{Path(path).name}\n"
         f"  (HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
     )
+
+
+def _named(error: Exception, lines: list[str]) -> str:
+    """The error with its kind, which often is all that it says."""
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def load_tokenizer(config: ModelConfig, path: str | None = None):
@@ -84,7 +100,7 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
     source = local_or_hub(path or config.tokenizer_path or str(config.path), holds=files)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the tokenizer") from error
     if tokenizer.pad_token_id is None:  # any token will do: padding is masked everywhere
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -126,8 +142,12 @@ def load_causal_lm(
             trust_remote_code=config.trust_remote_code,
             **options,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the model") from error
+    if wrong := not_finite(model.named_parameters()):
+        raise ModelError(f"model.path={source}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
@@ -181,3 +201,15 @@ def end_token_ids(tokenizer: Any, model_settings: Any, generation_settings: Any 
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
     return tuple(sorted(found))
+
+
+def end_token_note(end_ids: tuple[int, ...], model_settings: Any) -> str | None:
+    """A sentence if no token that the model can write ends a response."""
+    size = getattr(model_settings.get_text_config(), "vocab_size", None)
+    if any(size is None or token < size for token in end_ids):
+        return None
+    found = f"the end tokens {list(end_ids)} are not among the model's {size}" if end_ids else "there is no end token"
+    return (
+        f"No token ends a response: {found} (eos_token of the tokenizer, eos_token_id of config.json). Every response "
+        "goes on to data.max_response_length, unless actor_rollout_ref.rollout.stop ends it."
+    )

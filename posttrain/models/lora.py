@@ -13,7 +13,7 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.models.adapter_files import fill_adapters, read_adapter, trained_parameters, write_adapter
-from posttrain.models.adapter_targets import AdapterShape, find_targets
+from posttrain.models.adapter_targets import AdapterShape, check_rank, find_targets
 from posttrain.models.quantized import plain_weight
 
 _FROM_FILES = ("use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
@@ -36,6 +36,7 @@ def add_adapters(
 
     key = f"{role}model.target_modules"
     targets = find_targets(model, shape.target_modules, shape.exclude_modules, whole=whole, key=key)
+    check_rank(shape.lora_rank, model, targets, f"{role}model.lora_rank")
     settings = LoraConfig(
         r=shape.lora_rank,
         lora_alpha=shape.lora_alpha,

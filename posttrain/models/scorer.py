@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from posttrain.config.lora import SCORE_HEADS
+from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
+from posttrain.models.finite import few, not_finite
 from posttrain.models.forward import hidden_states, without_adapters
 from posttrain.models.loading import (
     ModelError,
@@ -77,8 +79,12 @@ def load_scorer(
                 output_loading_info=True,
                 **options,
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the reward model", setting) from error
+    if wrong := not_finite(model.named_parameters()):
+        raise ModelError(f"{setting}={path}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     _settle_head(model, sorted(report["missing_keys"]), path, new_head or value_head is not None, setting)
     if value_head is not None:
         put_head(model, value_head)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from posttrain import pulse
 from posttrain.rewards.channel import Payload
 from posttrain.rewards.crew import Crew, Task
 from posttrain.rewards.outcomes import Outcome
@@ -92,13 +93,21 @@ class RewardPool:
             done, self._done = self._done, {}
         return list(done.items())
 
+    def wait_some(self) -> list[tuple[Hashable, RewardResult]]:
+        """As `poll`, waiting for at least one score if any is being computed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or not self._open or self._error or self._closing)
+        return self.poll()
+
     def wait_all(self) -> dict[Hashable, RewardResult]:
         """Everything submitted and not yet returned; groups that are still incomplete are scored as they are."""
         with self._changed:
             for group in list(self._groups):
                 self._enqueue(self._groups.pop(group)[1])
             self._wake()
-            self._changed.wait_for(lambda: not self._open or self._error or self._closing)
+            with pulse.work("scores", len(self._open)) as work:
+                while not self._changed.wait_for(lambda: not self._open or self._error or self._closing, timeout=0.5):
+                    work.done = work.total - len(self._open)
             self._check_usable()
             done, self._done = self._done, {}
         return done
@@ -182,8 +191,7 @@ class RewardPool:
         with self._changed:
             self._open.difference_update(results)
             self._done |= results
-            if not self._open:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
 
 def _payloads(items: Sequence[RewardItem]) -> list[Payload]:

@@ -79,6 +79,10 @@ class RolloutEngine(ABC):
     def has_work(self) -> bool:
         """Whether requests are queued or running."""
 
+    def running_tokens(self) -> int:
+        """Tokens of the responses that are being written, for whoever shows progress; 0 where nobody counts."""
+        return 0
+
     @abstractmethod
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
         """Stop these requests; gives what they have so far, with finish reason `abort`."""

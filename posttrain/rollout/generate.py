@@ -1,4 +1,4 @@
-"""Batch generation above the engine contract: prompts in, a DataProto of responses out, each handed on when it ends.
+"""Batch generation above the engine contract: requests in, a DataProto of responses out.
 
 Shapes: B rows, P prompt width, R response width.
 """
@@ -6,7 +6,7 @@ Shapes: B rows, P prompt width, R response width.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -14,27 +14,34 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain import pulse
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 
 
+def advance(engine: RolloutEngine) -> list[Output]:
+    """Steps until some request has ended, or none is left; gives what ended."""
+    ended: list[Output] = []
+    with no_garbage_collection(), pulse.work("responses", 0) as work:
+        while not ended and engine.has_work():
+            ended = engine.step()
+            work.advance(running_tokens=engine.running_tokens())
+    return ended
+
+
 def generate(
-    engine: RolloutEngine,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[Sampling],
-    seeds: Sequence[int],
-    on_outputs: Callable[[list[Output]], None] | None = None,
+    engine: RolloutEngine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], seeds: Sequence[int]
 ) -> list[Output]:
-    """One output per prompt, in order, its row as `id`; `on_outputs` is given those of a step as soon as they end."""
+    """One output per prompt, in order, its row as `id`."""
     for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
         engine.submit(Request(row, prompt, sampling, seed))
-    outputs: dict[int, Output] = {}
-    with no_garbage_collection():
+    outputs: dict[Any, Output] = {}
+    longest = max((sampling.max_tokens for sampling in samplings), default=0)
+    with pulse.work("responses", len(prompts), most_tokens=longest) as work:
         while engine.has_work():
-            ended = engine.step()
-            outputs.update((output.id, output) for output in ended)  # pyright: ignore
-            if ended and on_outputs is not None:
-                on_outputs(ended)
+            ended = advance(engine)
+            work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
+            outputs.update((output.id, output) for output in ended)
     return [outputs[row] for row in range(len(prompts))]
 
 

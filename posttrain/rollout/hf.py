@@ -76,6 +76,9 @@ class HFEngine(RolloutEngine):
     def has_work(self) -> bool:
         return bool(self.waiting or self.rows)
 
+    def running_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
     @torch.no_grad()
     def step(self) -> list[Output]:
         self.module.eval()

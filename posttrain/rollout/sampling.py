@@ -48,6 +48,15 @@ def combine_state(*parts: int) -> int:
     return int(state)
 
 
+def sample_seeds(serials: Sequence[int], samples: Sequence[int], *parts: int) -> list[int]:
+    """`combine_seeds(*parts, serial, sample)` for each of the samples, all at once."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(combine_state(*parts))
+        for numbers in (serials, samples):
+            state = _mix((state + _GOLDEN) ^ np.asarray(numbers, dtype=np.uint64))
+    return (np.asarray(state) & np.uint64(2**63 - 1)).tolist()
+
+
 def row_seeds(rows: int, *parts: int) -> list[int]:
     """`combine_seeds(*parts, row)` for each of the rows, all at once."""
     with np.errstate(over="ignore"):

@@ -10,6 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from posttrain.tracking.row import STAGE_WORDS
+
+LINE = 82
+"""Columns of a step's line; with `step 10000/10000: ` before it, it fits one row of 100."""
 WINDOW = 10
 """Steps over which a trend is judged; none is claimed before there are that many."""
 FIRST_STEPS = 5
@@ -198,31 +202,47 @@ def diagnose(
     facts: RunFacts | None = None,
     *,
     step: int | None = None,
+    width: int = LINE,
 ) -> tuple[str, list[str]]:
     """(the step in one line, sentences of advice); `history` holds the metrics of the steps before, oldest first."""
     known = Known(metrics, history, facts or RunFacts())
-    pieces = [piece for piece in (*_summary(known),) if piece]
-    line = ("" if step is None else f"step {step}: ") + ", ".join(pieces)
+    line = ("" if step is None else f"step {step}: ") + fitted(_summary(known), width)
     return line, [advice for rule in RULES if (advice := rule(known))]
 
 
-def _summary(known: Known) -> list[str | None]:
-    return [_reward(known), _signal(known), _kl(known), _clipping(known), _length(known), _speed(known), _stages(known)]
+def fitted(pieces: Sequence[tuple[int, str | None]], width: int) -> str:
+    """(importance, text) in order, joined; what does not fit is left out, least important first."""
+    kept = [(importance, text) for importance, text in pieces if text]
+    while len(kept) > 1 and len(", ".join(text for _, text in kept)) > width:
+        kept.remove(min(kept))
+    return ", ".join(text for _, text in kept)
+
+
+def _summary(known: Known) -> list[tuple[int, str | None]]:
+    return [
+        (9, _reward(known)),
+        (7, _signal(known)),
+        (6, _kl(known)),
+        (2, _clipping(known)),
+        (5, _length(known)),
+        (4, _speed(known)),
+        (8, _seconds(known)),
+        (3, _bound(known)),
+    ]
 
 
 def _reward(known: Known) -> str | None:
+    """With its change over the window where that is more than scatter."""
     reward, change = known.get("reward_mean"), known.change("reward_mean")
     if reward is None:
         return None
-    if change is None:
-        return f"reward {reward:.3f}"
-    trend = "steady" if known.is_noise("reward_mean") else ("rising" if change > 0 else "falling")
-    return f"reward {reward:.3f} ({trend}, {change:+.3f})"
+    trend = "" if change is None or known.is_noise("reward_mean") else f" ({change:+.3f})"
+    return f"reward {reward:.3f}{trend}"
 
 
 def _signal(known: Known) -> str | None:
     share = known.get("groups/no_signal")
-    return None if share is None or not known.run.grouped else f"{share:.0%} of groups without signal"
+    return None if share is None or not known.run.grouped else f"{share:.0%} no signal"
 
 
 def _kl(known: Known) -> str | None:
@@ -232,7 +252,7 @@ def _kl(known: Known) -> str | None:
 
 def _clipping(known: Known) -> str | None:
     clipped = known.get("actor/pg_clipfrac")
-    return None if clipped is None else f"clipped {clipped:.1%}"
+    return None if clipped is None else f"clip {clipped:.1%}"
 
 
 def _length(known: Known) -> str | None:
@@ -245,24 +265,37 @@ def _length(known: Known) -> str | None:
 
 def _speed(known: Known) -> str | None:
     speed = known.get("perf/throughput")
-    return None if speed is None else f"{speed:,.0f} tokens/s"
+    return None if speed is None else f"{speed:,.0f} tok/s"
 
 
-def _stages(known: Known) -> str | None:
-    """Where the time went, and the stage that bounds the step if one takes more than half of it."""
+def _times(known: Known) -> tuple[float, dict[str, float]]:
+    """(seconds of the step, seconds of its stages)."""
     prefix = "timing_s/"
     times = {name.removeprefix(prefix): value for name, value in known.now.items() if name.startswith(prefix)}
     total = times.pop("step", None) or math.fsum(times.values())
-    if not times or total <= 0:
+    return total, times
+
+
+def _seconds(known: Known) -> str | None:
+    total, _ = _times(known)
+    return f"{total:.1f} s" if total > 0 else None
+
+
+def _bound(known: Known) -> str | None:
+    """The stage that bounds the step, if one takes more than half of it."""
+    total, times = _times(known)
+    first = max(times, key=lambda name: times[name], default=None)
+    if first is None or times[first] <= total / 2:
         return None
-    ordered = sorted(times.items(), key=lambda item: -item[1])[:3]
-    shares = " ".join(f"{_STAGE_WORDS.get(name, name)} {value / total:.0%}" for name, value in ordered)
-    first, longest = ordered[0]
-    bound = f", {_STAGE_WORDS.get(first, first)}-bound" if longest > total / 2 else ""
-    return f"{total:.1f} s ({shares}{bound})"
+    return f"{STAGE_WORDS.get(first, first)}-bound"
 
 
-_STAGE_WORDS = {"gen": "rollout", "update_actor": "update", "old_log_prob": "old log-probs", "adv": "advantages"}
+def stage_shares(metrics: Mapping[str, float]) -> str | None:
+    """Where a step's time went, longest first."""
+    total, times = _times(Known(metrics))
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    shares = [f"{STAGE_WORDS.get(name, name)} {value / total:.0%}" for name, value in ordered if total > 0]
+    return ", ".join(shares) or None
 
 
 def _steadier(known: Known) -> str:

@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, and the console, TensorBoard or wandb as `trainer.logger` says.
+"""Where metrics go: `metrics.jsonl` always, and details on the console, TensorBoard or wandb as `trainer.logger` says.
 
 A logger has `log(step, metrics)` and `close()`. One that cannot start or fails later is named in a note and left out: a
 run never ends because of a logger. Only `metrics.jsonl`, which the run's own tools read, must be writable.
@@ -6,6 +6,7 @@ run never ends because of a logger. Only `metrics.jsonl`, which the run's own to
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.diagnosis import stage_shares
 from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import RunDirectory
 
@@ -35,6 +37,8 @@ class JsonlLogger:
         self._file = path.open("ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody would ever read
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
         line = {"step": step, **{name: _plain(value) for name, value in metrics.items() if name != "step"}}
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         self._file.flush()
@@ -52,14 +56,17 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield {name: _number(value) for name, value in json.loads(line).items()}
 
 
-class ConsoleLogger:
-    """One line per step with every metric."""
+class DetailsLogger:
+    """Under a step's line: where its time went, and every metric, in rows of at most 100 columns."""
 
     def __init__(self, say: Note) -> None:
         self._say = say
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._say(f"step:{step} - " + " - ".join(f"{name}:{_short(value)}" for name, value in metrics.items()))
+        shares = stage_shares(metrics)
+        words = [f"{name} {_short(value)}" for name, value in metrics.items()]
+        rows = ([f"  time: {shares}"] if shares else []) + _rows(words, 100)
+        self._say("\n".join(rows))
 
     def close(self) -> None:
         pass
@@ -135,7 +142,14 @@ class LoggerGroup:
                 del self._optional[name]
 
 
-LOGGERS = ("console", "tensorboard", "wandb")
+MAKERS: dict[str, Callable[[RunDirectory, Mapping[str, Any], int, Note], Logger]] = {
+    "details": lambda run, config, first_step, say: DetailsLogger(say),
+    "tensorboard": lambda run, config, first_step, say: TensorBoardLogger(run.path / "tensorboard", first_step),
+    "wandb": lambda run, config, first_step, say: WandbLogger(run, config, say),
+}
+"""By the name that `trainer.logger` gives: (run, settings, first step that will be logged, say) -> logger."""
+LOGGERS = ("console", *MAKERS)
+"""`console` is the line that a run prints per step; it needs no logger."""
 
 
 def open_loggers(
@@ -150,20 +164,27 @@ def open_loggers(
     unknown = sorted(set(names) - set(LOGGERS))
     if unknown:
         raise ValueError(f"trainer.logger names {', '.join(unknown)}; known are {', '.join(LOGGERS)}.")
-    makers: dict[str, Callable[[], Logger]] = {
-        "console": lambda: ConsoleLogger(say),
-        "tensorboard": lambda: TensorBoardLogger(run.path / "tensorboard", first_step),
-        "wandb": lambda: WandbLogger(run, config, say),
-    }
     optional: dict[str, Logger] = {}
     for name in dict.fromkeys(names):
+        if name not in MAKERS:
+            continue
         try:
-            optional[name] = makers[name]()
+            optional[name] = MAKERS[name](run, config, first_step, say)
         except ImportError as error:
             say(f"The logger {name} is left out: {error}. Install it with `pip install 'posttrain[{name}]'`.")
         except Exception as error:
             say(f"The logger {name} is left out, as it could not start: {type(error).__name__}: {error}")
     return LoggerGroup(JsonlLogger(run.metrics), optional, say)
+
+
+def _rows(words: Sequence[str], width: int) -> list[str]:
+    """Words side by side, two blanks apart and before."""
+    rows = [""]
+    for word in words:
+        if rows[-1] and len(rows[-1]) + len(word) + 2 > width:
+            rows.append("")
+        rows[-1] += f"  {word}"
+    return rows
 
 
 def _plain(value: Any) -> Any:

@@ -1,35 +1,53 @@
-"""What a run shows: a bar over the steps, one line per step, and notes; all text also goes into the run's log file.
+"""What a run shows: a live row with its progress, one line per step, and notes; all lines also go into the log file.
 
-`say` is how posttrain speaks to its user anywhere: above the bar where there is one, as a plain line elsewhere.
+`say` is how posttrain speaks to its user anywhere: above the row where there is one, as a plain line elsewhere.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from posttrain import pulse
+from posttrain.tracking.colour import has_colour, is_terminal, painted, plain
 from posttrain.tracking.console import as_console
+from posttrain.tracking.every import Every
+from posttrain.tracking.live import DRAW_EVERY, LiveRow, columns
+from posttrain.tracking.row import Moment, progress_row
 
 ADVICE_EVERY = 10
 """The same advice is printed again after this many steps."""
+LINE_COLUMNS = 100
+WORD_EVERY = 60.0
+"""Without a terminal a stage that takes longer than this says how far it is, this often."""
 
 _active: Progress | None = None
 
 
 def say(text: str) -> None:
-    """Print one note, without tearing a progress bar apart; a running tee writes it to the log too."""
+    """Print one note, without tearing the live row apart; a running tee writes it to the log too."""
     bar = _active
+    text = painted(text) if has_colour(_console(sys.stdout)) else text
     if bar is None or not bar.has_bar or isinstance(sys.stdout, Tee):  # a tee moves the bar itself
         print(text, flush=True)
     else:
         with bar.moved_away(sys.stdout):
             print(text, flush=True)
+
+
+def console_width(most: int = LINE_COLUMNS) -> int:
+    """Columns for a table: those of the terminal, at most `most`, which is also what logs get."""
+    stream = _console(sys.stdout)
+    return min(most, columns(stream)) if is_terminal(stream) else most
 
 
 class Tee:
@@ -41,7 +59,7 @@ class Tee:
 
     def write(self, text: str) -> int:
         with self._lock:
-            self._to_log(lambda: self._log.write(text))
+            self._to_log(lambda: self._log.write(_for_log(text)))
             self._show(text)
             if self._lost and text.endswith("\n"):
                 self._log_loss()
@@ -122,39 +140,88 @@ def tee_output(path: Path) -> Iterator[None]:
 
 
 class Progress:
-    """A bar over the steps of a run on a terminal; elsewhere, one line per step."""
+    """A live row over the steps of a run on a terminal; elsewhere, one line per step."""
 
-    def __init__(self, total: int, *, done: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, *, done: int = 0, stream: TextIO | None = None, label: str = "step") -> None:
         self._stream = stream or _console(sys.stderr)
-        self._total, self._done = total, done
-        self._bar: Any = None
+        self._total, self._done, self._label = total, done, label
+        self._first, self._started = done, time.monotonic()
+        self._stage: str | None = None
+        self._step_since = self._stage_since = self._spoke = self._started
+        self._number = ""
+        self._row: LiveRow | None = None
+        self._ticker: Every | None = None
         self._advised: dict[str, int] = {}
 
     @property
+    def room(self) -> int:
+        """Columns that a step's line may have so that it fits one row of the terminal, or of LINE_COLUMNS."""
+        return console_width() - len(f"step {self._total}/{self._total}: ")
+
+    @property
     def has_bar(self) -> bool:
-        return self._bar is not None
+        return self._row is not None
 
     def __enter__(self) -> Progress:
         global _active
-        if self._stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, initial=self._done, file=self._stream, unit="step", dynamic_ncols=True)
+        if is_terminal(self._stream) and not _is_pipe(_console(sys.stdout)):
+            colour = has_colour(self._stream)
+            self._row = LiveRow(self._stream, lambda width: progress_row(self.moment(), width, colour=colour))
+            self._row.draw()
+            self._ticker = Every(DRAW_EVERY, self._row.draw)
+        else:
+            self._ticker = Every(1.0, self._speak_if_long)
         _active = self
         return self
 
     def __exit__(self, *exc: object) -> None:
         global _active
         _active = None
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._ticker is not None:
+            self._ticker.close()
+        if self._row is not None:
+            self._row.clear()
+        self._row = self._ticker = None
 
     @contextmanager
     def moved_away(self, stream: TextIO) -> Iterator[None]:
-        """Take the bar off the screen while `stream` is written to."""
-        with self._bar.external_write_mode(file=stream):
+        """Take the row off the screen while `stream` is written to."""
+        assert self._row is not None
+        with self._row.aside():
             yield
+            with suppress(OSError, ValueError):
+                stream.flush()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Inside, the row names this stage; the outer one is named again afterwards."""
+        before = self._stage, self._stage_since
+        self._stage, self._stage_since = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self._stage, self._stage_since = before
+
+    def moment(self) -> Moment:
+        """Where the run stands now."""
+        now = time.monotonic()
+        made = self._done - self._first
+        left = None
+        if made and self._done < self._total:
+            each = (self._step_since - self._started) / made
+            left = max(0.0, each * (self._total - self._done) - (now - self._step_since))
+        return Moment(
+            step=min(self._done + 1, self._total),
+            total=self._total,
+            done=self._done,
+            label=self._label,
+            number=self._number,
+            stage=self._stage,
+            stage_seconds=now - self._stage_since,
+            step_seconds=now - self._step_since,
+            seconds_left=left,
+            work=pulse.now(),
+        )
 
     def step(
         self,
@@ -165,19 +232,24 @@ class Progress:
         loss: float | None = None,
         quiet: bool = False,
     ) -> None:
-        """One step is done: print its line and its advice (unless `quiet`), and move the bar, reward or loss beside
-        it."""
+        """One step is done: print its line and its advice (unless `quiet`), reward or loss go beside the bar."""
         self._done += 1
+        self._step_since = self._spoke = time.monotonic()
+        for name, value in (("reward", reward), ("loss", loss)):
+            if value is not None:
+                self._number = f"{name} {value:.3f}"
         if not quiet:
             say(f"step {self._done}/{self._total}: {line}")
         for sentence in advice:
             if not quiet and self._is_news(sentence):
                 say(f"  ! {sentence}")
-        if self._bar is not None:
-            for name, value in (("reward", reward), ("loss", loss)):
-                if value is not None:
-                    self._bar.set_postfix_str(f"{name} {value:.3f}", refresh=False)
-            self._bar.update(1)
+
+    def _speak_if_long(self) -> None:
+        now = time.monotonic()
+        if now - self._spoke >= WORD_EVERY:
+            self._spoke = now
+            moment = self.moment()
+            say(f"  ... {moment.label} {moment.step}/{moment.total}: {moment.sentence()}")
 
     def _is_news(self, sentence: str) -> bool:
         kind = re.sub(r"[\d.,]+", "#", sentence)  # the same sentence with other numbers is the same advice
@@ -187,6 +259,19 @@ class Progress:
         return True
 
 
+def _is_pipe(stream: TextIO) -> bool:
+    """Whether another program reads this stream: if it shows it on the same terminal, a row would be torn."""
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):  # closed, or no stream at all
+        return False
+
+
+def _for_log(text: str) -> str:
+    """Without colours, and without what a bar draws over again and again."""
+    return "" if "\r" in text and not text.endswith("\n") else plain(text)
+
+
 def _console(stream: TextIO) -> TextIO:
-    """The stream below a tee: a bar redraws itself and has no place in a log."""
+    """The stream below a tee: a row that is drawn again and again has no place in a log."""
     return stream.stream if isinstance(stream, Tee) else stream

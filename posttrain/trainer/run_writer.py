@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.rng import capture_rng
+from posttrain.tracking.every import Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.ppo.rundirs import write_status
+from posttrain.tracking.status import FRESH_S, NAME, write_status
 
 
 class RunWriter:
@@ -37,27 +38,37 @@ class RunWriter:
         self.history = (
             [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
         )
-        names = [name for name in self.config.trainer.logger if name != "console"]
         first = step + 1 if step else 0
-        self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say)
+        self.loggers = open_loggers(self.config.trainer.logger, self.run, self.stored_config, first_step=first, say=say)
         self._stack.callback(self.loggers.close)
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
-        write_status(self.run, "running", step, self.total_steps)
+        write_status(self.run.path, "running", step, self.total_steps)
+        self._stack.callback(Every(FRESH_S, self._keep_fresh).close)
+
+    def _keep_fresh(self) -> None:
+        with suppress(OSError):  # a full disk is said by whoever writes what matters
+            write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
 
     def close(self, status: str) -> None:
         try:
-            write_status(self.run, status, self.step, self.total_steps)
-        except OSError as error:  # a full disk: what ended the run matters more
-            say(f"{self.run.path / 'status.json'} could not be written: {error}.")
+            self._stack.close()  # the status is kept fresh until here
         finally:
-            self._stack.close()
+            try:
+                write_status(self.run.path, status, self.step, self.total_steps)
+            except OSError as error:  # a full disk: what ended the run matters more
+                say(f"{self.run.path / NAME} could not be written: {error}.")
+
+    def showing(self, name: str) -> AbstractContextManager[None]:
+        """Inside, the console and `status.json` name this stage."""
+        return self.progress.stage(name)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the time of a stage to this step's timings."""
+        """Names a stage and adds its time to this step's timings."""
         started = time.perf_counter()
         try:
-            yield
+            with self.showing(name):
+                yield
         except torch.OutOfMemoryError as error:
             error.add_note(name)
             raise
@@ -73,9 +84,10 @@ class RunWriter:
         export: Callable[[Path], None] | None,
     ) -> Path:
         """An atomic checkpoint of step `step`."""
-        path = self.checkpoints.save(
-            step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
-        )
+        with self.showing("saving"):
+            path = self.checkpoints.save(
+                step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
+            )
         say(f"saved {path}")
         if not self._linked:
             self._linked = True

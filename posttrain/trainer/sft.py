@@ -51,6 +51,16 @@ def sft_step(engine: TrainEngine, batch: DataProto) -> dict[str, float]:
     return {**engine.update(batch, loss), "loss": total}
 
 
+@torch.no_grad()
+def greedy_accuracy(model: torch.nn.Module, pairs: Sequence[Pair], pad_token_id: int) -> float:
+    """Share of pairs whose response is what the model would write greedily: every token is its likeliest next one."""
+    batch = sft_batch([pair_row(pair) for pair in pairs], pad_token_id).batch
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = model(**inputs).logits[:, -batch["responses"].shape[1] - 1 : -1]
+    right = (logits.argmax(-1) == batch["responses"]) | (batch["response_mask"] == 0)
+    return float(right.all(-1).float().mean())
+
+
 def fit_pairs(
     engine: TrainEngine,
     pairs: Sequence[Pair],
@@ -59,9 +69,9 @@ def fit_pairs(
     batch_size: int,
     pad_token_id: int,
     seed: int,
-    on_step: Callable[[int, float], None] | None = None,
+    on_step: Callable[[int, float], bool | None] | None = None,
 ) -> float:
-    """`steps` optimizer steps on random batches of `pairs`; gives the last loss."""
+    """`steps` optimizer steps on random batches of `pairs`, fewer if `on_step` says True; gives the last loss."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.zeros(0, dtype=torch.long)
     loss = float("nan")
@@ -70,6 +80,6 @@ def fit_pairs(
             order = torch.randperm(len(pairs), generator=generator)
         chosen, order = order[:batch_size].tolist(), order[batch_size:]
         loss = sft_step(engine, sft_batch([pair_row(pairs[i]) for i in chosen], pad_token_id))["loss"]
-        if on_step is not None:
-            on_step(step, loss)
+        if on_step is not None and on_step(step, loss):
+            break
     return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,26 +10,40 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import Dispatch, register
+from posttrain.controller.dispatch import Calls, register, to_all, to_first
 from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.adapter_targets import stacked_note
-from posttrain.models.loading import check_positions, end_token_ids
+from posttrain.models.loading import check_positions, end_token_ids, end_token_note
 from posttrain.models.lora import base_only, save_model
 from posttrain.protocol import DataProto
-from posttrain.rollout.base import Output, Sampling
+from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.engines import build_engine
-from posttrain.rollout.generate import generate, to_batch
-from posttrain.workers.actor.dp_actor import DataParallelPPOActor
-from posttrain.workers.critic.dp_critic import DataParallelPPOCritic
+from posttrain.rollout.generate import advance, generate, to_batch
+from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
+from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
 from posttrain.workers.lora_state import adapter_notes, lora_state, policy_notes
+from posttrain.workers.measures import Measures
+from posttrain.workers.plan import UpdatePlan, join_updates, one_rank_plan
 from posttrain.workers.probe import WeightProbe
 from posttrain.workers.reward_model.worker import RewardModelWorker
 from posttrain.workers.roles import actor_engine, check_vocabulary, critic_engine, reference_engine
+from posttrain.workers.spread import by_groups, in_row_order
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "OnOutputs", "RewardModelWorker"]
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
 
 SHARED_PROOF_FREQ = 10
-OnOutputs = Callable[[list[Output]], None]
+
+
+def planned_actor_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
+    """The optimizer steps of a batch, planned for every rank by whoever calls the group."""
+    objective, schedule = actor_objective(group.config), actor_schedule(group.config)
+    return Calls([(one_rank_plan(arguments[0], schedule, objective.prepare),)])
+
+
+def planned_critic_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
+    """As the actor's."""
+    schedule = critic_schedule(group.config)
+    return Calls([(one_rank_plan(arguments[0], schedule, lambda mini: prepare_values(group.config, mini)),)])
 
 
 class ActorRolloutRefWorker:
@@ -48,7 +62,7 @@ class ActorRolloutRefWorker:
         self.total_updates, self.with_reference = total_updates, reference
         self.reference: FSDPEngine | None = None
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def init_model(self) -> None:
         """Load weights and build the optimizer; with adapters the base itself is the reference."""
         self.engine = actor_engine(self.config, self.device, self.total_updates)
@@ -65,22 +79,54 @@ class ActorRolloutRefWorker:
         self.end_ids = end_token_ids(self.tokenizer, self.engine.module.config, generation)
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
 
-    @register(Dispatch.SPLIT)
-    def generate_sequences(self, prompts: DataProto, on_outputs: OnOutputs | None = None) -> DataProto:
-        """One response per row, in order.
+    @register(by_groups)
+    def submit(self, prompts: DataProto) -> None:
+        """Queue a request for each row, its id (uid, sample).
 
         `meta_info["validate"]` takes the validation's sampling settings, `meta_info["greedy"]` the likeliest tokens.
         """
+        fields = prompts.non_tensor_batch
+        sampling = self._sampling_of(prompts)
+        columns = [fields[name].tolist() for name in ("uid", "sample", "raw_prompt_ids", "seed")]
+        if not self.awake:
+            self._wake()
+        for uid, sample, ids, seed in zip(*columns, strict=True):
+            self.rollout.submit(Request((uid, sample), ids, sampling, int(seed)))
+
+    @register(to_all)
+    def advance(self) -> tuple[list[Output], bool]:
+        """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
+        ended = advance(self.rollout)
+        busy = self.rollout.has_work()
+        if not busy and self.awake:
+            self._sleep()
+        return ended, busy
+
+    awake = False
+
+    def _wake(self) -> None:
+        self.engine.onload()
+        self.rollout.wake()
+        self.awake = True
+
+    def _sleep(self) -> None:
+        self.rollout.sleep()
+        self.engine.offload()
+        self.awake = False
+
+    @register(by_groups, in_row_order)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One response per row, in order, all at once; otherwise as `submit`."""
         ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
-        sampling = self.sampling(validate=bool(prompts.meta_info.get("validate")))
-        if prompts.meta_info.get("greedy"):
-            sampling = replace(sampling, greedy=True)
         seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
-        with self.engine.on_device():
-            self.rollout.wake()
-            outputs = generate(self.rollout, ids, [sampling] * len(ids), seeds, on_outputs)
-            self.rollout.sleep()
+        self._wake()
+        outputs = generate(self.rollout, ids, [self._sampling_of(prompts)] * len(ids), seeds)
+        self._sleep()
         return to_batch(ids, outputs, self.tokenizer.pad_token_id)
+
+    def _sampling_of(self, prompts: DataProto) -> Sampling:
+        sampling = self.sampling(validate=bool(prompts.meta_info.get("validate")))
+        return replace(sampling, greedy=True) if prompts.meta_info.get("greedy") else sampling
 
     def sampling(self, *, validate: bool) -> Sampling:
         rollout = self.config.actor_rollout_ref.rollout
@@ -97,7 +143,7 @@ class ActorRolloutRefWorker:
             stop=tuple(rollout.stop),
         )
 
-    @register(Dispatch.SPLIT)
+    @register(by_groups, in_row_order)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropy` under the weights as they are."""
         with self.engine.on_device():
@@ -106,7 +152,7 @@ class ActorRolloutRefWorker:
 
     compute_log_probs = compute_log_prob
 
-    @register(Dispatch.SPLIT)
+    @register(by_groups, in_row_order)
     def compute_sum_pi_squared(self, data: DataProto) -> DataProto:
         """`sum_pi_squared`: the sum of the squared probabilities of all next tokens; `data` has `old_log_probs`.
 
@@ -119,7 +165,7 @@ class ActorRolloutRefWorker:
             usual = self.engine.log_probs(data, temperature=temperature)["log_probs"]
         return DataProto.from_dict(tensors={"sum_pi_squared": (2 * usual - sharper).exp()})
 
-    @register(Dispatch.SPLIT)
+    @register(by_groups, in_row_order)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob`: of the frozen copy, or of the base with its adapters off."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
@@ -131,13 +177,13 @@ class ActorRolloutRefWorker:
                 out = self.reference.log_probs(data, temperature=temperature)
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
-    @register(Dispatch.SPLIT)
-    def update_actor(self, data: DataProto) -> dict[str, float]:
-        """All optimizer steps on this batch; gives their mean metrics."""
+    @register(planned_actor_updates, join_updates)
+    def update_actor(self, plan: UpdatePlan) -> list[Measures]:
+        """All optimizer steps on a batch. The group takes the batch and plans them; it gives their metrics."""
         with self.engine.on_device(optimizer=True):
-            return self.actor.update_policy(data)
+            return self.actor.execute(plan)
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the new weights to the rollout engine, and prove that it computes with them.
 
@@ -150,45 +196,55 @@ class ActorRolloutRefWorker:
                 return {}
             return self.probe.compare(self.engine, self.rollout)
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def dry_run(self, rows: Sequence[int], prompt_length: int) -> None:
         """Forward and backward over rows of these lengths; nothing changes, but running out of memory shows."""
         with self.engine.on_device(optimizer=True):
             self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def rollout_engine(self) -> str:
         """Name and version of the engine that generates."""
         return self.engine_name
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def vocabulary(self) -> int:
         """Tokens that the policy's model has weights for."""
         return self.engine.module.config.get_text_config().vocab_size  # pyright: ignore
 
-    @register(Dispatch.ONE)
+    @register(to_first)
+    def weights_dtype(self) -> torch.dtype:
+        return next(self.engine.module.parameters()).dtype
+
+    @register(to_first)
+    def parameters(self) -> int:
+        """Numbers that the policy's model consists of."""
+        return sum(weight.numel() for weight in self.engine.module.parameters())
+
+    @register(to_first)
     def notes(self) -> list[str]:
         """Sentences for the user that only the loaded model or the first update could tell."""
         about_adapters = [
             *adapter_notes(self.engine.module, self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
-        return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
+        no_end = end_token_note(self.end_ids, self.engine.module.config)
+        return [note for note in (self.position_note, no_end, *about_adapters, *self.actor.objective.notes) if note]
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def state(self) -> dict[str, torch.Tensor]:
         return self.engine.save()
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         self.engine.load(state)
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def lora_state(self) -> dict[str, Any] | None:
         """The adapters' settings and the identity of their base, for the checkpoint; None where all is trained."""
         return self.adapters
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def export_hf(self, folder: Path) -> None:
         """A Hugging Face folder with tokenizer: the model, or under LoRA what `trainer.export_lora` says."""
         adapter = self.adapters["adapter"] if self.adapters else None
@@ -202,7 +258,7 @@ class CriticWorker:
     def __init__(self, config: PPOConfig, device: torch.device, *, total_updates: int = 1, tokens: int = 0) -> None:
         self.config, self.device, self.total_updates, self.tokens = config, device, total_updates, tokens
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def init_model(self) -> None:
         self.engine = critic_engine(self.config, self.device, self.total_updates)
         check_vocabulary(self.engine.module, self.tokens, self.config.critic.model.path)
@@ -210,31 +266,31 @@ class CriticWorker:
         model = self.config.actor_rollout_ref.model
         self.adapters = lora_state(self.engine.module, model, path=self.config.critic.model.path)
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def notes(self) -> list[str]:
         """As the actor's."""
         note = stacked_note(self.engine.module, self.config.critic.model, "critic.model.target_modules")
         return [note] if note else []
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def lora_state(self) -> dict[str, Any] | None:
         """As the actor's; a critic is not exported, so that its base alone is named."""
         return self.adapters
 
-    @register(Dispatch.SPLIT)
+    @register(by_groups, in_row_order)
     def compute_values(self, data: DataProto) -> DataProto:
         with self.engine.on_device():
             return DataProto.from_dict(tensors={"values": self.critic.compute_values(data)})
 
-    @register(Dispatch.SPLIT)
-    def update_critic(self, data: DataProto) -> dict[str, float]:
+    @register(planned_critic_updates, join_updates)
+    def update_critic(self, plan: UpdatePlan) -> list[Measures]:
         with self.engine.on_device(optimizer=True):
-            return self.critic.update_critic(data)
+            return self.critic.execute(plan)
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def state(self) -> dict[str, torch.Tensor]:
         return self.engine.save()
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         self.engine.load(state)

@@ -42,6 +42,7 @@ def ragged_batch(
         responses = [[*whole[: len(ids) - row % 2], *ids[len(ids) - row % 2 :]] for row, ids in enumerate(responses)]
     outputs = [Output(i, ids, rng.normal(-3, 1, len(ids)).tolist(), "stop") for i, ids in enumerate(responses)]
     batch = to_batch(prompt_ids, outputs, pad_token_id=0)
+    batch.non_tensor_batch["uid"] = np.array([str(row * len(texts) // rows) for row in range(rows)], dtype=object)
     mask = batch.batch["response_mask"]
     for row in range(0, rows, 3):
         mask[row, 1:2] = 0

@@ -47,7 +47,7 @@ def trainer(tiny_model, parquet, tmp_path):
 
 @pytest.fixture
 def generated(trainer) -> DataProto:
-    return trainer._generate(trainer._next_prompts(1))
+    return trainer._generate(trainer._next_prompts())
 
 
 @pytest.fixture
@@ -73,19 +73,19 @@ def test_S0_75_S0_113_a_constructed_trainer_has_made_no_step_and_fit_makes_the_c
 
 
 def test_S0_80_the_generation_batch_has_the_prompts_fields_and_the_rest_stays(trainer):
-    batch = trainer._next_prompts(1)
+    batch = trainer._next_prompts()
     order = list(batch.non_tensor_batch["uid"])
     prompts = trainer._get_gen_batch(batch)
     assert isinstance(prompts, DataProto) and len(prompts) == len(batch) == 4
     assert set(prompts.batch) == {"prompts", "attention_mask", "position_ids"}
     assert set(prompts.non_tensor_batch) == {"raw_prompt_ids"}
     assert not set(prompts.batch) & set(batch.batch) and "raw_prompt_ids" not in batch.non_tensor_batch
-    assert list(batch.non_tensor_batch["uid"]) == order == ["1-0", "1-1", "1-2", "1-3"]
+    assert list(batch.non_tensor_batch["uid"]) == order == ["0", "1", "2", "3"]
     assert {"ground_truth", "data_source", "extra_info"} <= set(batch.non_tensor_batch)
 
 
 def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_input(trainer):
-    rows = trainer._get_gen_batch(trainer._next_prompts(1)).repeat(repeat_times=3, interleave=True)
+    rows = trainer._get_gen_batch(trainer._next_prompts()).repeat(repeat_times=3, interleave=True)
     rows.non_tensor_batch["seed"] = np.arange(12, dtype=object)
     out = trainer.actor_rollout_wg.generate_sequences(rows)
     assert isinstance(out, DataProto) and len(out) == 12 and out.batch["responses"].shape == (12, 6)
@@ -95,7 +95,7 @@ def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_inp
 
 
 def test_S0_83_S0_114_the_reward_function_puts_each_score_on_the_last_response_token(trainer, generated):
-    trainer.reward_fn.finish()  # of the responses that were scored while they were generated
+    trainer._score(generated)  # of the responses that were scored while they were generated
     scores = trainer.reward_fn(generated)
     texts = trainer.tokenizer.batch_decode(generated.batch["responses"], skip_special_tokens=True)
     assert scores.shape == generated.batch["responses"].shape
@@ -147,13 +147,13 @@ def test_S0_98_log_probs_equal_a_plain_forward_pass_under_both_names(trainer, ge
 
 
 def test_S0_104_S0_125_to_S0_134_one_batch_goes_through_the_stages_and_each_only_adds_to_it(trainer):
-    prompts = trainer._next_prompts(1)
+    prompts = trainer._next_prompts()
     batch = trainer._generate(prompts)
     fields = {"prompts", "responses", "input_ids", "attention_mask", "response_mask"}
     assert fields <= set(batch.batch)
     tensors = batch.batch
     assert torch.equal(tensors["input_ids"], torch.cat([tensors["prompts"], tensors["responses"]], -1))
-    assert Counter(batch.non_tensor_batch["uid"]) == {f"1-{row}": 3 for row in range(4)}
+    assert Counter(batch.non_tensor_batch["uid"]) == {str(serial): 3 for serial in range(4)}
     kept = {name: tensors[name].clone() for name in tensors}
     for stage, added in (
         (trainer._score, {"token_level_scores", "token_level_rewards"}),
@@ -188,9 +188,9 @@ def test_S0_116_S0_119_S0_124_passes_outside_mini_batches_inside_and_no_gradient
         return plain(mini, *args, **named)
 
     monkeypatch.setattr(engine, "update", update)
-    monkeypatch.setattr(actor.config, "ppo_epochs", 2)
+    monkeypatch.setattr(actor.config.actor_rollout_ref.actor, "ppo_epochs", 2)
     metrics = actor.update_policy(ready)
-    assert seen == [["1-0", "1-1"], ["1-2", "1-3"]] * 2
+    assert seen == [["0", "1"], ["2", "3"]] * 2
     assert metrics["actor/optimizer_steps"] == 4 and engine.optimizer.steps_done == 4
     assert all(weight.grad is None or weight.grad.abs().max() == 0 for weight in engine.module.parameters())
 
@@ -201,11 +201,11 @@ def test_S0_121_on_policy_the_ratio_is_one_at_the_first_mini_batch(grpo):
 
 def test_S0_142_the_first_batch_must_hold_whole_groups_of_one_prompt(generated):
     check_groups(generated, 3)
-    with pytest.raises(GroupError, match=r"uid '1-3' has 2 rows instead of 3 \(actor_rollout_ref.rollout.n\)"):
+    with pytest.raises(GroupError, match=r"uid '3' has 2 rows instead of 3 \(actor_rollout_ref.rollout.n\)"):
         check_groups(generated[list(range(11))], 3)
     uids = generated.non_tensor_batch["uid"]
     uids[2], uids[3] = uids[3], uids[2]
-    with pytest.raises(GroupError, match=r"uid '1-0' holds responses to different prompts"):
+    with pytest.raises(GroupError, match=r"uid '0' holds responses to different prompts"):
         check_groups(generated, 3)
 
 

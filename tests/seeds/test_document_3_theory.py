@@ -151,15 +151,16 @@ def test_S3_71_S3_72_S3_75_reward_and_length_metrics_are_those_of_the_samples(gr
 
 
 def test_S3_73_S3_74_policy_and_kl_loss_are_means_over_the_mini_batches(small, monkeypatch):
-    from posttrain.workers.actor.objective import ActorObjective
+    from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 
-    each, plain = [], ActorObjective.metrics
+    each, plain = [], DataParallelPPOActor._step
 
-    def metrics(self):
-        each.append(plain(self))
-        return each[-1]
+    def step(self, mini):
+        made = plain(self, mini)
+        each.append(made.numbers())
+        return made
 
-    monkeypatch.setattr(ActorObjective, "metrics", metrics)
+    monkeypatch.setattr(DataParallelPPOActor, "_step", step)
     seen = small(**{MINI: 1}, actor_rollout_ref__actor__use_kl_loss=True, trainer__seed=73)
     assert len(each) == 8
     for line, parts in zip(seen.steps, (each[:4], each[4:]), strict=True):

@@ -52,19 +52,28 @@ def test_healthy_run_gets_no_advice():
 
 
 def test_line_says_reward_signal_kl_clipping_length_speed_and_stages():
-    line, advice = diagnose(HEALTHY, [], RunFacts(kl_on=True), step=3)
+    line, advice = diagnose(HEALTHY, [], RunFacts(kl_on=True), step=3, width=100)
     assert advice == []
     assert line == (
-        "step 3: reward 0.500, 20% of groups without signal, KL 0.01, clipped 1.0%, length 100, 12,346 tokens/s, "
-        "10.0 s (rollout 60% update 30%, rollout-bound)"
+        "step 3: reward 0.500, 20% no signal, KL 0.01, clip 1.0%, length 100, 12,346 tok/s, 10.0 s, rollout-bound"
     )
+    assert diagnosis.stage_shares(HEALTHY) == "rollout 60%, update 30%"
+    assert diagnose(HEALTHY)[0] == "reward 0.500, 20% no signal, length 100, 12,346 tok/s, 10.0 s, rollout-bound"
+
+
+def test_line_fits_one_row_of_100_columns_and_drops_the_least_important_first():
+    past = [HEALTHY | {"reward_mean": value, "response_length": 1000 + 900 * value} for value in ramp(-0.9, 0.9)]
+    now = past[-1] | {"perf/throughput": 1234567.0, "timing_s/step": 12345.6, "kl_loss": 1.2e-05}
+    line, _ = diagnose(now, past[:-1], RunFacts(kl_on=True))
+    assert len(f"step 10000/10000: {line}") <= 100
+    assert line.startswith("reward 0.900 (+1.000), 20% no signal, KL 1.2e-05") and line.endswith("12345.6 s")
 
 
 def test_line_names_the_trend_only_when_it_is_more_than_scatter():
     rising = [HEALTHY | {"reward_mean": value} for value in ramp(0.1, 0.5)]
-    assert "reward 0.500 (rising, +0.222)" in diagnose(rising[-1], rising[:-1])[0]
+    assert "reward 0.500 (+0.222)" in diagnose(rising[-1], rising[:-1])[0]
     wavering = [HEALTHY | {"reward_mean": 0.5 + 0.1 * (-1) ** i} for i in range(10)]
-    assert "(steady," in diagnose(wavering[-1], wavering[:-1])[0]
+    assert "reward 0.400, " in diagnose(wavering[-1], wavering[:-1])[0]
     assert "KL" not in diagnose(HEALTHY, [], RunFacts(kl_on=False))[0]
     assert diagnose({}, []) == ("", [])
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from posttrain.tracking.loggers import JsonlLogger, open_loggers, read_metrics
+from posttrain.config.choices import LOGGERS as config_names
+from posttrain.tracking.loggers import LOGGERS, JsonlLogger, open_loggers, read_metrics
 from posttrain.tracking.rundir import RunDirectory
 
 METRICS = {"reward_mean": 0.1 + 0.2, "tiny": 5e-324, "count": 3.0, "nan": math.nan, "inf": -math.inf}
@@ -46,25 +47,34 @@ def test_numbers_of_arrays_are_written_as_numbers(run):
     assert run.metrics.read_text() == '{"step": 1, "a": 0.5, "b": 3}\n'
 
 
-def test_console_shows_every_metric(run):
+def test_details_show_every_metric_and_where_the_time_went_in_rows_of_100_columns(run):
     said: list[str] = []
-    loggers = open_loggers(["console"], run, {}, say=said.append)
-    loggers.log(4, METRICS)
-    assert said[0].startswith("step:4 - reward_mean:0.3 - ") and all(f"{name}:" in said[0] for name in METRICS)
+    loggers = open_loggers(["console", "details"], run, {}, say=said.append)
+    many = {f"group/metric_number_{i}": i / 7 for i in range(40)}
+    loggers.log(4, {**METRICS, **many, "timing_s/gen": 3.0, "timing_s/step": 4.0})
+    rows = said[0].splitlines()
+    assert rows[0] == "  time: rollout 75%" and rows[1].startswith("  reward_mean 0.3  tiny 4.941e-324")
+    assert all(f"  {name} " in said[0] for name in {**METRICS, **many}) and max(map(len, rows)) <= 100
+
+
+def test_the_loggers_that_can_be_opened_are_those_that_can_be_set():
+    assert config_names == LOGGERS, "add the name to LOGGERS in posttrain/config/choices.py too"
 
 
 def test_unknown_logger_is_refused(run):
-    with pytest.raises(ValueError, match=r"trainer\.logger names mlflow; known are console, tensorboard, wandb"):
+    with pytest.raises(
+        ValueError, match=r"trainer\.logger names mlflow; known are console, details, tensorboard, wandb"
+    ):
         open_loggers(["console", "mlflow"], run, {})
 
 
 def test_S4_24_missing_package_is_said_and_the_run_goes_on(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     said: list[str] = []
-    loggers = open_loggers(["console", "wandb"], run, {}, say=said.append)
+    loggers = open_loggers(["details", "wandb"], run, {}, say=said.append)
     loggers.log(1, {"a": 1.0})
     loggers.close()
-    assert "wandb is left out" in said[0] and "posttrain[wandb]" in said[0] and said[1] == "step:1 - a:1"
+    assert "wandb is left out" in said[0] and "posttrain[wandb]" in said[0] and said[1] == "  a 1"
     assert list(read_metrics(run.metrics)) == [{"step": 1, "a": 1.0}]
 
 
@@ -113,7 +123,7 @@ def test_S4_24_wandb_receives_every_metric_and_records_offline_without_a_key(run
 def test_failing_logger_is_named_once_and_left_out(run, monkeypatch):
     fake, said = FakeWandb(), []
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    loggers = open_loggers(["wandb", "console"], run, {}, say=said.append)
+    loggers = open_loggers(["wandb", "details"], run, {}, say=said.append)
     fake.fail = True
     loggers.log(1, {"a": 1.0})
     fake.fail = False
@@ -121,7 +131,7 @@ def test_failing_logger_is_named_once_and_left_out(run, monkeypatch):
     loggers.close()
     assert fake.logged == [] and sum("wandb failed" in text and "no route" in text for text in said) == 1
     assert [line["step"] for line in read_metrics(run.metrics)] == [1, 2]
-    assert "step:2 - a:1" in said
+    assert said.count("  a 1") == 2
 
 
 def test_tensorboard_receives_every_metric(run):

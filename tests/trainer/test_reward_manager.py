@@ -8,20 +8,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
-from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.trainer.ppo.reward import RewardManager, keys_of
 
 
 class Recorder:
     """A pool that keeps what it is given; the score of a response is its length."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.given = [], 0
 
     def submit_many(self, items):
         self.calls.append(items)
 
-    def wait_all(self):
-        return {key: RewardResult(float(len(item.solution_str))) for call in self.calls for key, item in call}
+    def wait_some(self):
+        given, self.given = self.calls[self.given :], len(self.calls)
+        return [(key, RewardResult(float(len(item.solution_str)))) for call in given for key, item in call]
 
 
 def word_pieces():
@@ -58,18 +59,21 @@ def test_what_is_fed_together_is_decoded_as_one_by_one(kind, tiny_model):
     responses[:4] = [[], [tokenizer.eos_token_id], responses[9], tuple(responses[9])]
     pool = Recorder()
     manager = RewardManager(pool, tokenizer, default_source="default")
-    manager.begin(rows(60, 4))
-    manager.feed(list(enumerate(responses))[30:])
+    batch = rows(60, 4)
+    manager.expect(batch)
+    fed = list(zip(keys_of(batch), responses, strict=True))
+    manager.feed(fed[30:])
     manager.feed([])
-    manager.feed(list(enumerate(responses))[:30])
-    scores = manager.finish().non_tensor_batch["reward_score"]
+    manager.feed(fed[:30])
+    scores = dict(manager.wait())
     assert [len(call) for call in pool.calls] == [30, 30]
-    for row, item in [*pool.calls[1], *pool.calls[0]]:
+    for row, (key, item) in enumerate([*pool.calls[1], *pool.calls[0]]):
+        assert key == (f"u{row // 4}", row % 4)
         assert item.solution_str == tokenizer.decode(list(responses[row]), skip_special_tokens=True)
         assert (item.tokens, item.group, item.group_size) == (len(responses[row]), f"u{row // 4}", 4)
         assert item.data_source == ("mine" if row % 2 == 0 else "default")
         assert (item.ground_truth, item.extra_info) == ([row // 4], {"row": row})
-        assert scores[row] == len(item.solution_str)
+        assert scores[key].score == len(item.solution_str)
 
 
 def test_a_whole_batch_is_scored_without_its_padding(tiny_model):

@@ -19,7 +19,9 @@ from posttrain.config.schema import assign
 from posttrain.controller.local import LocalWorkerGroup
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
+from posttrain.workers.critic.dp_critic import prepare_values
 from posttrain.workers.fsdp_workers import CriticWorker
+from posttrain.workers.measures import Measures
 
 CPU = torch.device("cpu")
 LIMITS = {"float32": 1e-6, "float64": 1e-12}
@@ -73,19 +75,11 @@ def batch(dtype: torch.dtype = torch.float64) -> DataProto:
 
 def gradient(group: LocalWorkerGroup, data: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
     """The flat gradient of one mini-batch, and the metrics that its micro-batches added up to."""
-    from posttrain.algorithms import aggregation_weights
-
-    worker, mask = group.worker, data.batch["response_mask"]
-    mode, scale = worker.config.critic.loss_agg_mode, worker.critic.scale
-    weights = {
-        "loss_weights": aggregation_weights(mask, mode, loss_scale_factor=scale),
-        "mean_weights": aggregation_weights(mask, "token-mean"),
-    }
-    worker.critic.sums = {}
-    worker.engine._backward(
-        copy.copy(data).select().union(DataProto.from_dict(tensors=weights)), worker.critic._loss, 1.0
-    )
-    return torch.cat([master.grad.flatten() for master in worker.engine.optimizer.masters]), worker.critic.sums
+    worker = group.worker
+    worker.critic.measures = Measures()
+    worker.engine._backward(prepare_values(worker.config, copy.copy(data).select()), worker.critic._loss, 1.0)
+    flat = torch.cat([master.grad.flatten() for master in worker.engine.optimizer.masters])
+    return flat, worker.critic.measures.numbers()
 
 
 def weights(group: LocalWorkerGroup) -> torch.Tensor:

@@ -84,6 +84,9 @@ class NativeEngine(RolloutEngine):
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
         return gone + self._finish({slot: "abort" for slot in leaving})
 
+    def running_tokens(self) -> int:
+        return int(self.slots.count[self.slots.active].sum())
+
     # -- a step ---------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(self) -> list[Output]:

@@ -18,7 +18,7 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import RowTable
 from posttrain.errors import UserError
-from posttrain.models.loading import check_positions, end_token_ids
+from posttrain.models.loading import check_positions, end_token_ids, end_token_note
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.trainer.generation.loop import Answers, answer
@@ -142,6 +142,9 @@ class Session:
     def _sampling(self, module: torch.nn.Module) -> Sampling:
         rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
         generation = getattr(module, "generation_config", None)
+        end_ids = end_token_ids(self.tokenizer, module.config, generation)
+        if not rollout.ignore_eos and (note := end_token_note(end_ids, module.config)):
+            say(f"note: {note}")
         return Sampling(
             max_tokens=self.config.data.max_response_length,
             temperature=settings.temperature or 1.0,
@@ -150,7 +153,7 @@ class Session:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             repetition_penalty=rollout.repetition_penalty,
-            stop_token_ids=() if rollout.ignore_eos else end_token_ids(self.tokenizer, module.config, generation),
+            stop_token_ids=() if rollout.ignore_eos else end_ids,
             stop=tuple(rollout.stop),
         )
 

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from posttrain.protocol import DataProto
 from posttrain.tracking.fields import groups_of
-from posttrain.trainer.ppo.reward import add_overlong_penalty, on_last_token
+from posttrain.trainer.ppo.experience import Experience
 
-if TYPE_CHECKING:
-    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+NEEDED = ["uid", "data_source", "ground_truth", "extra_info", "raw_prompt"]
 
 
-def greedy_baselines(trainer: RayPPOTrainer, batch: DataProto) -> dict[str, float]:
+def greedy_baselines(experience: Experience, batch: DataProto) -> dict[str, float]:
     """Adds `reward_baselines` (rows,): the score of the greedy response to each row's prompt; gives metrics."""
     groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
-    first = batch[[rows[0] for rows in groups]]
-    greedy = first.select([], ["uid", "data_source", "ground_truth", "extra_info", "raw_prompt"])
-    greedy.meta_info.clear()
-    output = trainer.actor_rollout_wg.generate_sequences(_prompts(first))
-    greedy.union(output)
-    greedy.union(trainer.reward_fn.score(greedy))
-    if trainer.model_reward:
-        trainer.model_reward.join(greedy)
-    scores = on_last_token(greedy.non_tensor_batch["reward_score"], greedy)
-    config = trainer.config
-    add_overlong_penalty(scores, greedy, config.reward.overlong_buffer, config.data.max_response_length)
-    scores_G = scores.sum(-1)
+    rows = experience.ask(_prompts(batch[[rows[0] for rows in groups]]), 1, greedy=True)
+    greedy = experience.with_token_scores(experience.complete(rows))
+    scores_G = greedy.batch["token_level_scores"].sum(-1)
     baselines_B = scores_G.new_zeros(len(batch))
-    for group, rows in enumerate(groups):
-        baselines_B[rows] = scores_G[group]
+    for group, members in enumerate(groups):
+        baselines_B[members] = scores_G[group]
     batch.batch["reward_baselines"] = baselines_B
     return {"remax/baseline_mean": float(scores_G.mean())}
 
 
-def _prompts(batch: DataProto) -> DataProto:
-    """The prompts of these rows as generation wants them; greedy decoding draws no random numbers."""
-    width = batch.batch["prompts"].shape[1]
-    ids = np.empty(len(batch), dtype=object)
-    for row, (prompt, mask) in enumerate(
-        zip(batch.batch["prompts"], batch.batch["attention_mask"][:, :width].bool(), strict=True)
-    ):
+def _prompts(firsts: DataProto) -> DataProto:
+    """The prompts of these rows, to be asked anew; greedy decoding draws no random numbers."""
+    prompts = firsts.select([], NEEDED, [])
+    width = firsts.batch["prompts"].shape[1]
+    masks = firsts.batch["attention_mask"][:, :width].bool()
+    ids = np.empty(len(firsts), dtype=object)
+    for row, (prompt, mask) in enumerate(zip(firsts.batch["prompts"], masks, strict=True)):
         ids[row] = prompt[mask].tolist()
-    seeds = np.zeros(len(batch), dtype=object)
-    return DataProto.from_dict(non_tensors={"raw_prompt_ids": ids, "seed": seeds}, meta_info={"greedy": True})
+    uids = [f"{uid}-greedy" for uid in prompts.non_tensor_batch["uid"]]
+    prompts.non_tensor_batch.update(
+        {"uid": np.array(uids, dtype=object), "raw_prompt_ids": ids, "serial": np.zeros(len(ids), dtype=object)}
+    )
+    return prompts

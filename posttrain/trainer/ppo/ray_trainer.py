@@ -30,14 +30,14 @@ from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
-from posttrain.rollout.sampling import row_seeds
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
+from posttrain.trainer.ppo.experience import Experience, take_prompts
 from posttrain.trainer.ppo.greedy import greedy_baselines
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.recorder import Recorder
-from posttrain.trainer.ppo.reward import RewardManager, add_overlong_penalty, on_last_token
+from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.ppo.reward_weights import reward_weights
 from posttrain.trainer.ppo.saving import resume, save
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
@@ -145,9 +145,14 @@ class RayPPOTrainer:
             grouped=estimator.compares_group,
             kl_on=kl_loss,
         )
-        self.validator = Validator(self, val_dataset) if val_dataset is not None else None
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
+        self.experience = Experience(
+            config, tokenizer, self.actor_rollout_wg, reward_fn, model_reward=self.model_reward
+        )
+        self.validator = None
+        if val_dataset is not None:
+            self.validator = Validator(config, tokenizer, val_dataset, self.experience, self.recorder)
 
     def init_workers(self) -> None:
         """Create the workers and load their models; no step is made."""
@@ -221,7 +226,7 @@ class RayPPOTrainer:
         self._check_step_zero(batch)
         if self.estimator.needs_greedy_baseline:
             with stage("greedy"):
-                metrics |= greedy_baselines(self, batch)
+                metrics |= greedy_baselines(self.experience, batch)
         if self._needs_old_log_probs():
             with stage("old_log_prob"):
                 batch.union(self._old_log_probs(batch))
@@ -251,59 +256,42 @@ class RayPPOTrainer:
     def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
         """The step's responses with their scores; with dynamic sampling as many batches as fill one with signal."""
         if not self.config.algorithm.filter_groups.enable:
-            return self._sample(step, 0), {}
-        batch, metrics = self.group_filter.fill(lambda draw: self._sample(step, draw), self.sizes.prompts)
+            batch, metrics = self._sample(), {}
+        else:
+            batch, metrics = self.group_filter.fill(lambda _: self._sample(), self.sizes.prompts)
+            batch.set_decoder(self.experience.decode)
         batch.meta_info["step"] = step
-        return batch.set_decoder(self._decode), metrics
+        return batch, metrics
 
-    def _sample(self, step: int, draw: int) -> DataProto:
-        """The `draw`-th batch of a step: prompts -> responses -> scores."""
+    def _sample(self) -> DataProto:
+        """A batch: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
-            batch = self._generate(self._next_prompts(step, draw))
+            batch = self._generate(self._next_prompts())
         return self._score(batch)
 
-    def _next_prompts(self, step: int, draw: int = 0) -> DataProto:
-        """The next prompts, each with its own uid."""
+    def _next_prompts(self) -> DataProto:
+        """The next prompts, each with a serial number and a uid of its own."""
         rows = self.sampler.next_batch()
-        batch = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
-        first = draw * len(rows)
-        batch.non_tensor_batch["uid"] = np.array([f"{step}-{first + row}" for row in range(len(rows))], dtype=object)
-        batch.meta_info |= {"step": step, "draw": draw}
-        return batch
+        prompts = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
+        return self.experience.number(prompts)
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """The prompt's fields only; everything else stays in `batch`, same rows, same order."""
-        return batch.pop(["prompts", "attention_mask", "position_ids"], ["raw_prompt_ids"])
+        return take_prompts(batch)
 
     def _generate(self, batch: DataProto) -> DataProto:
         """n responses per prompt; each goes to the reward workers as soon as it ends."""
-        n = self.config.actor_rollout_ref.rollout.n
-        gen_batch = self._get_gen_batch(batch).repeat(repeat_times=n, interleave=True)
-        batch = batch.repeat(repeat_times=n, interleave=True)
-        step, rows = batch.meta_info["step"], (batch.meta_info["draw"] + 1) * len(batch)
-        seeds = row_seeds(rows, self.config.trainer.seed, step)[-len(batch) :]
-        gen_batch.non_tensor_batch["seed"] = np.array(seeds, dtype=object)
-        self.reward_fn.begin(batch)
-        output = self.actor_rollout_wg.generate_sequences(
-            gen_batch, on_outputs=lambda ended: self.reward_fn.feed([(one.id, one.token_ids) for one in ended])
-        )
-        output.meta_info.clear()
-        return batch.union(output).set_decoder(self._decode)  # `response` is there for whoever reads it
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        rows = self.experience.ask(batch, self.config.actor_rollout_ref.rollout.n)
+        return self.experience.generated(rows)
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
         with self.recorder.stage("reward"):
-            batch.union(self.reward_fn.finish())
+            self.experience.scored(batch)
         if self.model_reward:
             with self.recorder.stage("reward_model"):
                 self.model_reward.join(batch)
-        scores = on_last_token(batch.non_tensor_batch["reward_score"], batch)
-        add_overlong_penalty(scores, batch, self.config.reward.overlong_buffer, self.config.data.max_response_length)
-        batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
-        return batch
+        return self.experience.with_token_scores(batch)
 
     def _needs_old_log_probs(self) -> bool:
         """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""
@@ -380,10 +368,16 @@ class RayPPOTrainer:
         if self.checked or not self._fresh(batch).any():
             return
         self.checked = True
+        with self.recorder.stage("check"):
+            self._compare_and_try(batch)
+
+    def _compare_and_try(self, batch: DataProto) -> None:
         batch = batch[self._fresh(batch)]
         check_groups(batch, self.config.actor_rollout_ref.rollout.n)
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
-        sentence, largest = compare_log_probs(batch, ours, tolerance(self.config, self.weights_dtype))
+        sentence, largest = compare_log_probs(
+            batch, ours, tolerance(self.config, self.actor_rollout_wg.weights_dtype())
+        )
         say(sentence)
         corrected = correction_is_on(self.config.algorithm.rollout_correction)
         if (words := sampling_words(batch, corrected=corrected)) is not None:
@@ -391,21 +385,13 @@ class RayPPOTrainer:
         if self.step == 0:
             self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
         lengths = largest_rows(self.config, self.sizes)
-        if too_slow_to_try(lengths, self.parameters, self.device):
+        if too_slow_to_try(lengths, self.actor_rollout_wg.parameters(), self.device):
             say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
         else:
             self.actor_rollout_wg.dry_run(lengths, self.config.data.max_prompt_length)
             say(f"The largest batch ({len(lengths)} rows, {sum(lengths)} tokens at once) fits into memory.")
 
     checked = False
-
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        return next(self.actor_rollout_wg.worker.engine.module.parameters()).dtype
-
-    @property
-    def parameters(self) -> int:
-        return sum(weight.numel() for weight in self.actor_rollout_wg.worker.engine.module.parameters())
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
         skipped = {role: int(metrics.get(f"{role}/bad_steps", 0)) for role in ("actor", "critic")}

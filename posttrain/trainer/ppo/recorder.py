@@ -10,7 +10,7 @@ from posttrain.tracking.curve import before_after, text_plot
 from posttrain.tracking.diagnosis import RunFacts, diagnose
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import step_metrics
-from posttrain.tracking.progress import say
+from posttrain.tracking.progress import console_width, say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.samples import thin_samples, write_samples
 from posttrain.trainer.run_writer import RunWriter
@@ -51,20 +51,22 @@ class Recorder(RunWriter):
         )
         metrics = {**metrics, **validation}
         self.timing = {}
-        line, advice = diagnose(metrics, self.history, self.facts)
+        line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
         tracking = self.config.tracking
         if tracking.samples_freq > 0 and step % tracking.samples_freq == 0:
             write_samples(self.run.samples, step, batch)
             thin_samples(self.run.samples, tracking.samples_max_gb * 1e9)
-        self.loggers.log(step, metrics)
-        self.history.append(metrics)
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
+        self.loggers.log(step, metrics)
+        self.history.append(metrics)
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
         shown = ", ".join(
-            f"{name} {value:.3f}" for name, value in metrics.items() if "mean@" in name or "pass@" in name
+            f"{name} {value:.3f}"
+            for name, value in metrics.items()
+            if "/mean@" in name or ("/pass@" in name and not name.endswith("/pass@1"))
         )
         say(f"validation at step {step}: {shown}")
 
@@ -88,7 +90,8 @@ class Recorder(RunWriter):
             pairs = zip(self.validations[0][2], self.validations[-1][2], strict=False)
             say(
                 before_after(
-                    [(b["prompt"], b["response"], b["score"], a["response"], a["score"]) for b, a in list(pairs)[:5]]
+                    [(b["prompt"], b["response"], b["score"], a["response"], a["score"]) for b, a in list(pairs)[:5]],
+                    width=console_width(),
                 )
             )
         self.say_best(lambda number: f"{number:.3f}")

@@ -18,43 +18,47 @@ from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem, RewardResult
 
+Key = tuple[Any, int]  # (uid, sample): a response among those to its prompt
 _WHERE = "custom_reward_function, reward.functions, or the rows' data_source"
 
 
 class RewardManager:
-    """`begin` a batch, `feed` responses as they end, `finish` to have all scores; or call it on a whole batch.
+    """`expect` rows, `feed` their responses as they end, `poll` or `wait` for scores; or call it on a whole batch.
 
-    Without a pool all scores are 0: a reward model gives them. `named` says whether the user named the function.
+    Rows of any number of batches can be expected at once: each is known by its (uid, sample). Without a pool all
+    scores are 0: a reward model gives them. `named` says whether the user named the function.
     """
 
     def __init__(
         self, pool: RewardPool | None, tokenizer: Any, *, default_source: str | None = None, named: bool = True
     ) -> None:
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
-        self.rows: DataProto | None = None
+        self._expected: dict[Key, tuple[Any, ...]] = {}
+        self._unscored: list[tuple[Key, RewardResult]] = []
         self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
         """Ends the run when no response can be scored; None where another reward gives the scores."""
 
-    def begin(self, rows: DataProto) -> None:
+    def expect(self, rows: DataProto) -> None:
         """The rows that responses will be fed for, with their truths and groups."""
-        self.rows = rows
         fields = rows.non_tensor_batch
         columns = [fields[name].tolist() for name in ("uid", "data_source", "ground_truth", "extra_info")]
-        self.fields = list(zip(*columns, strict=True))
-        self.group_size = Counter(columns[0])
+        size = Counter(columns[0])
+        for key, uid, *facts in zip(keys_of(rows), *columns, strict=True):
+            self._expected[key] = (uid, size[uid], *facts)
 
-    def feed(self, responses: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Score responses, each the number of its row and its token ids; returns at once."""
-        assert self.rows is not None, "begin() comes before feed()"
-        if self.pool is None or not responses:
+    def feed(self, responses: Sequence[tuple[Key, Sequence[int]]]) -> None:
+        """Score responses, each with its row's key and its token ids; returns at once."""
+        expected = [self._expected.pop(key) for key, _ in responses]
+        if self.pool is None:
+            self._unscored += [(key, RewardResult(0.0)) for key, _ in responses]
+            return
+        if not responses:
             return
         texts = self._texts([ids for _, ids in responses])
-        items: list[tuple[int, RewardItem]] = []
-        for (row, ids), text in zip(responses, texts, strict=True):
-            uid, source, truth, extra_info = self.fields[row]
-            size = self.group_size[uid]
+        items: list[tuple[Key, RewardItem]] = []
+        for (key, ids), text, (uid, size, source, truth, extra_info) in zip(responses, texts, expected, strict=True):
             item = RewardItem(source or self.default_source, text, truth, extra_info, uid, size, len(ids))
-            items.append((row, item))
+            items.append((key, item))
         self.pool.submit_many(items)
 
     def _texts(self, responses: list[Sequence[int]]) -> list[str]:
@@ -65,32 +69,56 @@ class RewardManager:
         texts = dict(zip(different, decoded, strict=True))
         return [texts[key] for key in keys]
 
-    def finish(self) -> DataProto:
-        """Wait for the rest; gives `reward_score`, `reward_parts` and `reward_error` of each row."""
-        assert self.rows is not None
-        results = self.pool.wait_all() if self.pool is not None else {}
-        ordered: list[RewardResult] = [results.get(row) or RewardResult(0.0) for row in range(len(self.rows))]
-        self.rows = None
+    def poll(self) -> list[tuple[Any, RewardResult]]:
+        """What was scored since the last call, without waiting."""
+        return self._without_pool() if self.pool is None else self.pool.poll()
+
+    def wait(self) -> list[tuple[Any, RewardResult]]:
+        """As `poll`, but at least one if any is being scored."""
+        return self._without_pool() if self.pool is None else self.pool.wait_some()
+
+    def _without_pool(self) -> list[tuple[Any, RewardResult]]:
+        found, self._unscored = self._unscored, []
+        return found
+
+    def fields(self, results: Sequence[RewardResult]) -> DataProto:
+        """`reward_score`, `reward_parts` and `reward_error` of each row of a batch."""
         if self.watch is not None:
-            self.watch.look([result.error for result in ordered])
+            self.watch.look([result.error for result in results])
         return DataProto.from_dict(
             non_tensors={
-                "reward_score": [result.score for result in ordered],
-                "reward_parts": [dict(result.parts) for result in ordered],
-                "reward_error": [result.error for result in ordered],
+                "reward_score": [result.score for result in results],
+                "reward_parts": [dict(result.parts) for result in results],
+                "reward_error": [result.error for result in results],
             }
         )
 
     def score(self, data: DataProto) -> DataProto:
-        """As begin, feed and finish, for responses that are all there."""
-        self.begin(data)
-        pairs = zip(data.batch["responses"], _real_responses(data), strict=True)
-        self.feed([(row, ids[mask].tolist()) for row, (ids, mask) in enumerate(pairs)])
-        return self.finish()
+        """Scores of responses that are all there; nothing else may be under way."""
+        self.expect(data)
+        pairs = zip(keys_of(data), data.batch["responses"], _real_responses(data), strict=True)
+        self.feed([(key, ids[mask].tolist()) for key, ids, mask in pairs])
+        found: dict[Any, RewardResult] = {}
+        while new := self.wait():
+            found.update(new)
+        return self.fields([found[key] for key in keys_of(data)])
 
     def __call__(self, data: DataProto) -> torch.Tensor:
         """(B, R): each row's score on its last response token, 0 elsewhere."""
         return on_last_token(self.score(data).non_tensor_batch["reward_score"], data)
+
+
+def keys_of(rows: DataProto) -> list[Key]:
+    """(uid, sample) of each row; without a column `sample` rows are numbered within their group."""
+    fields = rows.non_tensor_batch
+    if "sample" in fields:
+        return list(zip(fields["uid"].tolist(), fields["sample"].tolist(), strict=True))
+    seen: Counter[Any] = Counter()
+    keys = []
+    for uid in fields["uid"].tolist():
+        keys.append((uid, seen[uid]))
+        seen[uid] += 1
+    return keys
 
 
 def _real_responses(data: DataProto) -> torch.Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.root import PPOConfig
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.lock import RunDirectoryError
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.status import read_status
 
 Say = Callable[[str], object]
 
@@ -71,22 +70,7 @@ def _continues(run: RunDirectory, config: Any, say: Say) -> bool:
     return True
 
 
-def read_status(run: RunDirectory) -> dict[str, Any]:
-    path = run.path / "status.json"
-    try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def write_status(run: RunDirectory, status: str, step: int, total_steps: int) -> None:
-    """`running`, `stopped`, `failed` or `finished`, for people and for the next start."""
-    text = json.dumps({"status": status, "step": step, "total_steps": total_steps}) + "\n"
-    replace_file(run.path / "status.json", text.encode())
-
-
 def _is_finished(run: RunDirectory, config: Any) -> bool:
-    status = read_status(run)
+    status = read_status(run.path)
     wanted = config.trainer.total_training_steps or 0
     return status.get("status") == "finished" and wanted <= int(status.get("total_steps", 0))

@@ -28,6 +28,7 @@ def save(trainer: RayPPOTrainer) -> Path:
     state = {
         "step": trainer.step,
         "sampler": trainer.sampler.state_dict(),
+        "prompts": trainer.experience.serial,
         "kl_controller": trainer.kl_controller.state_dict(),
         "old_from_rollout": trainer.old_from_rollout,
         "bad_steps": trainer.bad_steps,
@@ -63,6 +64,7 @@ def resume(trainer: RayPPOTrainer) -> None:
     trainer.step, trainer.bad_steps = int(state["step"]), int(state["bad_steps"])
     trainer.old_from_rollout = bool(state["old_from_rollout"])
     trainer.sampler.load_state_dict(state["sampler"])
+    trainer.experience.serial = int(state.get("prompts", trainer.step * trainer.sizes.prompts))
     trainer.kl_controller.load_state_dict(state["kl_controller"])
     if state.get("surplus"):
         trainer.group_filter.load(path)

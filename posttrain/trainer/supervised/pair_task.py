@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from posttrain import pulse
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.reward_trainer import RewardTrainerConfig
@@ -108,23 +109,28 @@ class PairTask(Task):
         if self.val is None:
             return None
         losses, leads, scores = [], [], []
-        for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
-            batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
-            found = self.engine.scores(batch).double()
-            part, lead = self._losses(batch, found)
-            losses.append(part)
-            leads.append(lead)
-            scores.append(found)
+        with pulse.work("rows", 2 * len(self.val)):
+            for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+                batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
+                found = self.engine.scores(batch).double()
+                part, lead = self._losses(batch, found)
+                losses.append(part)
+                leads.append(lead)
+                scores.append(found)
         loss, mean = float(torch.cat(losses).mean()), float(torch.cat(scores).mean())
         made = {"loss": loss, **_of_leads(torch.cat(leads)), "score_mean": mean}
         return {f"val/{name}": value for name, value in made.items()}
 
-    def line(self, metrics: Mapping[str, float]) -> str:
-        return (
-            f"loss {metrics['train/loss']:.4f}, accuracy {metrics['train/accuracy']:.3f}, margin "
-            f"{metrics['train/margin']:.3f}, grad norm {metrics['train/grad_norm']:.3g}, lr "
-            f"{metrics['train/lr']:.3g}, {metrics['perf/throughput']:.0f} tokens/s"
-        )
+    def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:
+        return [
+            (6, f"loss {metrics['train/loss']:.4f}"),
+            (5, f"accuracy {metrics['train/accuracy']:.3f}"),
+            (4, f"margin {metrics['train/margin']:.3f}"),
+            (1, f"grad norm {metrics['train/grad_norm']:.3g}"),
+            (0, f"lr {metrics['train/lr']:.3g}"),
+            (2, f"{metrics['perf/throughput']:,.0f} tok/s"),
+            (3, f"{metrics['perf/time_per_step']:.1f} s"),
+        ]
 
     def validation_line(self, metrics: Mapping[str, float]) -> str:
         accuracy, margin = metrics["val/accuracy"], metrics["val/margin"]

@@ -6,6 +6,7 @@ from typing import Any
 
 from posttrain.models.loading import is_adapter
 from posttrain.tracking.curve import text_plot
+from posttrain.tracking.diagnosis import fitted
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
@@ -33,10 +34,10 @@ class SupervisedRecorder(RunWriter):
         logged |= {f"timing_s/{stage}": spent for stage, spent in self.timing.items()}
         logged |= {"perf/time_per_step": seconds, "perf/throughput": metrics["tokens"] / seconds if seconds else 0.0}
         self.timing = {}
+        quiet = "console" not in self.config.trainer.logger
+        self.progress.step(fitted(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
         self.loggers.log(step, logged)
         self.history.append({"step": step, **logged})
-        quiet = "console" not in self.config.trainer.logger
-        self.progress.step(self.task.line(logged), loss=metrics["loss"], quiet=quiet)
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:
         self.validations.append((step, metrics))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.sft import SFTConfig
 from posttrain.data.sampler import sequential_batches
 from posttrain.data.supervised import SFTDataset
@@ -57,20 +58,25 @@ class SFTTask(Task):
         if self.val is None:
             return None
         total, count = 0.0, 0
-        for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
-            batch = sft_batch([self.val[row] for row in rows], self.tokenizer.pad_token_id)
-            log_probs, mask = self.engine.log_probs(batch)["log_probs"], batch.batch["response_mask"]
-            total -= float((log_probs.double() * mask).sum())
-            count += int(mask.sum())
+        with pulse.work("rows", len(self.val)):
+            for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+                batch = sft_batch([self.val[row] for row in rows], self.tokenizer.pad_token_id)
+                log_probs, mask = self.engine.log_probs(batch)["log_probs"], batch.batch["response_mask"]
+                total -= float((log_probs.double() * mask).sum())
+                count += int(mask.sum())
         loss = total / count
         return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), "val/trained_tokens": float(count)}
 
-    def line(self, metrics: Mapping[str, float]) -> str:
-        return (
-            f"loss {metrics['train/loss']:.4f}, grad norm {metrics['train/grad_norm']:.3g}, lr "
-            f"{metrics['train/lr']:.3g}, {metrics['train/trained_tokens']:.0f} trained of "
-            f"{metrics['perf/total_num_tokens']:.0f} tokens, {metrics['perf/throughput']:.0f} tokens/s"
-        )
+    def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:
+        trained, tokens = metrics["train/trained_tokens"], metrics["perf/total_num_tokens"]
+        return [
+            (5, f"loss {metrics['train/loss']:.4f}"),
+            (2, f"grad norm {metrics['train/grad_norm']:.3g}"),
+            (1, f"lr {metrics['train/lr']:.3g}"),
+            (0, f"{trained:,.0f} of {tokens:,.0f} tokens"),
+            (3, f"{metrics['perf/throughput']:,.0f} tok/s"),
+            (4, f"{metrics['perf/time_per_step']:.1f} s"),
+        ]
 
     def validation_line(self, metrics: Mapping[str, float]) -> str:
         return f"loss {metrics['val/loss']:.4f}, perplexity {metrics['val/perplexity']:.4g}"

@@ -33,8 +33,8 @@ class Task(ABC):
         """Metrics of the held-out rows by their logged names; None where there are none."""
 
     @abstractmethod
-    def line(self, metrics: Mapping[str, float]) -> str:
-        """A step's metrics on one line."""
+    def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:
+        """A step's line in (importance, text); what does not fit one row is left out, least important first."""
 
     @abstractmethod
     def validation_line(self, metrics: Mapping[str, float]) -> str:

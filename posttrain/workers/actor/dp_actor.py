@@ -4,57 +4,52 @@ from __future__ import annotations
 
 import torch
 
+from posttrain import pulse
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.objective import ActorObjective
-
-FIRST_ONLY = ("mismatch/", "actor/ratio_deviation")  # meaningful before the first step on a batch only
-
-
-def mean_of(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the mini-batches; agreement with the rollout is that of the first, before the weights moved."""
-    names = list(dict.fromkeys(name for part in metrics for name in part))
-    out = {}
-    for name in names:
-        values = [part[name] for part in metrics if name in part]
-        out[name] = values[0] if name.startswith(FIRST_ONLY) else sum(values) / len(values)
-    return out
+from posttrain.workers.measures import Measures, over_steps
+from posttrain.workers.plan import Schedule, UpdatePlan, one_rank_plan
 
 
-def shuffled(data: DataProto, seed: int, epoch: int) -> DataProto:
-    """The rows in an order that depends on the seed, the step and the pass."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
-    return data[torch.randperm(len(data), generator=generator)]
+def actor_objective(config: PPOConfig) -> ActorObjective:
+    """The loss of the policy as configured."""
+    actor = config.actor_rollout_ref.actor
+    scale = actor.loss_scale_factor or float(config.data.max_response_length)
+    return ActorObjective(actor, config.algorithm.rollout_correction, scale)
+
+
+def actor_schedule(config: PPOConfig) -> Schedule:
+    actor = config.actor_rollout_ref.actor
+    return Schedule(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.trainer.seed)
 
 
 class DataParallelPPOActor:
     """Runs `update_policy` and `compute_log_prob` on a train engine."""
 
     def __init__(self, config: PPOConfig, engine: TrainEngine) -> None:
-        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-        self.config, self.engine, self.temperature = actor, engine, rollout.temperature
-        self.mini_batch_rows = actor.ppo_mini_batch_size * rollout.n
-        self.seed = config.trainer.seed
-        scale = actor.loss_scale_factor or float(config.data.max_response_length)
-        self.objective = ActorObjective(actor, config.algorithm.rollout_correction, scale)
+        self.config, self.engine = config, engine
+        self.temperature = config.actor_rollout_ref.rollout.temperature
+        self.objective = actor_objective(config)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
-        """`ppo_epochs` passes over the mini-batches of `data`; gives the mean metrics of the optimizer steps."""
-        metrics = []
-        for epoch in range(self.config.ppo_epochs):
-            ordered = shuffled(data, self.seed, epoch) if self.config.shuffle else data
-            for mini_batch in ordered.split(self.mini_batch_rows):
-                prepared = self.objective.prepare(mini_batch)
-                step = self.engine.update(prepared, self.objective, temperature=self.temperature)
-                named = {
-                    "actor/grad_norm": step["grad_norm"],
-                    "actor/lr": step["lr"],
-                    "actor/bad_steps": step["skipped"],
-                }
-                metrics.append({**self.objective.metrics(), **named})
-        skipped = sum(part["actor/bad_steps"] for part in metrics)
-        return {**mean_of(metrics), "actor/bad_steps": skipped, "actor/optimizer_steps": float(len(metrics))}
+        """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
+        return over_steps(self.execute(one_rank_plan(data, actor_schedule(self.config), self.objective.prepare)))
+
+    def execute(self, plan: UpdatePlan) -> list[Measures]:
+        """The optimizer steps of a plan; gives the metrics of each."""
+        with pulse.work("rows", plan.rows):
+            return [self._step(mini.data) for mini in plan]
+
+    def _step(self, mini: DataProto) -> Measures:
+        measures = self.objective.begin(mini)
+        made = self.engine.update(mini, self.objective, temperature=self.temperature)
+        measures.tell("actor/grad_norm", made["grad_norm"])
+        measures.tell("actor/lr", made["lr"])
+        measures.tell("actor/bad_steps", made["skipped"], steps="sum")
+        measures.tell("actor/optimizer_steps", 1.0, steps="sum")
+        return measures
 
     def compute_log_prob(self, data: DataProto) -> dict[str, torch.Tensor]:
         """`log_probs` and `entropy` (rows, response width) under the weights as they are."""

@@ -25,19 +25,19 @@ from posttrain.algorithms import (
 from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.protocol import DataProto
+from posttrain.workers.measures import Measures
 
 PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row
 
 
 class ActorObjective:
-    """Call it with a micro-batch and the engine's outputs; read `metrics()` after the mini-batch."""
+    """`prepare` a mini-batch where all of it is known; call it with a micro-batch and the engine's outputs wherever
+    these are computed; `measures` then holds this rank's metrics of the mini-batch."""
 
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig, loss_scale_factor: float) -> None:
         self.config, self.correction, self.loss_scale_factor = config, correction, loss_scale_factor
         self.notes: list[str] = []
-        self.prepared: dict[str, Any] = {}
-        self.sums: dict[str, float] = {}
-        self.maxima: dict[str, float] = {}
+        self.measures = Measures()
 
     def prepare(self, mini: DataProto) -> DataProto:
         """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here.
@@ -45,25 +45,36 @@ class ActorObjective:
         What the loss's `prepare` gives per row goes with the rows into their micro-batches, the rest to all of them.
         """
         mask_BR = mini.batch["response_mask"]
-        self.sums, self.maxima = {}, {}
+        weights, facts = self._importance(mini)
         tensors = {
             "loss_weights": aggregation_weights(
                 mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor
             ),
             "mean_weights": aggregation_weights(mask_BR, "token-mean"),
-            **self._importance(mini),
+            **weights,
         }
-        self.prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
-        for name, value in list(self.prepared.items()):
+        prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
+        for name, value in list(prepared.items()):
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
-                tensors[f"{PREPARED}{name}"] = self.prepared.pop(name)
-        return mini.union(DataProto.from_dict(tensors=tensors))
+                tensors[f"{PREPARED}{name}"] = prepared.pop(name)
+        known = {"prepared": prepared, "measured": facts}
+        mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
+        self.begin(mini)
+        return mini
+
+    def begin(self, mini: DataProto) -> Measures:
+        """Measure anew, for an optimizer step on this prepared mini-batch."""
+        self.measures = Measures()
+        for name, value in mini.meta_info["measured"].items():
+            self.measures.tell(name, value, steps="first" if name.startswith("mismatch/") else "mean")
+        return self.measures
 
     def __call__(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch, log_prob = micro.batch, outputs["log_probs"]
         # With one update per batch the old policy is the one that is differentiated: its ratio is 1 by definition.
         old = batch["old_log_probs"] if "old_log_probs" in batch else log_prob.detach()
         weights, means = batch["loss_weights"], batch["mean_weights"]
+        own = {name.removeprefix(PREPARED): value for name, value in batch.items() if name.startswith(PREPARED)}
         result = call_policy_loss(
             self.config.policy_loss.loss_mode,
             old_log_prob=old,
@@ -72,7 +83,7 @@ class ActorObjective:
             response_mask=batch["response_mask"],
             config=self.config,
             rollout_is_weights=batch.get("rollout_is_weights"),
-            prepared=self.prepared | {k.removeprefix(PREPARED): v for k, v in batch.items() if k.startswith(PREPARED)},
+            prepared=micro.meta_info["prepared"] | own,
         )
         if result.is_scalar and not self.notes:
             self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
@@ -98,30 +109,30 @@ class ActorObjective:
             return 0.0
         return -self.config.entropy_coeff * (weights * entropy).sum()
 
-    def _importance(self, mini: DataProto) -> dict[str, torch.Tensor]:
-        """Weights for the gap to the rollout, if configured; its diagnostics are those of the whole mini-batch."""
+    def _importance(self, mini: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """(weights for the gap to the rollout, its diagnostics over the whole mini-batch), if configured."""
         batch = mini.batch
         if not correction_is_on(self.correction) or not {"old_log_probs", "rollout_log_probs"} <= set(batch):
-            return {}
+            return {}, {}
         weights, facts = compute_rollout_correction(
             batch["old_log_probs"], sampled_from(batch), batch["response_mask"], self.correction
         )
         facts.pop("mismatch/logp_max")  # measured against the policy being trained, below
-        self.sums |= facts
         assert weights is not None
-        return {"rollout_is_weights": weights}
+        return {"rollout_is_weights": weights}, facts
 
     def _agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
-        """How far the policy moved from the old one, and how well rollout and trainer agree."""
+        """How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
+        optimizer step, before the weights moved."""
         real = batch["response_mask"].bool()
         self._max("actor/ratio_deviation", ((log_prob - old).exp() - 1).abs()[real])
         if "rollout_log_probs" in batch:
             gap = (log_prob - batch["rollout_log_probs"]).abs()
-            self._add("mismatch/logp_mean", float((batch["mean_weights"] * gap).sum()))
+            self.measures.add("mismatch/logp_mean", float((batch["mean_weights"] * gap).sum()), steps="first")
             self._max("mismatch/logp_max", gap[real])
         if "sampling_log_probs" in batch:  # how far filters and penalties are from the policy, whatever computed them
             gap = batch["sampling_log_probs"] - batch["rollout_log_probs"]
-            self._add("mismatch/sampling_kl", float((batch["mean_weights"] * gap).sum()))
+            self.measures.add("mismatch/sampling_kl", float((batch["mean_weights"] * gap).sum()), steps="first")
 
     def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
         """Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them."""
@@ -132,11 +143,12 @@ class ActorObjective:
                 self._add(name, float(value) * float(mean_weights.sum()))
 
     def _add(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
+        self.measures.add(name, value)
 
     def _max(self, name: str, values: torch.Tensor) -> None:
         if values.numel():
-            self.maxima[name] = max(self.maxima.get(name, 0.0), float(values.max()))
+            self.measures.most(name, float(values.max()), steps="first")
 
     def metrics(self) -> dict[str, float]:
-        return {**self.sums, **self.maxima}
+        """What was measured of the mini-batch, as far as this rank computed it."""
+        return self.measures.numbers()

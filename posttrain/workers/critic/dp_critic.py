@@ -4,43 +4,58 @@ from __future__ import annotations
 
 import torch
 
+from posttrain import pulse
 from posttrain.algorithms import aggregation_weights, compute_value_loss
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.actor.dp_actor import mean_of, shuffled
+from posttrain.workers.measures import Measures, over_steps
+from posttrain.workers.plan import Schedule, UpdatePlan, one_rank_plan
+
+
+def critic_schedule(config: PPOConfig) -> Schedule:
+    """As the actor's, where the critic has no settings of its own."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    prompts = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    return Schedule(prompts, critic.ppo_epochs or actor.ppo_epochs, critic.shuffle, config.trainer.seed)
+
+
+def prepare_values(config: PPOConfig, mini: DataProto) -> DataProto:
+    """The mini-batch with its token weights."""
+    mask, scale = mini.batch["response_mask"], float(config.data.max_response_length)
+    weights = aggregation_weights(mask, config.critic.loss_agg_mode, loss_scale_factor=scale)
+    extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
+    return mini.union(DataProto.from_dict(tensors=extra))
 
 
 class DataParallelPPOCritic:
     """Runs `compute_values` and `update_critic` on a train engine whose module has a value head."""
 
     def __init__(self, config: PPOConfig, engine: TrainEngine) -> None:
-        actor = config.actor_rollout_ref.actor
-        self.config, self.engine = config.critic, engine
-        self.epochs = config.critic.ppo_epochs or actor.ppo_epochs
-        prompts = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-        self.mini_batch_rows = prompts * config.actor_rollout_ref.rollout.n
-        self.scale, self.seed = float(config.data.max_response_length), config.trainer.seed
-        self.sums: dict[str, float] = {}
+        self.config, self.engine = config, engine
+        self.measures = Measures()
 
     def compute_values(self, data: DataProto) -> torch.Tensor:
         return self.engine.values(data)
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
-        """`critic.ppo_epochs` passes over the mini-batches of `data`; gives the mean metrics of the optimizer steps."""
-        metrics = []
-        for epoch in range(self.epochs):
-            ordered = shuffled(data, self.seed, epoch) if self.config.shuffle else data
-            for mini in ordered.split(self.mini_batch_rows):
-                mask = mini.batch["response_mask"]
-                weights = aggregation_weights(mask, self.config.loss_agg_mode, loss_scale_factor=self.scale)
-                extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
-                self.sums = {}
-                step = self.engine.update(mini.union(DataProto.from_dict(tensors=extra)), self._loss)
-                named = {f"critic/{name}": step[name] for name in ("grad_norm", "lr")}
-                metrics.append({**self.sums, **named, "critic/bad_steps": step["skipped"]})
-        skipped = sum(part["critic/bad_steps"] for part in metrics)
-        return {**mean_of(metrics), "critic/bad_steps": skipped, "critic/optimizer_steps": float(len(metrics))}
+        """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
+        plan = one_rank_plan(data, critic_schedule(self.config), lambda mini: prepare_values(self.config, mini))
+        return over_steps(self.execute(plan))
+
+    def execute(self, plan: UpdatePlan) -> list[Measures]:
+        """The optimizer steps of a plan; gives the metrics of each."""
+        with pulse.work("rows", plan.rows):
+            return [self._step(mini.data) for mini in plan]
+
+    def _step(self, mini: DataProto) -> Measures:
+        self.measures = measures = Measures()
+        made = self.engine.update(mini, self._loss)
+        measures.tell("critic/grad_norm", made["grad_norm"])
+        measures.tell("critic/lr", made["lr"])
+        measures.tell("critic/bad_steps", made["skipped"], steps="sum")
+        measures.tell("critic/optimizer_steps", 1.0, steps="sum")
+        return measures
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch = micro.batch
@@ -49,7 +64,7 @@ class DataParallelPPOCritic:
             batch["values"],
             batch["returns"],
             batch["response_mask"],
-            cliprange_value=self.config.cliprange_value,
+            cliprange_value=self.config.critic.cliprange_value,
         )
         share = (batch["loss_weights"] * token_loss).sum()
         self._add("critic/vf_loss", share)
@@ -59,4 +74,4 @@ class DataParallelPPOCritic:
         return share
 
     def _add(self, name: str, value: torch.Tensor) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + float(value.detach())
+        self.measures.add(name, float(value.detach()))

@@ -14,13 +14,14 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import Dispatch, register
+from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
 from posttrain.models.loading import load_tokenizer, resolve_dtype
 from posttrain.models.scorer import load_scorer, score_rows
 from posttrain.protocol import DataProto
 from posttrain.workers.reward_model.conversations import Conversations, Unreadable
+from posttrain.workers.spread import by_groups, in_row_order
 
 
 class RewardModelWorker:
@@ -29,7 +30,7 @@ class RewardModelWorker:
     def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device) -> None:
         self.config, self.policy_tokenizer, self.device = config.reward_model, tokenizer, device
 
-    @register(Dispatch.ALL)
+    @register(to_all)
     def init_model(self) -> None:
         """Load tokenizer and weights; what cannot score conversations is refused here."""
         model = self.config.model
@@ -60,7 +61,7 @@ class RewardModelWorker:
             path=model.path, tokenizer_path=model.tokenizer_path, trust_remote_code=model.trust_remote_code
         )
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def notes(self) -> list[str]:
         """Sentences for the user that only the loaded model could tell."""
         kind = type(without_adapters(self.module)).__name__
@@ -70,7 +71,7 @@ class RewardModelWorker:
         )
         return [f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."]
 
-    @register(Dispatch.ONE)
+    @register(to_first)
     def check_prompt(self, messages: Any) -> None:
         """Refuses a template that cannot write the data's conversations, before anything is generated."""
         if self.conversations.anew:
@@ -84,7 +85,7 @@ class RewardModelWorker:
                     "reward_model.model.tokenizer_path=FOLDER"
                 ) from error
 
-    @register(Dispatch.SPLIT)
+    @register(by_groups, in_row_order)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` (B, R), each score on its response's last token; `rm_error` and `rm_truncated` of each row."""
         rows = self.conversations.rows(data)

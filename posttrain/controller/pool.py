@@ -1,0 +1,48 @@
+"""Where the workers of a run are made: in this process, or in one process per rank that Ray starts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from posttrain.controller.group import WorkerGroup
+from posttrain.controller.local import LocalWorkerGroup
+
+
+class Workers(ABC):
+    """Makes worker groups; roles of one run share the processes of their ranks. Use `with`, or `close`."""
+
+    world_size: int
+
+    @abstractmethod
+    def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
+        """A worker of this class on every rank, made with these arguments."""
+
+    @abstractmethod
+    def words(self) -> str:
+        """Where they are, for the user."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started for them."""
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class LocalWorkers(Workers):
+    """One rank: this process. Nothing is started and nothing copied."""
+
+    world_size = 1
+
+    def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
+        return LocalWorkerGroup(worker(*arguments, **named))
+
+    def words(self) -> str:
+        return "one process, no Ray needed"
+
+    def close(self) -> None:
+        pass

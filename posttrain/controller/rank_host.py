@@ -1,0 +1,82 @@
+"""The process of one rank: holds its roles' workers and makes the calls that come for them, one at a time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from posttrain.controller.wire import Parcel, pack, unpack
+
+
+@dataclass
+class Failure:
+    """An error of a worker, to be raised where the call came from."""
+
+    error: Exception
+    rank: int
+    trace: str
+
+    def as_raised(self) -> Exception:
+        self.error.add_note(f"(on rank {self.rank})\n{self.trace}")
+        return self.error
+
+
+class RankHost:
+    """Becomes a Ray actor. Threads and import paths are set before torch and the workers are loaded."""
+
+    def __init__(self, rank: int, ranks: int, device: str, threads: int, folder: str, paths: list[str]) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, device
+        os.chdir(folder)
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+        import torch
+
+        torch.set_num_threads(threads)
+        self.workers: dict[str, Any] = {}
+
+    def free_address(self) -> str:
+        """host:port at which this process can be found by the others."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def connect(self, address: str) -> Parcel:
+        """Join the other ranks."""
+        return self._answer(self._connect, address)
+
+    def _connect(self, address: str) -> None:
+        from posttrain.engine.ranks import join
+
+        join(self.rank, self.ranks, address, self.device)
+
+    def build(self, role: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+        """Make the worker of a role."""
+        return self._answer(self._build, role, (pickled, buffers))
+
+    def _build(self, role: str, parcel: Parcel) -> None:
+        worker, arguments, named = unpack(parcel)
+        self.workers[role] = worker(*arguments, **named)
+
+    def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+        """Call a worker's method."""
+        return self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
+
+    def _answer(self, function: Any, *arguments: Any) -> Parcel:
+        try:
+            return pack(function(*arguments))
+        except Exception as error:
+            return pack(Failure(_portable(error), self.rank, traceback.format_exc()))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself where it can travel, otherwise its words."""
+    try:
+        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else RuntimeError(str(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,132 @@
+"""Ray for one run: started by itself on this machine, or found running; what was started here is gone with the run.
+
+A watcher process holds the other end of a pipe. When the pipe closes, however the run ended, it kills what Ray has
+started (known by a mark in its environment, or by a file in its folder) and removes the folder: Ray itself leaves
+processes for a minute or more after its driver was killed, and its session folder for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+ADDRESS = "RAY_ADDRESS"
+MARK = "POSTTRAIN_RAY"
+_TOKEN = secrets.token_hex(32)  # Ray reads it once per process
+LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
+
+_WATCHER = """
+import os, shutil, signal, sys, time
+mark, folder = sys.argv[1].encode(), sys.argv[2]
+sys.stdin.buffer.read()
+def ours(process):
+    with open(f"{process}/environ", "rb") as file:
+        if mark in file.read().split(b"\\0"):
+            return True
+    # A process that gave itself a title has written over its environment; its log lies in the folder.
+    return any(os.readlink(f"{process}/fd/{fd}").startswith(folder + "/") for fd in os.listdir(f"{process}/fd"))
+def marked():
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                if ours(f"/proc/{name}"):
+                    yield int(name)
+            except OSError:
+                pass
+quiet = 0
+while quiet < 3:
+    found = list(marked())
+    for pid in found:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+    quiet = 0 if found else quiet + 1
+    time.sleep(0.05)
+shutil.rmtree(folder, ignore_errors=True)
+"""
+
+
+class RayCluster:
+    """`start` connects this process; `stop` leaves, and ends what `start` has started."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.address = ranks, os.environ.get(ADDRESS)
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._connected = False
+
+    def start(self) -> None:
+        settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if self.address:
+            self._connected = True
+            ray.init(address=self.address, **settings)
+            return
+        mark, folder = f"{MARK}={secrets.token_hex(8)}", _folder()
+        self._watcher = _watch(mark, folder)
+        self._connected = True
+        with _environment(mark):
+            ray.init(
+                address="local",
+                num_cpus=self.ranks,
+                include_dashboard=False,
+                _temp_dir=folder,
+                _node_ip_address="127.0.0.1",
+                **settings,
+            )
+
+    def words(self) -> str:
+        return f"at {self.address}" if self.address else "started for this run"
+
+    def stop(self) -> None:
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
+        if self._watcher is not None:
+            assert self._watcher.stdin is not None
+            self._watcher.stdin.close()
+            self._watcher.wait()
+            self._watcher = None
+
+
+def _folder() -> str:
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="posttrain-", dir=base if len(base) + 20 <= LONGEST_FOLDER else "/tmp")
+
+
+def _watch(mark: str, folder: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WATCHER, mark, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,  # Ctrl-C is for the run
+    )
+
+
+@contextlib.contextmanager
+def _environment(mark: str) -> Iterator[None]:
+    """What the processes of this Ray inherit: the mark, a secret of their own (so that none is written into the home
+    folder), no statistics sent anywhere. Afterwards this process has its own environment again."""
+    name, _, value = mark.partition("=")
+    own = {name: value, "RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
+    before = dict(os.environ)
+    log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it tells that a secret is asked for
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        os.environ.clear()
+        os.environ.update(before)

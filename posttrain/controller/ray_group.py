@@ -1,0 +1,125 @@
+"""Workers in Ray actors: one process per rank that hosts every role, and groups that call them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from posttrain.controller.futures import Future
+from posttrain.controller.group import WorkerGroup
+from posttrain.controller.pool import Workers
+from posttrain.controller.rank_host import Failure, RankHost
+from posttrain.controller.ray_cluster import RayCluster
+from posttrain.controller.wire import pack, unpack
+from posttrain.errors import UserError
+
+
+class WorkerDied(UserError):
+    """A worker's process is gone."""
+
+
+class RayFuture(Future):
+    """The results of ranks, joined. The first error of any rank is the call's, though others may wait for ever."""
+
+    def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any]) -> None:
+        self.refs, self._join = refs, join
+        self._value: Any = None
+        self._taken = False
+
+    def done(self) -> bool:
+        return self._taken or len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0]) == len(self.refs)
+
+    def result(self) -> Any:
+        if not self._taken:
+            found: dict[Any, Any] = {}
+            waiting = list(self.refs)
+            while waiting:
+                ready, waiting = ray.wait(waiting, num_returns=1)
+                found[ready[0]] = _fetched(ready[0])
+            self._value, self._taken = self._join([found[ref] for ref in self.refs]), True
+        return self._value
+
+
+def _fetched(ref: Any) -> Any:
+    try:
+        value = unpack(ray.get(ref))
+    except RayActorError as error:
+        raise WorkerDied(
+            f"A worker process died: {str(error).splitlines()[0]} If the machine ran out of memory, lower "
+            "trainer.n_workers or the sizes of the batch. The same command continues from the newest checkpoint."
+        ) from error
+    if isinstance(value, Failure):
+        raise value.as_raised()
+    return value
+
+
+class RayWorkerGroup(WorkerGroup):
+    """One role on every rank."""
+
+    overlaps = True
+
+    def __init__(self, role: str, worker: type, config: Any, hosts: list[Any]) -> None:
+        self.role, self.worker_class, self.config, self.hosts = role, worker, config, hosts
+        self.world_size = len(hosts)
+
+    def _method(self, name: str) -> Any:
+        return getattr(self.worker_class, name)
+
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future:
+        return self._future(self._start(rank, name, arguments))
+
+    def _start(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Any:
+        return self.hosts[rank].call.remote(self.role, name, *pack(arguments))
+
+    def _future(self, ref: Any) -> RayFuture:
+        return RayFuture([ref], lambda results: results[0])
+
+    def _joined(self, parts: Sequence[Any], join: Callable[[list[Any]], Any]) -> Future:
+        return RayFuture([ref for part in parts for ref in part.refs], join)
+
+    def wait_any(self, futures: Sequence[Any]) -> None:
+        if futures:
+            ray.wait([ref for future in futures for ref in future.refs], num_returns=1)
+
+
+class RayWorkers(Workers):
+    """`ranks` processes, each with its share of the cores, or with a GPU of its own."""
+
+    def __init__(self, ranks: int, device: Any) -> None:
+        self.world_size = ranks
+        self.cluster = RayCluster(ranks)
+        try:
+            self.hosts = self._start(ranks, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, ranks: int, device: Any) -> list[Any]:
+        self.cluster.start()
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
+        actor = ray.remote(RankHost).options(max_concurrency=1, **resources)
+        place = (os.getcwd(), [folder for folder in sys.path if folder])
+        hosts = [actor.remote(rank, ranks, str(device), threads, *place) for rank in range(ranks)]
+        address = ray.get(hosts[0].free_address.remote())
+        for ref in [host.connect.remote(address) for host in hosts]:
+            _fetched(ref)
+        return hosts
+
+    def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
+        parcel = pack((worker, arguments, named))
+        config = next((value for value in arguments if hasattr(value, "trainer")), None)
+        for ref in [host.build.remote(role, *parcel) for host in self.hosts]:
+            _fetched(ref)
+        return RayWorkerGroup(role, worker, config, self.hosts)
+
+    def words(self) -> str:
+        return f"{self.world_size} processes in Ray {ray.__version__}, {self.cluster.words()}"
+
+    def close(self) -> None:
+        self.cluster.stop()

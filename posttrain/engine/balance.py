@@ -1,0 +1,59 @@
+"""Passes over a batch for several ranks: equal in number, so that no rank waits for ever, and balanced by tokens."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+
+from posttrain.engine.facts import EngineFacts
+from posttrain.engine.packing import Unit, plan_micro_batches, plan_units
+from posttrain.protocol import DataProto
+
+
+@dataclass
+class RankPart:
+    """A rank's rows of the batch, and its passes over them: units of rows counted within the part. A pass without
+    units is a rank's wait for others."""
+
+    rows: list[int]
+    passes: list[list[Unit]]
+
+
+def plan_ranks(data: DataProto, facts: EngineFacts, ranks: int) -> list[RankPart]:
+    """Each rank's part: what shares a prompt stays together, and the largest of what is left goes to the rank with the
+    fewest tokens."""
+    parts = [_part(units, facts) for units in _dealt(_units(data, facts, ranks), ranks)]
+    most = max(len(part.passes) for part in parts)
+    for part in parts:
+        part.passes += [[] for _ in range(most - len(part.passes))]
+    return parts
+
+
+def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
+    """Units of the batch; small enough that every rank can have one."""
+    rows = min(facts.max_rows or len(data), max(1, math.ceil(len(data) / ranks)))
+    for limit in (facts.max_rows, rows):
+        units = plan_units(
+            data, share=facts.shares_prompts, width=facts.width, all_pairs=facts.all_pairs, max_rows=limit
+        )
+        if len(units) >= ranks:
+            break
+    return units
+
+
+def _dealt(units: list[Unit], ranks: int) -> list[list[Unit]]:
+    fewest = [(0, rank) for rank in range(ranks)]
+    dealt: list[list[Unit]] = [[] for _ in range(ranks)]
+    for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.rows[0])):
+        tokens, rank = heapq.heappop(fewest)
+        dealt[rank].append(unit)
+        heapq.heappush(fewest, (tokens + unit.tokens, rank))
+    return dealt
+
+
+def _part(units: list[Unit], facts: EngineFacts) -> RankPart:
+    rows = sorted(row for unit in units for row in unit.rows)
+    place = {row: number for number, row in enumerate(rows)}
+    own = [replace(unit, rows=[place[row] for row in unit.rows]) for unit in units]
+    return RankPart(rows, plan_micro_batches(own, token_budget=facts.token_budget, max_rows=facts.max_rows))

@@ -1,0 +1,83 @@
+"""How far the present work is: long loops anywhere say so here, and whoever shows a run reads it.
+
+`work(unit, total)` opens a stretch of work, `advance` counts inside it. A loop that runs inside another one of the same
+unit counts into the outer one (the mini-batches of an update, the batches of a validation); one of another unit inside
+it is not shown. Nothing here is needed to compute: without a reader the counts are thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Work:
+    """Items done of those that are to be done, and the tokens in them."""
+
+    unit: str
+    total: int
+    done: int = 0
+    tokens: int = 0
+    running_tokens: int = 0
+    """Of items that are not done yet."""
+    tokens_each: float = 0.0
+    """What an item is expected to hold; 0 where only items count."""
+    started: float = field(default_factory=time.monotonic)
+
+    def advance(self, items: int = 0, tokens: int = 0, running_tokens: int = 0) -> None:
+        self.done += items
+        self.tokens += tokens
+        self.running_tokens = running_tokens
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens + self.running_tokens
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def share(self) -> float:
+        """How much is done, by tokens where their number can be guessed; never 1 before the end."""
+        if not self.total:
+            return 0.0
+        items = self.done / self.total
+        tokens = self.all_tokens / (self.tokens_each * self.total) if self.tokens_each else 0.0
+        return min(max(items, tokens), 0.99 if self.done < self.total else 1.0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the speed so far; None before anything is done."""
+        return self.seconds * (1 / self.share - 1) if self.share > 0.02 else None
+
+
+_now: Work | None = None
+_usual: dict[str, float] = {}
+"""By unit: tokens of an item in the work before."""
+
+
+def now() -> Work | None:
+    """The work in progress, if any loop has said so."""
+    return _now
+
+
+@contextmanager
+def work(unit: str, total: int, *, most_tokens: int = 0) -> Iterator[Work]:
+    """A stretch of `total` items, each of at most `most_tokens` tokens (0: unknown)."""
+    global _now
+    outer = _now
+    if outer is not None:
+        yield outer if outer.unit == unit else Work(unit, total)
+        return
+    usual = _usual.get(unit, most_tokens)
+    _now = own = Work(unit, total, tokens_each=min(usual, most_tokens) if most_tokens else 0.0)
+    try:
+        yield own
+        if own.done:
+            _usual[unit] = own.tokens / own.done
+    finally:
+        _now = None

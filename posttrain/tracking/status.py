@@ -1,0 +1,91 @@
+"""status.json: where a run stands, for people, for `posttrain runs`, and for the next start of the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.row import Moment
+
+FRESH_S = 2.0
+"""A running run writes its status this often."""
+NAME = "status.json"
+
+
+def write_status(folder: Path, status: str, step: int, total_steps: int, moment: Moment | None = None) -> None:
+    """`running`, `stopped`, `failed` or `finished`, how far it is, when this was written, and by whom."""
+    known: dict[str, Any] = {
+        "status": status,
+        "step": step,
+        "total_steps": total_steps,
+        "stage": None,
+        **(_moment(moment) if moment else {}),
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "pid": os.getpid(),
+        "host": platform.node(),
+    }
+    replace_file(folder / NAME, (json.dumps(known, ensure_ascii=False) + "\n").encode())
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """What a run wrote last; empty where there is nothing readable."""
+    try:
+        path = folder / NAME
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def stands(folder: Path) -> str:
+    """The status in one word; a run that says `running` while its process is gone was `killed`."""
+    known = read_status(folder)
+    status = str(known.get("status", "unknown"))
+    if status == "running" and known.get("host") == platform.node() and not _is_alive(known.get("pid")):
+        return "killed"
+    if status == "running" and age(known) > 60 * FRESH_S:
+        return "silent"
+    return status
+
+
+def age(known: dict[str, Any]) -> float:
+    """Seconds since a status was written; 0 if it does not say."""
+    try:
+        return max(0.0, time.time() - datetime.fromisoformat(known["time"]).timestamp())
+    except (KeyError, TypeError, ValueError):
+        return 0.0
+
+
+def _is_alive(pid: Any) -> bool:
+    if not isinstance(pid, int) or pid <= 0:
+        return True  # written by a version that did not say
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    work = moment.work
+    known: dict[str, Any] = {"stage": moment.stage, "stage_seconds": round(moment.stage_seconds, 1)}
+    if work is not None:
+        left = work.seconds_left
+        known |= {
+            "unit": work.unit,
+            "done": work.done,
+            "of": work.total,
+            "tokens": work.all_tokens,
+            "tokens_per_s": round(work.all_tokens / max(work.seconds, 1e-9), 1),
+            "stage_seconds_left": None if left is None else round(left, 1),
+        }
+    left = moment.seconds_left
+    return known | {"seconds_left": None if left is None else round(left, 1)}

@@ -1,0 +1,168 @@
+"""Experience: prompts to scored rows, for training, validation and greedy baselines alike.
+
+    rows = experience.ask(prompts, n)     requests go to the rollout, each known by (uid, sample)
+    experience.generated(rows)            rows with their responses; each went to the rewards when it ended
+    experience.scored(rows)               rows with their scores
+    experience.complete(rows)             both, and the reward model's
+
+Any number of batches may be under way; a prompt may give any number of rows. Nothing calls back: whoever waits for a
+batch moves all of them on, by asking the rollout what has ended and the rewards what was scored. How far a trainer runs
+ahead of its updates is when it asks and when it waits.
+
+A prompt's uid and the seeds of its samples follow from its serial number, counted over the whole run and saved with it:
+what is sampled depends neither on the step, nor on the size of batches, nor on who decodes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain import pulse
+from posttrain.config.root import PPOConfig
+from posttrain.controller.futures import Future
+from posttrain.controller.group import WorkerGroup
+from posttrain.protocol import DataProto
+from posttrain.rewards.types import RewardResult
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import no_garbage_collection, to_batch
+from posttrain.rollout.sampling import sample_seeds
+from posttrain.trainer.ppo.model_reward import ModelReward
+from posttrain.trainer.ppo.reward import (
+    Key,
+    RewardManager,
+    add_overlong_penalty,
+    keys_of,
+    on_last_token,
+)
+
+PROMPT_TENSORS, PROMPT_FIELDS = ["prompts", "attention_mask", "position_ids"], ["raw_prompt_ids"]
+
+
+class Experience:
+    """Asks `rollout` for responses and `rewards` for their scores. `serial` counts the prompts of the whole run."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        rollout: WorkerGroup,
+        rewards: RewardManager,
+        *,
+        model_reward: ModelReward | None = None,
+    ) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.rollout, self.rewards, self.model_reward = rollout, rewards, model_reward
+        self.serial = 0
+        self._prompts: dict[Key, Sequence[int]] = {}
+        self._outputs: dict[Key, Output] = {}
+        self._scores: dict[Key, RewardResult] = {}
+        self._advancing: dict[int, Future] = {}
+        self._busy: set[int] = set()
+
+    def number(self, prompts: DataProto) -> DataProto:
+        """Gives each prompt its serial number, its uid (the same as text)."""
+        serials = range(self.serial, self.serial + len(prompts))
+        prompts.non_tensor_batch["serial"] = np.array(serials, dtype=object)
+        prompts.non_tensor_batch["uid"] = np.array([str(serial) for serial in serials], dtype=object)
+        self.serial += len(prompts)
+        return prompts
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+    def ask(self, prompts: DataProto, n: int | Sequence[int], *, stream: int | None = None, **how: bool) -> DataProto:
+        """Rows under way: `n` of each prompt (or so many of each), in order. `prompts` is left without its prompts.
+
+        A sample's seed is made of the run's seed, `stream` (of others than training), the prompt's `serial` and its
+        own number. `how`: `validate` takes the validation's sampling settings, `greedy` the likeliest tokens.
+        """
+        counts = [n] * len(prompts) if isinstance(n, int) else list(n)
+        repeated = np.repeat(np.arange(len(prompts)), counts)
+        asked = take_prompts(prompts).select([])[repeated]
+        rows = prompts[repeated]
+        serials = [int(serial) for serial in rows.non_tensor_batch.pop("serial")]
+        samples = [sample for count in counts for sample in range(count)]
+        rows.non_tensor_batch["sample"] = np.array(samples, dtype=object)
+        parts = (self.config.trainer.seed, *(() if stream is None else (stream,)))
+        seeds = np.array(sample_seeds(serials, samples, *parts), dtype=object)
+        own = {name: rows.non_tensor_batch[name] for name in ("uid", "sample")}
+        asked.non_tensor_batch.update(own | {"seed": seeds})
+        asked.meta_info = dict(how)
+        self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
+        self.rewards.expect(rows)
+        self.rollout.submit(asked)
+        self._busy = set(range(self.rollout.world_size))
+        return rows
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+    def generated(self, rows: DataProto) -> DataProto:
+        """The rows with their responses; each of these goes to the reward workers as soon as it ends."""
+        keys = keys_of(rows)
+        wanted = set(keys)
+        longest = self.config.data.max_response_length
+        with no_garbage_collection(), pulse.work("responses", len(keys), most_tokens=longest) as work:
+            while not wanted <= self._outputs.keys():
+                ended = self.poll()
+                work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
+        prompts = [self._prompts.pop(key) for key in keys]
+        outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
+        return rows.union(outputs).set_decoder(self.decode)  # `response` is there for whoever reads it
+
+    def scored(self, rows: DataProto) -> DataProto:
+        """The rows with `reward_score`, `reward_parts` and `reward_error` by the reward functions; waits for what is
+        still being scored."""
+        keys = keys_of(rows)
+        wanted = set(keys)
+        self._scores.update(self.rewards.poll())
+        with pulse.work("scores", len(wanted - self._scores.keys())) as work:
+            while not wanted <= self._scores.keys():
+                new = self.rewards.wait()
+                self._scores.update(new)
+                work.advance(len(new))
+        return rows.union(self.rewards.fields([self._scores.pop(key) for key in keys]))
+
+    def complete(self, rows: DataProto, *, validation: bool = False) -> DataProto:
+        """The rows with responses and scores, those of a reward model among them."""
+        rows = self.scored(self.generated(rows))
+        if self.model_reward:
+            self.model_reward.join(rows, validation=validation)
+        return rows
+
+    def with_token_scores(self, rows: DataProto) -> DataProto:
+        """The rows with `token_level_scores`: each score on its response's last token, too long ones punished."""
+        scores = on_last_token(rows.non_tensor_batch["reward_score"], rows)
+        add_overlong_penalty(scores, rows, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+        rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = scores
+        return rows
+
+    def poll(self) -> list[Output]:
+        """Moves everything that is under way: responses that ended go to the rewards, and are given."""
+        self._advance()
+        self.rollout.wait_any(list(self._advancing.values()))
+        ended: list[Output] = []
+        for rank, future in list(self._advancing.items()):
+            if future.done():
+                outputs, busy = self._advancing.pop(rank).result()
+                ended += outputs
+                if not busy:
+                    self._busy.discard(rank)
+        if self.rollout.overlaps:
+            self._advance()
+        self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
+        self.rewards.feed([(output.id, output.token_ids) for output in ended])  # pyright: ignore
+        return ended
+
+    def _advance(self) -> None:
+        """Have every rank that has work, and is not at it, go on."""
+        idle = self._busy - self._advancing.keys()
+        if idle:
+            self._advancing |= {rank: self.rollout.on(rank).advance() for rank in sorted(idle)}
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def take_prompts(batch: DataProto) -> DataProto:
+    """The prompt's fields only; everything else stays in `batch`, same rows, same order."""
+    return batch.pop([name for name in PROMPT_TENSORS if name in batch.batch], PROMPT_FIELDS)

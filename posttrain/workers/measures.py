@@ -1,0 +1,72 @@
+"""Metrics that say how they are reduced: over the passes and ranks of an optimizer step, and over a batch's steps.
+
+A mean over tokens is a sum here: every rank adds its tokens with the weights that they have in the whole mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Ranks = Literal["sum", "max", "first"]
+Steps = Literal["mean", "sum", "first"]
+
+
+@dataclass
+class Measure:
+    """A number, how it is joined with those of other passes and ranks, and with those of other optimizer steps."""
+
+    value: float
+    ranks: Ranks
+    steps: Steps = "mean"
+
+
+class Measures(dict[str, Measure]):
+    """The metrics of one optimizer step on one rank, as they are gathered pass by pass."""
+
+    def add(self, name: str, share: float, steps: Steps = "mean") -> None:
+        """A share of a sum or of a mean over the whole mini-batch."""
+        self._join(name, Measure(share, "sum", steps))
+
+    def most(self, name: str, value: float, steps: Steps = "mean") -> None:
+        """The largest of all passes and ranks."""
+        self._join(name, Measure(value, "max", steps))
+
+    def tell(self, name: str, value: float, steps: Steps = "mean") -> None:
+        """What every rank knows alike."""
+        self._join(name, Measure(value, "first", steps))
+
+    def _join(self, name: str, new: Measure) -> None:
+        own = self.get(name)
+        self[name] = new if own is None else _joined(own, new)
+
+    def numbers(self) -> dict[str, float]:
+        return {name: measure.value for name, measure in self.items()}
+
+
+def _joined(one: Measure, other: Measure) -> Measure:
+    if one.ranks == "first":
+        return one
+    value = one.value + other.value if one.ranks == "sum" else max(one.value, other.value)
+    return Measure(value, one.ranks, one.steps)
+
+
+def over_ranks(parts: Sequence[Measures]) -> Measures:
+    """One optimizer step's metrics from those of its ranks."""
+    whole = Measures(parts[0])
+    for part in parts[1:]:
+        for name, measure in part.items():
+            whole._join(name, measure)
+    return whole
+
+
+def over_steps(steps: Sequence[Measures]) -> dict[str, float]:
+    """The metrics of a batch from those of its optimizer steps."""
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        found = [step[name] for step in steps if name in step]
+        values = [measure.value for measure in found]
+        kind = found[0].steps
+        out[name] = values[0] if kind == "first" else sum(values) / (len(values) if kind == "mean" else 1)
+    return out

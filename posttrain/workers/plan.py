@@ -1,0 +1,89 @@
+"""Updates as the driver plans them: which rows make an optimizer step, with weights from the counts of all of them.
+
+Workers execute a plan. So a gradient depends neither on the number of ranks nor on who computes which rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from posttrain.controller.dispatch import Calls
+from posttrain.protocol import DataProto
+from posttrain.workers.measures import Measures, over_ranks, over_steps
+
+Prepare = Callable[[DataProto], DataProto]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a batch becomes optimizer steps: `prompts` per mini-batch, passes over the batch, and their order."""
+
+    prompts: int
+    epochs: int
+    shuffle: bool
+    seed: int
+
+
+@dataclass
+class MiniBatch:
+    """One rank's part of an optimizer step. `passes` are its forward passes; None lets the engine cut them."""
+
+    data: DataProto
+    passes: list[Any] | None = None
+
+
+@dataclass
+class UpdatePlan:
+    """The optimizer steps of one rank on a batch, made one by one as they are asked for; between processes a list."""
+
+    rows: int
+    """Rows that are computed with, those of every pass over the batch counted."""
+    make: Callable[[], Iterator[MiniBatch]] | None = None
+    steps: list[MiniBatch] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        return iter(self.steps) if self.make is None else self.make()
+
+
+def mini_batches(batch: DataProto, schedule: Schedule) -> Iterator[DataProto]:
+    """The rows of each optimizer step: whole groups in order, or rows shuffled by the seed, the step and the pass."""
+    for epoch in range(schedule.epochs):
+        if schedule.shuffle:
+            groups = len(dict.fromkeys(_uids(batch)))
+            size = math.ceil(len(batch) * schedule.prompts / groups)
+            yield from shuffled(batch, schedule.seed, epoch).split(size)
+        else:
+            for start, end in _spans_of_groups(_uids(batch), schedule.prompts):
+                yield batch[start:end]
+
+
+def _uids(batch: DataProto) -> list[Any]:
+    return list(batch.non_tensor_batch["uid"])
+
+
+def _spans_of_groups(uids: list[Any], groups: int) -> list[tuple[int, int]]:
+    """(first row, row behind the last) of every `groups` groups; the rows of a group stand together."""
+    starts = [row for row, uid in enumerate(uids) if row == 0 or uid != uids[row - 1]][::groups]
+    return list(zip(starts, [*starts[1:], len(uids)], strict=True))
+
+
+def shuffled(data: DataProto, seed: int, epoch: int) -> DataProto:
+    """The rows in an order that depends on the seed, the step and the pass."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
+    return data[torch.randperm(len(data), generator=generator)]
+
+
+def one_rank_plan(batch: DataProto, schedule: Schedule, prepare: Prepare) -> UpdatePlan:
+    """The plan of a rank that computes everything."""
+    rows = len(batch) * schedule.epochs
+    return UpdatePlan(rows, lambda: (MiniBatch(prepare(mini)) for mini in mini_batches(batch, schedule)))
+
+
+def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:
+    """Metrics of a batch's optimizer steps, from those that every rank gave for each of them."""
+    return over_steps([over_ranks(parts) for parts in zip(*results, strict=True)])

@@ -1,0 +1,70 @@
+"""Updates are planned in one place: which rows make a step, who computes them, and how what they measured is joined."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.controller.dispatch import Calls
+from posttrain.protocol import DataProto
+from posttrain.workers.measures import Measures, over_ranks, over_steps
+from posttrain.workers.plan import Schedule, mini_batches
+from posttrain.workers.spread import in_row_order, split_rows
+
+
+def batch_of(*groups: int) -> DataProto:
+    """Groups of so many rows; a row's tensor is its number."""
+    uids = [str(number) for number, size in enumerate(groups) for _ in range(size)]
+    return DataProto.from_dict({"row": torch.arange(len(uids))}, {"uid": uids}, {"step": 1})
+
+
+def rows_of(batch: DataProto, **schedule) -> list[list[int]]:
+    minis = mini_batches(batch, Schedule(**{"prompts": 2, "epochs": 1, "shuffle": False, "seed": 1, **schedule}))
+    return [mini.batch["row"].tolist() for mini in minis]
+
+
+def test_a_mini_batch_holds_whole_groups_however_many_rows_they_have():
+    assert rows_of(batch_of(1, 3, 2, 4, 1)) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [10]]
+    assert rows_of(batch_of(2, 2), prompts=1, epochs=2) == [[0, 1], [2, 3]] * 2
+
+
+def test_shuffled_rows_are_all_there_in_every_pass_in_as_many_steps():
+    once, again = rows_of(batch_of(2, 2, 2, 2), shuffle=True, epochs=2), rows_of(batch_of(2, 2, 2, 2), shuffle=True)
+    assert once[:2] == again and [len(rows) for rows in once] == [4] * 4
+    assert sorted(once[0] + once[1]) == sorted(once[2] + once[3]) == list(range(8)) and once[:2] != once[2:]
+
+
+def test_ranks_get_whole_groups_and_even_tokens():
+    uids, tokens = list("aabbccddee"), [100, 100, 1, 1, 50, 50, 60, 40, 2, 2]
+    rows = split_rows(uids, tokens, 2)
+    assert rows == [[0, 1, 8, 9], [2, 3, 4, 5, 6, 7]]  # 200 + 4 against 100 + 100 + 2
+    assert split_rows(["a"], [5], 3) == [[0], [], []]
+
+
+def test_what_ranks_give_comes_back_in_the_order_of_the_callers_rows():
+    rows = [[1, 3], [], [0, 2]]
+    parts = [DataProto.from_dict({"x": torch.tensor(own)}) if own else DataProto() for own in rows]
+    assert in_row_order(parts, Calls([], rows)).batch["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_metrics_are_reduced_as_they_say():
+    def step(rank: int, number: int) -> Measures:
+        made = Measures()
+        for share in (0.25, 0.5):  # two passes
+            made.add("loss", share * (rank + 1))
+            made.add("gap", share, steps="first")
+        made.most("worst", 10.0 * rank + number)
+        made.tell("norm", 3.0 + number)
+        made.tell("skipped", 1.0, steps="sum")
+        return made
+
+    steps = [over_ranks([step(0, number), step(1, number)]) for number in range(2)]
+    assert over_steps(steps) == pytest.approx({"loss": 2.25, "gap": 1.5, "worst": 10.5, "norm": 3.5, "skipped": 2.0})
+
+
+def test_a_metric_of_some_ranks_or_steps_only_is_that_of_those():
+    one, other = Measures(), Measures()
+    other.add("rare", 0.5)
+    assert over_steps([over_ranks([one, other]), Measures()]) == {"rare": 0.5}
+    assert np.isfinite(list(over_steps([other]).values())).all()
