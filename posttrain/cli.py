@@ -116,6 +116,24 @@ def bench(args: Arguments) -> int:
     return command.main(args)
 
 
+def runs(args: Arguments) -> int:
+    from posttrain.tracking import commands
+
+    return commands.runs(args)
+
+
+def samples(args: Arguments) -> int:
+    from posttrain.tracking import commands
+
+    return commands.samples(args)
+
+
+def plot(args: Arguments) -> int:
+    from posttrain.tracking import commands
+
+    return commands.plot(args)
+
+
 def version(args: Arguments) -> int:
     from posttrain import __version__
 
@@ -131,6 +149,9 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "config": (config, "print every setting that a run would use, and where it came from"),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
+    "runs": (runs, "list runs: how each stands, and what it reached"),
+    "samples": (samples, "show what a model answered at a step: `samples RUN --step N`"),
+    "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),

@@ -17,6 +17,7 @@ import torch
 
 from posttrain.protocol_fields import DecodedText, Fields, ObjectBatch, TensorBatch, json_ready, row_index, same
 from posttrain.protocol_widths import check_widths, pad_to_common_width
+from posttrain.texts import utf8
 
 __all__ = ["DataProto", "DataProtoItem", "ObjectBatch", "TensorBatch", "pad_to_common_width"]
 
@@ -289,7 +290,7 @@ class DataProto:
             {name: t.detach().cpu().contiguous().clone() for name, t in self.batch.items()},
             folder / "tensors.safetensors",
         )
-        (folder / "fields.json").write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+        (folder / "fields.json").write_bytes(utf8(json.dumps(fields, ensure_ascii=False)))
 
     @staticmethod
     def load_from_disk(path: str | os.PathLike[str]) -> DataProto:

@@ -15,10 +15,11 @@ from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, Unit, packed_units, padded_rows, plan_micro_batches, plan_units
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.train import can_train
-from posttrain.models.forward import hidden_states, token_log_probs
-from posttrain.models.loading import can_pack
+from posttrain.models.forward import hidden_states, log_probs_of, own_logits, token_log_probs
 from posttrain.models.lora import has_adapters, merged_state
+from posttrain.models.recompute import recompute_layers
 from posttrain.models.value import ValueModel
+from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 
 
@@ -44,14 +45,15 @@ class FSDPEngine(TrainEngine):
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
         self.module, self.settings = module, settings
-        self.packed = settings.pack and can_pack(module)
+        self.way = way_of(module)
+        self.packed = settings.pack and self.way.packed
         self.width = module.config.get_text_config().hidden_size  # pyright: ignore
         trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
         if self.optimizer is None:
             module.requires_grad_(False)
         if settings.gradient_checkpointing and self.optimizer is not None:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+            recompute_layers(module)
         self.offload()
 
     # -- passes ---------------------------------------------------------------------------------------------------
@@ -80,7 +82,11 @@ class FSDPEngine(TrainEngine):
         share = self.packed and settings.share_prompts
         all_pairs = not can_train(next(self.module.parameters()))
         units = plan_units(data, share=share, width=self.width, all_pairs=all_pairs, max_rows=settings.max_rows)
-        return plan_micro_batches(units, token_budget=settings.token_budget, max_rows=settings.max_rows)
+        return plan_micro_batches(units, token_budget=settings.token_budget, max_rows=self._max_rows())
+
+    def _max_rows(self) -> int | None:
+        """Rows of a pass; one, where the model gives other numbers beside padding."""
+        return self.settings.max_rows if self.packed or self.way.padded else 1
 
     def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
         """The plan's passes, each told to whoever shows progress when it is done."""
@@ -95,7 +101,12 @@ class FSDPEngine(TrainEngine):
         return packed_units(micro, units, self.settings.device)
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
-        hidden = hidden_states(self.module, rows.input_ids, rows.position_ids, rows.attention_mask)
+        if not self.way.split_head and not isinstance(self.module, ValueModel):
+            logits = own_logits(self.module, rows.input_ids, rows.attention_mask)
+            log_probs_U, entropy_U = log_probs_of(rows.states(logits, rows.predict_U), rows.label_U, temperature)
+            return {"log_probs": rows.scatter(log_probs_U), "entropy": rows.scatter(entropy_U)}
+        positions = rows.position_ids if self.packed else None  # those of padded rows are every model's own
+        hidden = hidden_states(self.module, rows.input_ids, positions, rows.attention_mask)
         hidden_UE = rows.states(hidden, rows.predict_U)
         if isinstance(self.module, ValueModel):
             return {"values": rows.scatter(self.module.token_values(hidden_UE))}
@@ -120,8 +131,7 @@ class FSDPEngine(TrainEngine):
     def _backward(self, data: DataProto, loss: LossFn, temperature: float) -> bool:
         """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
         assert self.optimizer is not None
-        # Checkpointed layers recompute only in training mode; the models have no dropout of their own to switch on.
-        self.module.train(self.settings.gradient_checkpointing)
+        self.module.eval()  # training mode would switch dropout on, and RL compares passes over the same tokens
         finite = True
         for units in self._counted(self._plan(data), len(data)):
             micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)

@@ -143,14 +143,21 @@ class Rows:
 
 
 def padded_rows(data: DataProto, device: torch.device) -> Rows:
-    """The batch as it is, padding included."""
-    ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
+    """The rows side by side, each from the left, padded on the right only: there no model's real token sees padding,
+    whatever it makes of masks and positions."""
+    ids_BS, mask_BS, _, real_BR = _tensors(data, device)
     rows, width = real_BR.shape
-    start = ids_BS.shape[1] - width
+    order_BS = mask_BS.long().argsort(dim=1, descending=True, stable=True)
+    length_B = mask_BS.sum(-1)
+    longest = int(length_B.max())
+    left_BL = ids_BS.gather(1, order_BS[:, :longest])
+    kept_BL = torch.arange(longest, device=device) < length_B[:, None]
+    prompt_B = length_B - real_BR.sum(-1)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
-    predict_N = row_N * ids_BS.shape[1] + start + col_N - 1
-    labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
-    return Rows(ids_BS, position_BS, mask_BS.long(), None, predict_N, labels, None, slots, (rows, width))
+    predict_N = row_N * longest + prompt_B[row_N] + real_BR.long().cumsum(-1)[real_BR] - 2
+    labels, slots = ids_BS[:, -width:][real_BR], row_N * width + col_N
+    position_BL = torch.arange(longest, device=device).expand(rows, -1)
+    return Rows(left_BL, position_BL, kept_BL.long(), None, predict_N, labels, None, slots, (rows, width))
 
 
 def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Rows:

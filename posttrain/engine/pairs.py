@@ -16,20 +16,16 @@ from dataclasses import replace
 
 import torch
 
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.fsdp import FSDPEngine
 from posttrain.engine.packing import Rows, Unit, plan_micro_batches, plan_units
 from posttrain.kernels.train import can_train
 from posttrain.models.forward import hidden_states
-from posttrain.models.scorer import head_scores, packs_rows, padded_scores
+from posttrain.models.scorer import head_scores, own_scores
 from posttrain.protocol import DataProto
 
 
 class PairEngine(FSDPEngine):
     """A scorer and its optimizer. `settings.max_rows` counts pairs here."""
-
-    def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
-        super().__init__(module, settings)
-        self.packed = settings.pack and packs_rows(module)
 
     def scores(self, data: DataProto) -> torch.Tensor:
         """(B,) scores of all rows; no gradient."""
@@ -39,8 +35,7 @@ class PairEngine(FSDPEngine):
         """Pairs of each pass, as units that share their beginning or do not."""
         pairs = [self._pair(data, row) for row in range(0, len(data), 2)]
         whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
-        settings = self.settings
-        passes = plan_micro_batches(whole, token_budget=settings.token_budget, max_rows=settings.max_rows)
+        passes = plan_micro_batches(whole, token_budget=self.settings.token_budget, max_rows=self._max_rows())
         return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
     def _pair(self, data: DataProto, first: int) -> list[Unit]:
@@ -58,4 +53,4 @@ class PairEngine(FSDPEngine):
             return {"scores": head_scores(self.module, rows.states(hidden, ends_B))[:, None]}
         assert rows.attention_mask is not None
         real = zip(rows.input_ids, rows.attention_mask.bool(), strict=True)
-        return {"scores": padded_scores(self.module, [ids[mask][:-1].tolist() for ids, mask in real])[:, None]}
+        return {"scores": own_scores(self.module, [ids[mask][:-1].tolist() for ids, mask in real])[:, None]}

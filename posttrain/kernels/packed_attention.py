@@ -30,7 +30,7 @@ class PackedLayout:
     A sequence is one row, or a prompt followed by several responses to it: `segment_T` is 0 on prompts (and on rows
     that share nothing) and counts the responses from 1; a response sees its prompt and itself. `position_T` are the
     tokens' positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
-    order; a last layer may leave the others out.
+    order; a last layer may leave the others out. `answered` counts the layers whose attention this layout has served.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class PackedLayout:
         position_T: torch.Tensor | None = None,
         wanted_T: torch.Tensor | None = None,
     ) -> None:
+        self.answered = 0
         self.lengths = torch.tensor(lengths)
         self.total = int(self.lengths.sum())
         starts = self.lengths.cumsum(0) - self.lengths

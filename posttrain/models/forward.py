@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,12 +26,35 @@ def head_of(model: Any) -> torch.nn.Module:
     return without_adapters(model).get_output_embeddings()
 
 
-def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask=None):
-    """Last hidden states of packed rows (inside `packed_rows`) or of a padded batch."""
-    output = decoder_of(model)(
-        input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
-    )
-    return output.last_hidden_state
+def hidden_states(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Last hidden states of packed rows (inside `packed_rows`, with their positions) or of rows padded on the right."""
+    decoder = decoder_of(model)
+    named = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
+    return decoder(input_ids=input_ids, **_taken(decoder, named)).last_hidden_state
+
+
+def own_logits(model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """All logits of rows padded on the right, by the model's whole forward pass."""
+    named = {"attention_mask": attention_mask, "use_cache": False}
+    return model(input_ids=input_ids, **_taken(without_adapters(model), named)).logits
+
+
+def _taken(module: torch.nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """What is given, and what this module's forward pass has a name for: recurrent models know no positions."""
+    known = _names(type(module))
+    return {name: value for name, value in named.items() if value is not None and (name in known or "" in known)}
+
+
+@lru_cache
+def _names(kind: type[torch.nn.Module]) -> frozenset[str]:
+    """The arguments of a forward pass; an empty name if it takes others too."""
+    known = inspect.signature(kind.forward).parameters
+    return frozenset("" if each.kind is each.VAR_KEYWORD else name for name, each in known.items())
 
 
 def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
@@ -48,7 +73,11 @@ def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: t
 
 def _by_its_own_head(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
     """The same through the head's own forward pass (adapters, caps): all logits of these tokens at once."""
-    logits = logits_of(model, hidden_NE)
+    return log_probs_of(logits_of(model, hidden_NE), labels_N, temperature)
+
+
+def log_probs_of(logits: torch.Tensor, labels_N: torch.Tensor, temperature: float):
+    """(log-probs, entropies) of `labels_N` from all logits (N, V), in float32 or better."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logp_NV = torch.log_softmax(logits / temperature, -1)
     return logp_NV.gather(1, labels_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)

@@ -38,6 +38,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     layout = active_layout()
     if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+    layout.answered += 1
     attention, mlp = self.self_attn, self.mlp
     last = attention.layer_idx == attention.config.num_hidden_layers - 1
     queries = (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +116,20 @@ def load_causal_lm(
     device: torch.device,
     path: str | None = None,
     quantization: str | None = None,
+    headless: bool = False,
+    role: str = "",
 ):
-    """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it.
+    """A causal language model in `dtype` on `device`, proved: packed rows only where they are right (`way_of`).
 
-    With `quantization` its linear layers hold 4 bits and compute in `dtype`.
+    With `quantization` its linear layers hold 4 bits and compute in `dtype`. `headless`: its head is not used, and
+    the folder need not hold one. `role` stands before the keys that errors name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from posttrain.models.attention import ATTENTION
+    from posttrain.models.completeness import check_weights, outside
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
+    from posttrain.models.proof import find_way, plain_pass
 
     silence_progress_bars()
     source = local_or_hub(path or str(config.path))
@@ -134,25 +140,49 @@ def load_causal_lm(
             if not hasattr(settings, key):
                 raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
             setattr(settings, key, value)
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=settings,
-            dtype=dtype,
-            attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
-            trust_remote_code=config.trust_remote_code,
-            **options,
-        )
+        with no_report():
+            model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+                source,
+                config=settings,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with all that is wrong at once
+                **own_attention(settings),
+                **options,
+            )
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the model") from error
+    what = f"{role}model.path={source}"
+    if not config.allow_other_weights:
+        beside = outside(model) if headless else None
+        key = f"{'actor_rollout_ref.' if role else ''}model.allow_other_weights"
+        check_weights(report, what, setting=key, beside=beside)
     if wrong := not_finite(model.named_parameters()):
-        raise ModelError(f"model.path={source}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
+        raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
+    keep_one_layout(model)
+    model: Any = (model if quantization else model.to(device)).eval()  # pyright: ignore
+    plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    keep_one_layout(model)
-    return (model if quantization else model.to(device)).eval()  # pyright: ignore
+    model.way = find_way(model, plain, what)
+    return model
+
+
+@contextmanager
+def no_report() -> Iterator[None]:
+    """transformers prints a table of missing weights; `completeness.py` says what matters of it."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def without_dropout(model: torch.nn.Module) -> None:
@@ -164,17 +194,11 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0  # pyright: ignore
 
 
-def needs_plain_attention(settings: Any) -> bool:
-    """Score caps and attention sinks live in the model's own attention, which packed rows do not go through."""
-    return bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
-
-
-def can_pack(model: torch.nn.Module) -> bool:
-    """Whether the model takes packed rows; others are computed padded."""
-    from posttrain.models.attention import ATTENTION
-
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
+def own_attention(settings: Any) -> dict[str, str]:
+    """What `from_pretrained` is told of attention: nothing, so that it is transformers' own choice, unless only the
+    model's written-out attention knows its score caps and sinks. Ours takes its place when it has been proved."""
+    plain = bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
+    return {"attn_implementation": "eager"} if plain else {}
 
 
 def check_positions(model: Any, longest: int, setting: str | None = None) -> str | None:

@@ -71,8 +71,9 @@ class ActorRolloutRefWorker:
         self.adapters = lora_state(self.engine.module, model)
         if self.with_reference and self.adapters is None:
             self.reference = reference_engine(self.config, self.device)
-        rollout = self.config.actor_rollout_ref.rollout
-        self.rollout, self.engine_name = build_engine(rollout, self.engine.module, self.tokenizer, device=self.device)
+        rollout, module = self.config.actor_rollout_ref.rollout, self.engine.module
+        with self.engine.on_device():  # the engine is tried when it is made
+            self.rollout, self.engine_name = build_engine(rollout, module, self.tokenizer, device=self.device)
         data = self.config.data
         self.position_note = check_positions(self.engine.module, data.max_prompt_length + data.max_response_length)
         generation = getattr(self.engine.module, "generation_config", None)
@@ -228,8 +229,12 @@ class ActorRolloutRefWorker:
             *adapter_notes(self.engine.module, self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
-        no_end = end_token_note(self.end_ids, self.engine.module.config)
-        return [note for note in (self.position_note, no_end, *about_adapters, *self.actor.objective.notes) if note]
+        about_model = (
+            self.engine.way.note,
+            self.position_note,
+            end_token_note(self.end_ids, self.engine.module.config),
+        )
+        return [note for note in (*about_model, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(to_all)
     def state(self) -> dict[str, torch.Tensor]:

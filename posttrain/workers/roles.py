@@ -43,7 +43,7 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     """A value model that starts from the critic's model, or from the actor's; a base that is trained has no 4 bits."""
     critic = config.critic
     held = config.actor_rollout_ref.model.quantization if critic.model.lora_rank > 0 else None
-    module: torch.nn.Module = _language_model(config, device, path=critic.model.path, quantization=held)
+    module: torch.nn.Module = _language_model(config, device, path=critic.model.path, quantization=held, headless=True)
     if critic.model.lora_rank > 0:
         module = add_adapters(module, critic.model, role="critic.").get_base_model()  # pyright: ignore
     module = ValueModel(module)
@@ -66,14 +66,22 @@ def check_vocabulary(module: torch.nn.Module, tokens: int, path: str | None) -> 
 
 
 def _language_model(
-    config: PPOConfig, device: torch.device, *, path: str | None = None, quantization: str | None = None
+    config: PPOConfig,
+    device: torch.device,
+    *,
+    path: str | None = None,
+    quantization: str | None = None,
+    headless: bool = False,
 ) -> torch.nn.Module:
-    """The policy's model, or another one, which its `override_config` is not meant for."""
+    """The policy's model, or another one, which its `override_config` is not meant for; `headless` leaves out the part
+    that predicts tokens."""
     model = config.actor_rollout_ref.model
     if path is not None and path != model.path:
         model = replace(model, override_config={})
     dtype = resolve_dtype(model.dtype, device)
-    return load_causal_lm(model, dtype=dtype, device=device, path=path, quantization=quantization)
+    role = "actor_rollout_ref." if path is None else "critic."
+    options: Any = {"path": path, "quantization": quantization, "headless": headless, "role": role}
+    return load_causal_lm(model, dtype=dtype, device=device, **options)
 
 
 def _settings(

@@ -183,3 +183,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(ti
 def _empty(folder):
     (folder / "empty.jsonl").write_text("")
     return folder / "empty.jsonl"
+
+
+def test_a_resumed_run_compares_its_end_with_its_own_beginning(tiny_model, sums, tmp_path, capsys):
+    more = {"data__val_files": str(sums["test"]), "data__val_max_samples": 5, "trainer__test_freq": 1}
+    run(tiny_model, sums, tmp_path, trainer__total_training_steps=1, **more)
+    capsys.readouterr()
+    run(tiny_model, sums, tmp_path, trainer__total_training_steps=2, **more)
+    said = capsys.readouterr().out
+    assert "1 of 2 steps are done" in said
+    assert "the same prompts before (step 0) and after (step 2):" in said

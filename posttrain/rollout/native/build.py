@@ -11,8 +11,8 @@ import torch
 from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels.compiled import why_not
 from posttrain.models.decoder import FastDecoder, can_decode_fast
-from posttrain.models.loading import can_pack
 from posttrain.models.paged import PagedDecoder
+from posttrain.models.ways import way_of
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
@@ -22,7 +22,7 @@ CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 
 def can_run_native(module: torch.nn.Module) -> bool:
     """Whether the model's attention can be answered from the engine's cache."""
-    return can_decode_fast(module) or can_pack(module)
+    return can_decode_fast(module) or way_of(module).packed
 
 
 def build_native(
@@ -79,7 +79,15 @@ def cache_limit(config: RolloutConfig, kind: str, memory: int) -> int:
 def bytes_per_token(module: Any) -> int:
     """Keys and values of one token in all layers."""
     config = module.config.get_text_config()
-    queries = config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    heads, size = cached_heads(config)
     return 2 * config.num_hidden_layers * heads * size * next(module.parameters()).element_size()
+
+
+def cached_heads(config: Any) -> tuple[int, int]:
+    """(heads of keys, their size) in the cache. Latent attention has keys for every head, larger than its values, and
+    its `head_dim` is that of the rotated part alone."""
+    queries = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
+        return queries, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // queries

@@ -80,9 +80,10 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     say(f"Model: {config.model.path}, {total:,} parameters{share}, {weights[0].dtype} on {device}{held}, {packed}")
     for note in adapter_notes(task.engine.module, config.model):
         say(f"note: {note}")
-    note = check_positions(task.engine.module, longest, f"the longest row has {longest} tokens")
-    if note:
-        say(f"note: {note}")
+    positions = check_positions(task.engine.module, longest, f"the longest row has {longest} tokens")
+    for note in (task.engine.way.note, positions):
+        if note:
+            say(f"note: {note}")
 
 
 def _load_external(config: Any) -> None:
