@@ -41,7 +41,7 @@ def _same(got: Any, expected: Any) -> bool:
     if isinstance(got, int | float) and isinstance(expected, int | float):
         return got == expected or _close(got, expected)
     if isinstance(got, set | frozenset) and isinstance(expected, list):
-        return len(got) == len(expected) and all(any(_same(one, other) for one in got) for other in expected)
+        return len(got) == len(expected) and _same_members(list(got), expected)
     if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
         return len(got) == len(expected) and all(map(_same, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
@@ -50,6 +50,17 @@ def _same(got: Any, expected: Any) -> bool:
     if type(got).__module__ == "numpy":
         return _same(got.tolist(), expected)  # pyright: ignore
     return type(got) is type(expected) and got == expected
+
+
+def _same_members(got: list[Any], expected: list[Any]) -> bool:
+    """Whether each member has a partner of its own, so that [1, 1, 2] is not the set of 1, 2 and 3."""
+    left = list(got)
+    for other in expected:
+        place = next((i for i, one in enumerate(left) if _same(one, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
 
 
 def _same_word(left: str, right: str) -> bool:
