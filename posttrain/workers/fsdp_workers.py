@@ -227,7 +227,7 @@ class ActorRolloutRefWorker:
             *policy_notes(self.config, self.engine_name),
         ]
         no_end = end_token_note(self.end_ids, self.engine.facts().vocabulary)
-        about_model = (self.engine.way.note, self.position_note, no_end)
+        about_model = (self.engine.facts().note, self.position_note, no_end)
         return [note for note in (*about_model, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(to_all)

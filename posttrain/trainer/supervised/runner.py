@@ -80,7 +80,7 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     for note in adapter_notes(facts, config.model):
         say(f"note: {note}")
     positions = check_positions(facts.positions, longest, f"the longest row has {longest} tokens")
-    for note in (task.engine.way.note, positions):
+    for note in (facts.note, positions):
         if note:
             say(f"note: {note}")
 
