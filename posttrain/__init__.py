@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from posttrain.protocol import DataProto
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})  # what is imported only when it is asked for can be found, too
+
+
 def __getattr__(name: str) -> Any:
     """Heavy parts are imported when they are first asked for, so that `import posttrain` is instant."""
     if name == "train":

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from posttrain.errors import UserError
 
 
 def cache_folder() -> Path:
-    """`$POSTTRAIN_CACHE`, or `~/.cache/posttrain`."""
-    return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain")
+    """`$POSTTRAIN_CACHE`, or `~/.cache/posttrain`; users without a home have one among the temporary files."""
+    if named := os.environ.get("POSTTRAIN_CACHE"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "posttrain"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"posttrain-{os.getuid()}"
+
+
+@contextmanager
+def writing_cache() -> Iterator[None]:
+    """Around what is written there: a folder that cannot be written is said in words."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"The cache folder {cache_folder()} cannot be written: {error.strerror or error}. "
+            "Name another one with the environment variable POSTTRAIN_CACHE, or make room in it."
+        ) from error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, working_folder
 from posttrain.interrupts import interrupted, one_interrupt
 from posttrain.tracking.console import as_console, prepare_streams
 
@@ -117,6 +116,24 @@ def bench(args: Arguments) -> int:
     return command.main(args)
 
 
+def runs(args: Arguments) -> int:
+    from posttrain.tracking import commands
+
+    return commands.runs(args)
+
+
+def samples(args: Arguments) -> int:
+    from posttrain.tracking import commands
+
+    return commands.samples(args)
+
+
+def plot(args: Arguments) -> int:
+    from posttrain.tracking import commands
+
+    return commands.plot(args)
+
+
 def version(args: Arguments) -> int:
     from posttrain import __version__
 
@@ -132,6 +149,9 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "config": (config, "print every setting that a run would use, and where it came from"),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
+    "runs": (runs, "list runs: how each stands, and what it reached"),
+    "samples": (samples, "show what a model answered at a step: `samples RUN --step N`"),
+    "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
@@ -156,6 +176,7 @@ def main(argv: Arguments | None = None) -> int:
 
 def _answer(args: list[str]) -> int:
     try:
+        working_folder()
         status = _dispatch(args)
         sys.stdout.flush()
         return status
@@ -193,8 +214,10 @@ def _dispatch(args: list[str]) -> int:
         return version([])
     if args[0] in VERBS:
         return VERBS[args[0]][0](args[1:])
-    near = difflib.get_close_matches(args[0], VERBS, n=1, cutoff=0.4)
-    hint = f" Did you mean `posttrain {near[0]}`?" if near else ""
+    from posttrain.config.closest import closest
+
+    near = closest(args[0], VERBS)
+    hint = f" Did you mean `posttrain {near}`?" if near else ""
     print(f"posttrain has no verb `{args[0]}`.{hint}", file=sys.stderr)
     print(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", file=sys.stderr)
     return 2

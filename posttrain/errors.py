@@ -1,5 +1,17 @@
-"""The one base of errors that a user can cause: entry points print their text as it is, without a traceback."""
+"""The one error that users see: everything they can cause derives from it, and entry points print its text alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 
 class UserError(Exception):
     """Says what was wrong, where it was set and what to do."""
+
+
+def working_folder() -> Path:
+    """The folder that a program was started in; it may be gone."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UserError("The working folder was deleted. Change to one that exists (cd), and start again.") from None

@@ -17,6 +17,7 @@ from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.schema import Leaf, leaves
 from posttrain.config.supervised_tree import COMMANDS
+from posttrain.explain_metrics import FAMILIES, family_text
 from posttrain.explain_supervised import METRICS as SUPERVISED_METRICS
 from posttrain.explain_supervised import TOPICS as SUPERVISED_TOPICS
 from posttrain.explain_texts import METRICS, TOPICS
@@ -100,8 +101,9 @@ def explain(name: str | None = None) -> str:
     """The page of an algorithm, setting or metric; without a name the list of all."""
     if name is None:
         return _contents()
-    wanted = name.strip().strip("`").lower()
-    page = _page(wanted)
+    given = name.strip().strip("`")
+    wanted = given.lower()
+    page = _page(wanted) or _page(given)  # names of data sources and parts keep their capitals
     settings = _settings(wanted, leaves())
     elsewhere = _supervised(wanted, page, exact=bool(page or settings))
     if page is None and not settings and not elsewhere:
@@ -124,7 +126,7 @@ def explain(name: str | None = None) -> str:
 def _pages() -> dict[str, str]:
     """Every page by its name."""
     files = {name: _docstring(*place) for group in FILES.values() for name, place in group.items()}
-    metrics = {name: f"`{name}`: {text}" for name, text in (METRICS | SUPERVISED_METRICS).items()}
+    metrics = {name: f"`{name}`: {text}" for name, text in (FAMILIES | METRICS | SUPERVISED_METRICS).items()}
     return files | TOPICS | SUPERVISED_TOPICS | metrics
 
 
@@ -142,7 +144,10 @@ def _page(wanted: str) -> str | None:
         return "\n\n".join(
             [pages[found], *(pages[mode] for mode in FILES["How token losses become one number"] if mode != found)]
         )
-    return pages[found] if found else None
+    if found:
+        return pages[found]
+    text = family_text(wanted)
+    return f"`{wanted}`: {text}" if text else None
 
 
 def _settings(wanted: str, table: dict[str, Leaf]) -> dict[str, Leaf]:
@@ -187,9 +192,9 @@ def _docstring(file: str, function: str) -> str:
 def _contents() -> str:
     lines = ["`posttrain explain NAME`, where NAME is one of these, or any settings key:"]
     groups = {title: list(group) for title, group in FILES.items()}
-    topics, metrics = [*TOPICS, *SUPERVISED_TOPICS], [*METRICS, *SUPERVISED_METRICS]
+    topics, metrics = [*TOPICS, *SUPERVISED_TOPICS], list(METRICS | SUPERVISED_METRICS | FAMILIES)
     for title, names in (groups | {"Topics": topics, "Metrics": metrics}).items():
-        lines += ["", title, *(f"  {name:<30}{first_sentence(name)}" for name in names)]
+        lines += ["", title, *(f"  {name:<29} {first_sentence(name)}" for name in names)]
     spellings = ", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())
     return "\n".join([*lines, "", f"Other spellings: {spellings}.", "KL types also with `+` appended."])
 

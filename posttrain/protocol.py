@@ -17,6 +17,7 @@ import torch
 
 from posttrain.protocol_fields import DecodedText, Fields, ObjectBatch, TensorBatch, json_ready, row_index, same
 from posttrain.protocol_widths import check_widths, pad_to_common_width
+from posttrain.texts import utf8
 
 __all__ = ["DataProto", "DataProtoItem", "ObjectBatch", "TensorBatch", "pad_to_common_width"]
 
@@ -262,9 +263,11 @@ class DataProto:
         return self if self.non_tensor_batch.decoded else self._with_decoder_of(other)
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Moves the tensors in place."""
+        """Moves the tensors in place; to a CUDA device without waiting for what it is doing."""
+        to_cuda = torch.device(device).type == "cuda"
         for name, tensor in list(self.batch.items()):
-            self.batch[name] = tensor.to(device)
+            pinned = tensor.pin_memory() if to_cuda and tensor.device.type == "cpu" else tensor
+            self.batch[name] = pinned.to(device, non_blocking=to_cuda)
         return self
 
     # Disk
@@ -289,7 +292,7 @@ class DataProto:
             {name: t.detach().cpu().contiguous().clone() for name, t in self.batch.items()},
             folder / "tensors.safetensors",
         )
-        (folder / "fields.json").write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+        (folder / "fields.json").write_bytes(utf8(json.dumps(fields, ensure_ascii=False)))
 
     @staticmethod
     def load_from_disk(path: str | os.PathLike[str]) -> DataProto:

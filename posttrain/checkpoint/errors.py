@@ -16,6 +16,8 @@ class CheckpointError(UserError):
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_GONE = {errno.ENOENT, errno.ESTALE}
+_ANEW = "The same command continues from the newest checkpoint that is left there, or begins anew."
 
 
 def write_failure(target: Path, error: BaseException, needed_bytes: int) -> CheckpointError:
@@ -41,12 +43,15 @@ def write_failure(target: Path, error: BaseException, needed_bytes: int) -> Chec
 
 
 def disk_words(error: OSError, folder: Path) -> str | None:
-    """What to tell about a full or closed disk under a run's `folder`, with the way back; None for other errors."""
-    if error.errno not in _FULL | _CLOSED:
+    """What to tell about a full or closed disk, or about a file that was taken away, under a run's `folder`, with the
+    way back; None for other errors."""
+    if error.errno not in _FULL | _CLOSED | _GONE:
         return None
     named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
     if named is not None and folder not in named.parents and named != folder:
         return None  # a file that is not the run's
+    if error.errno in _GONE:
+        return None if named is None else f"{named} was deleted or moved while the run wrote into {folder}. {_ANEW}"
     what = f"Writing {named or f'into {folder}'} failed: {error.strerror}."
     if error.errno in _FULL:
         advice = f"{_free(folder / 'x')} are free. Make room (tracking.samples_max_gb, trainer.max_ckpt_to_keep)"

@@ -10,10 +10,11 @@ from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import RANGES, Range
+from posttrain.config.ranges import MAY_BE_INFINITE, RANGES, Range
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.value_checks import VALUE_CHECKS
+from posttrain.config.values import split_hint
 
 _ACTOR = "actor_rollout_ref.actor"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
@@ -52,14 +53,19 @@ def check_choices(
 
 def check_ranges(checked: Checked, ranges: Mapping[str, Range]) -> Iterator[Finding]:
     """Numbers out of range, or not finite."""
+    told: set[str] = set()
     for key, (fits, text) in ranges.items():
         value = lookup(checked.config, key)
-        if value is not None and not fits(value):
+        if value is not None and value == value and not fits(value):  # NaN is in no range; it is told below
+            told.add(key)
             do = f"give a value that is {text} ({leaves()[key].sentence})"
             yield checked.problem(f"`{key}={value}` is out of range: it must be {text}.", do, key)
     for key, leaf in leaves().items():
         value = lookup(checked.config, key)
-        if leaf.hint is float and not math.isfinite(value) and key not in ranges:
+        if key in told:
+            continue
+        unlimited = key.rpartition(".")[2] in MAY_BE_INFINITE and key in ranges
+        if split_hint(leaf.hint)[0] is float and value is not None and not math.isfinite(value) and not unlimited:
             yield checked.problem(f"`{key}={value}` is not a finite number.", f"give a number ({leaf.sentence})", key)
 
 

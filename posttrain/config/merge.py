@@ -131,7 +131,11 @@ def add(
         merged.note(found.note)
     key, leaf = found.key, leaf_of(found.key)
     if leaf is not None and leaf.key != key:
-        key, value = leaf.key, _inside(merged, leaf.key, key, value)
+        try:
+            key, value = leaf.key, _inside(merged, leaf.key, key, value)
+        except ValueError as error:
+            _not_yaml(merged, spelling, value, source, error)
+            return
     optional = leaf is not None and split_hint(leaf.hint)[1]
     if value is None and from_file and not optional:
         merged.note(f"`{spelling}:` in {source} is empty and counts as not given.")
@@ -173,13 +177,24 @@ def _inside(merged: Merged, leaf_key: str, key: str, value: Any) -> dict[str, An
     return whole
 
 
+def _not_yaml(merged: Merged, key: str, value: Any, source: str, error: ValueError) -> None:
+    reason = " ".join(str(error).split())[:200]
+    do = "close every bracket and quote, and quote the whole in the shell: 'key={a: [1, 2]}'"
+    merged.problems.append(Problem(f"`{key}={str(value)[:80]}` cannot be read as YAML: {reason}.", source, do))
+
+
 def _not_a_setting(merged: Merged, key: str, value: Any, source: str, rank: int, explicit: bool, reason: str) -> None:
     """A key that is no setting: a section, a feature that is not built, or unknown."""
     is_section = key in sections() or f"{key}." in spellings().moved
     if is_section and value in (None, {}):
         return
     if is_section and isinstance(value, str) and value.startswith("{"):
-        for inner, inner_value in flatten(parse_yaml(value), f"{key}.").items():
+        try:
+            inside = flatten(parse_yaml(value), f"{key}.")
+        except ValueError as error:
+            _not_yaml(merged, key, value, source, error)
+            return
+        for inner, inner_value in inside.items():
             add(merged, inner, inner_value, source, rank, explicit=explicit)
     elif is_section:
         inside = [leaf for leaf in leaves() if leaf.startswith(f"{key}.")]

@@ -28,6 +28,8 @@ class ModelConfig(Section):
     """Python module or file imported before training, for example one that registers your own estimator."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Values laid over the model's own `config.json`."""
+    allow_other_weights: bool = False
+    """Train although the folder lacks weights of the model (they begin random), or holds others or other shapes."""
     lora_rank: int = 0
     """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: int = 16

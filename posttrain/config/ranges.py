@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from posttrain.config.reward import LARGEST_SCORE
@@ -28,7 +29,13 @@ _BETAS: Range = (
     lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
     "two numbers from 0 to below 1",
 )
-_WEIGHTS: Range = (lambda value: len(value) > 0 and all(weight > 0 for weight in value), "positive numbers")
+_WEIGHTS: Range = (lambda value: len(value) > 0 and all(0 < weight < inf for weight in value), "positive numbers")
+_SEED: Range = (lambda value: abs(value) < 2**63, "smaller than 2**63")
+_GROUP: Range = (lambda value: 1 <= value <= 10_000, "from 1 to 10000")
+_PROCESSES: Range = (lambda value: 1 <= value <= 1000, "from 1 to 1000")
+_SECONDS: Range = (lambda value: 1e-3 <= value < inf, "0.001 or more, and finite")
+MAY_BE_INFINITE = ("grad_clip", "clip_grad", "clip_ratio_high", "clip_ratio_c", "cliprange_value", "samples_max_gb")
+"""Last names of limits that may be infinite: there is none then."""
 
 _OPTIM: dict[str, Range] = {
     "lr": _POSITIVE,
@@ -51,6 +58,7 @@ TRAINER_RANGES: dict[str, Range] = {
     "n_gpus_per_node": _ONE_OR_MORE,
     "nnodes": _ONE_OR_MORE,
     "max_bad_steps": _ONE_OR_MORE,
+    "seed": _SEED,
 }
 ROW_RANGES: dict[str, Range] = {
     **{
@@ -59,6 +67,7 @@ ROW_RANGES: dict[str, Range] = {
     },
     "train_max_samples": _COUNT_OR_ALL,
     "val_max_samples": _COUNT_OR_ALL,
+    "seed": _SEED,
 }
 """Of the supervised trainers' `data`."""
 _UPDATE: dict[str, Range] = {
@@ -83,7 +92,7 @@ _ACTOR: dict[str, Range] = {
     "entropy_coeff": _ZERO_OR_MORE,
 }
 _SAMPLING: dict[str, Range] = {
-    "n": _ONE_OR_MORE,
+    "n": _GROUP,
     "temperature": _POSITIVE,
     "top_p": _POSITIVE_SHARE,
     "top_k": _COUNT_OR_ALL,
@@ -114,6 +123,7 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "train_max_samples": _COUNT_OR_ALL,
         "val_max_samples": _COUNT_OR_ALL,
         "train_weights": _WEIGHTS,
+        "seed": _SEED,
     },
     "actor_rollout_ref.model": MODEL_RANGES,
     "actor_rollout_ref.actor": _ACTOR,
@@ -124,10 +134,10 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         **{f"model.{name}": limits for name, limits in MODEL_RANGES.items()},
     },
     "reward": {
-        "num_workers": _ONE_OR_MORE,
-        "timeout_s": _POSITIVE,
+        "num_workers": _PROCESSES,
+        "timeout_s": _SECONDS,
         "failure_score": _SCORE,
-        "sandbox.timeout_s": _POSITIVE,
+        "sandbox.timeout_s": _SECONDS,
         "sandbox.memory_mb": _at_least(16),
         **{f"sandbox.{name}": _ONE_OR_MORE for name in ("processes", "disk_mb", "output_kb")},
         "overlong_buffer.len": _ONE_OR_MORE,

@@ -7,6 +7,8 @@ import types
 import typing
 from typing import Any
 
+from posttrain.masking import MASK, mask_urls
+
 NULLS = ("null", "none", "~")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password|access_key|credentials?)$", re.IGNORECASE)
@@ -24,15 +26,18 @@ def is_secret(key: str) -> bool:
 
 def shown(key: str, value: Any) -> str:
     """The value for a message, masked where it is a secret."""
-    return "***" if is_secret(key) and value not in (None, "") else repr(value)
+    return MASK if is_secret(key) and value not in (None, "") else mask_urls(repr(value))
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML text with `1e-6` read as a number, as in configuration files."""
+    """YAML text with `1e-6` read as a number, as in configuration files; a ValueError for what is no YAML."""
     import yaml
     from omegaconf._utils import get_yaml_loader
 
-    return yaml.load(text, Loader=get_yaml_loader())
+    try:
+        return yaml.load(text, Loader=get_yaml_loader())
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from None
 
 
 def unquote(text: str) -> str:
@@ -75,11 +80,21 @@ def convert(value: Any, hint: Any) -> Any:
         return _convert(value, kind)
     except WrongValue:
         raise
-    except (ValueError, TypeError):
-        raise WrongValue(f"expected {describe_hint(hint)}, got {value!r}" + _sweep_hint(value, kind)) from None
+    except (ValueError, TypeError, OverflowError):
+        raise WrongValue(f"expected {describe_hint(hint)}, got {_brief(value)}" + _why_not(value, kind)) from None
 
 
-def _sweep_hint(value: Any, kind: Any) -> str:
+def _brief(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} characters)"
+
+
+def _why_not(value: Any, kind: Any) -> str:
+    if isinstance(value, str) and value[:1] in "[{" and value[:1] and value.rstrip()[-1:] not in "]}":
+        return " (its bracket is never closed; quote the whole in the shell: 'key=[a, b]')"
     if isinstance(value, str) and kind in (int, float, bool) and ("," in value or _SWEEP.match(value)):
         return " (this looks like a sweep: one run takes one value; start one run per value in a shell loop)"
     return ""

@@ -53,6 +53,7 @@ class PromptDataset:
             tokenizer, system_prompt=config.system_prompt, template_kwargs=config.apply_chat_template_kwargs
         )
         table = self._load(files_or_rows)
+        self.notes += table.notes(split)
         self.files = table.files
         fields = [
             fields_of(table, row, prompt_key=config.prompt_key, data_source=config.data_source)

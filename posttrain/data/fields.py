@@ -42,12 +42,22 @@ def fields_of(table: RowTable, row: int, *, prompt_key: str, data_source: str | 
     own_source = values.get("data_source")
     return PromptFields(
         prompt=prompt_of(table, row, prompt_key),
-        data_source=data_source if own_source is None else own_source,
+        data_source=data_source if own_source is None else _source(table, row, own_source),
         ground_truth=response if truth_is_response else ground_truth,
         response=response,
         extra_info=_extra_info(values, prompt_key),
         truth_is_response=truth_is_response,
     )
+
+
+def _source(table: RowTable, row: int, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | dict):
+        raise DataError(
+            f"The data_source of {table.where(row)} is a {type(value).__name__}; it must be the name of a data set."
+        )
+    return str(value)
 
 
 def is_missing(value: Any) -> bool:

@@ -47,6 +47,7 @@ class PairDataset:
             tokenizer, system_prompt=config.system_prompt, template_kwargs=config.apply_chat_template_kwargs
         )
         table = read_table(files_or_rows, limit=int(config[f"{split}_max_samples"]), setting=f"data.{split}_files")
+        self.notes += table.notes(split)
         limit = Limit(config.max_length, config.truncation, f"answers of the {split} pairs")
         self._pairs: list[Pair] = []
         self._equal = self._dropped = 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
+from posttrain.texts import well_formed
 
 READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
@@ -35,9 +36,20 @@ class RowTable:
     number_of: list[int] = field(default_factory=list)
     """Each row's number in its file from 1: the line in JSON lines, else the position."""
     files: list[str] = field(default_factory=list)
+    mended: int = 0
+    """Rows with half a character somewhere, which U+FFFD has replaced."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def notes(self, split: str) -> list[str]:
+        """What was done to the rows of a split as they were read."""
+        if not self.mended:
+            return []
+        return [
+            f"{self.mended} of {len(self)} {split} rows hold half a character (a lone surrogate, as \\ud800), which no "
+            "text file can hold; U+FFFD stands in its place."
+        ]
 
     def where(self, row: int) -> str:
         return f"row {self.number_of[row]} of {self.files[self.file_of[row]]}"
@@ -52,7 +64,9 @@ class RowTable:
                 raise DataError(
                     f"Row {number} of {name} is a {type(row).__name__}; it must be an object with named fields."
                 )
-            self.rows.append({str(key): plain(value) for key, value in row.items()})
+            halves: list[str] = []
+            self.rows.append({well_formed(str(key)): plain(value, halves) for key, value in row.items()})
+            self.mended += bool(halves)
             self.file_of.append(len(self.files) - 1)
             self.number_of.append(number)
 
@@ -108,16 +122,24 @@ def table_of_rows(rows: Iterable[Any], *, limit: int = -1, name: str = "the give
     return table
 
 
-def plain(value: Any) -> Any:
-    """The value with numpy arrays and scalars, tuples and foreign mappings turned into plain Python."""
-    if value is None or isinstance(value, str | int | float | bool):
+def plain(value: Any, halves: list[str]) -> Any:
+    """The value with numpy arrays and scalars, tuples and foreign mappings turned into plain Python.
+
+    Texts are mended; those that had to be are added to `halves`.
+    """
+    if isinstance(value, str):
+        text = well_formed(str(value))
+        if text != value:
+            halves.append(value)
+        return text
+    if value is None or isinstance(value, int | float | bool):
         return value.item() if hasattr(value, "item") else value  # type: ignore[union-attr]
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {plain(key, halves): plain(item, halves) for key, item in value.items()}
     if hasattr(value, "tolist"):  # numpy arrays and scalars, tensors
-        return plain(value.tolist())
+        return plain(value.tolist(), halves)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(item) for item in value]
+        return [plain(item, halves) for item in value]
     return value
 
 
@@ -183,6 +205,8 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[int, Any]]:
         raise DataError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+        raise DataError(f"{path} cannot be read as JSON: {error}.") from error
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
@@ -200,3 +224,5 @@ def _read_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             raise DataError(
                 f"Line {number} of {path} is not valid JSON: {error.msg} at column {error.colno}."
             ) from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"Line {number} of {path} cannot be read as JSON: {error}.") from error

@@ -32,6 +32,7 @@ class SFTDataset:
         )
         self._spans = SpanFinder(tokenizer, config.apply_chat_template_kwargs) if self._chat.has_template else None
         table = read_table(files_or_rows, limit=int(config[f"{split}_max_samples"]), setting=f"data.{split}_files")
+        self.notes += table.notes(split)
         self.multiturn = _is_multiturn(table, config)
         limit = Limit(config.max_length, config.truncation, f"{split} rows")
         self._rows: list[TrainedRow] = []

@@ -22,6 +22,7 @@ from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
 from posttrain.models.decoder import KNOWN
 from posttrain.models.forward import decoder_of, hidden_states, token_log_probs, without_adapters
+from posttrain.models.recompute import recompute_layers
 from posttrain.models.scorer import head_scores, widened
 from posttrain.models.value import ValueModel
 from posttrain.rollout.base import Sampling
@@ -146,9 +147,7 @@ def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing
 
     Gradients of low-precision weights are summed in their masters after the backward pass, so they stay alive in it.
     """
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
-    model.train(checkpointing)
+    recompute_layers(model, checkpointing)
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
     with packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
         activations, out = saved_bytes(model, lambda: _outputs(model, rows, length))
@@ -157,7 +156,7 @@ def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing
     for hook in hooks:
         hook.remove()
     model.zero_grad(set_to_none=True)
-    decoder_of(model).gradient_checkpointing_disable()  # pyright: ignore
+    recompute_layers(model, False)
     model.eval()
     return activations, live.peak
 

@@ -12,9 +12,10 @@ from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.model import ModelConfig
 from posttrain.config.reward_model import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
+from posttrain.models.attention import set_attention
 from posttrain.models.forward import without_adapters
 from posttrain.models.fused_layer import fuse_layers
-from posttrain.models.loading import ModelError, local_or_hub, needs_plain_attention
+from posttrain.models.loading import ModelError, local_or_hub, own_attention
 from posttrain.models.lora import add_adapters
 from posttrain.models.norms import fuse_norms
 from posttrain.models.quantized import quantized_bytes
@@ -58,16 +59,22 @@ def meta_model(
     from transformers import AutoModelForCausalLM
 
     settings = _model_settings(config, path or config.path)
-    attention = "eager" if needs_plain_attention(settings) else ATTENTION
     with META:
         model = AutoModelForCausalLM.from_config(
-            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            settings, dtype=dtype, trust_remote_code=config.trust_remote_code, **own_attention(settings)
         )
+    _pack_rows(model)
     fuse_norms(model)
     fuse_layers(model)
     if quantized:
         _hold_in_4_bits(model, [model.get_output_embeddings()])
     return model.eval()
+
+
+def _pack_rows(model: Any) -> None:
+    """A run packs rows where the attention that it puts in is used; here its cost is what counts."""
+    if model.config._attn_implementation != "eager" and model._can_set_attn_implementation():
+        set_attention(model, ATTENTION)
 
 
 def _hold_in_4_bits(model: torch.nn.Module, heads: Sequence[torch.nn.Module]) -> None:
@@ -111,11 +118,11 @@ def _classifier(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
 
     settings = _model_settings(config, config.path)
     settings.num_labels, settings.pad_token_id = 1, settings.get_text_config().pad_token_id or 0
-    attention = "eager" if needs_plain_attention(settings) else ATTENTION
     with META:
         model = AutoModelForSequenceClassification.from_config(
-            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            settings, dtype=dtype, trust_remote_code=config.trust_remote_code, **own_attention(settings)
         )
+    _pack_rows(model)
     fuse_norms(model)
     fuse_layers(model)
     return model.eval()

@@ -19,15 +19,12 @@ import torch
 from posttrain.engine.base import Passes
 from posttrain.engine.fsdp import FSDPEngine
 from posttrain.engine.packing import Rows, Unit, plan_micro_batches, plan_units
-from posttrain.models.scorer import PaddedScorePass, ScorePass, packs_rows
+from posttrain.models.scorer import PaddedScorePass, ScorePass
 from posttrain.protocol import DataProto
 
 
 class PairEngine(FSDPEngine):
     """A scorer and its optimizer. `settings.max_rows` counts pairs here."""
-
-    def _can_pack(self, module: torch.nn.Module) -> bool:
-        return packs_rows(module)
 
     def _forward_pass(self, module: torch.nn.Module) -> torch.nn.Module:
         return ScorePass(module) if self.packed else PaddedScorePass(module)
@@ -40,13 +37,13 @@ class PairEngine(FSDPEngine):
         """Pairs of each pass, as units that share their beginning or do not."""
         pairs = [self._pair(data, row) for row in range(0, len(data), 2)]
         whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
-        settings = self.settings
-        passes = plan_micro_batches(whole, token_budget=settings.token_budget, max_rows=settings.max_rows)
+        passes = plan_micro_batches(whole, token_budget=self.settings.token_budget, max_rows=self._facts.max_rows)
         return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
     def _pair(self, data: DataProto, first: int) -> list[Unit]:
         facts, pair = self._facts, data[[first, first + 1]]
-        units = plan_units(pair, share=facts.shares_prompts, width=facts.width, all_pairs=facts.all_pairs)
+        costs = {"width": facts.width, "all_pairs": facts.all_pairs, "joining": facts.joining}
+        units = plan_units(pair, share=facts.shares_prompts, **costs)
         return [replace(unit, rows=[first + row for row in unit.rows]) for unit in units]
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:

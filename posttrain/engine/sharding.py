@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from posttrain.engine.ranks import Ranks
-from posttrain.models.forward import decoder_of, without_adapters
+from posttrain.models.forward import decoder_of
 
 Named = list[tuple[str, torch.nn.Module]]
 WIDE = (torch.float32, torch.float64)
@@ -23,20 +23,13 @@ WIDE = (torch.float32, torch.float64)
 def shard(forward_pass: torch.nn.Module, model: torch.nn.Module, ranks: Ranks) -> None:
     """Cut `model` over the ranks; from now on it computes inside `forward_pass` only.
 
-    Fused layers must have been put in before: a layer that is cut is of a class of its own. Weights that are still in
-    their files are read here, a layer at a time.
+    Fused layers must have been put in before: a layer that is cut is of a class of its own. Weights in host memory go to
+    the ranks' devices a layer at a time.
     """
-    stored = getattr(without_adapters(model), "stored_weights", None)
     policy = _widen_trained(model)
     whole = {weight for weight in model.parameters() if not weight.is_floating_point()}  # 4 bits: on every rank
     for layer in _layers(decoder_of(model)):
-        if stored is not None:
-            stored.fill(layer)
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, ignored_params=_of(layer, whole))
-        if stored is not None:
-            stored.forget()
-    if stored is not None:
-        stored.fill(model)
     fully_shard(forward_pass, mesh=ranks.mesh, mp_policy=policy, ignored_params=whole or None)
     for part in sharded_parts(forward_pass):
         part.set_force_sum_reduction_for_comms(True)  # token weights come from all ranks' rows: gradients are summed

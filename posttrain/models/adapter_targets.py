@@ -52,6 +52,15 @@ def find_targets(
     return short if meant == set(chosen) else chosen
 
 
+def check_rank(rank: int, model: torch.nn.Module, targets: Sequence[str], key: str) -> None:
+    """A product of rank r through a layer can hold no more than the layer is wide."""
+    chosen = [module for name, module in linear_modules(model).items() if any(_ends(name, end) for end in targets)]
+    sides = ("in_features", "out_features", "nx", "nf")
+    widest = max((getattr(module, side, 0) for module in chosen for side in sides), default=rank)
+    if rank > widest:
+        raise AdapterError(f"{key}={rank}: the widest layer that would get an adapter has {widest} columns; lower it.")
+
+
 def linear_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Every module that adapters can stand beside, by its full name."""
     return {

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -17,26 +18,44 @@ from posttrain.models.paged import active_step
 ATTENTION = "posttrain"
 
 
+CHANGES = ("softcap", "s_aux", "position_bias")
+"""What models may ask of attention beside scores and softmax, and packed rows cannot answer."""
+
+
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
-    paged = active_step()
-    if paged is not None:
-        return paged(module, query, key, value, scaling, kwargs.get("sliding_window")), None
-    layout = active_layout()
-    if layout is None:
+    paged, layout = active_step(), active_layout()
+    if paged is None and layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if attention_mask is not None or any(kwargs.get(name) is not None for name in CHANGES):
+        raise NotImplementedError("attention with masks, caps, sinks or biases of its own does not take packed rows")
     window = kwargs.get("sliding_window")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    (query, key, value), size = _one_size(query, key, value)
+    if paged is not None:
+        return paged(module, query, key, value, scaling, window)[..., :size], None
+    assert layout is not None
+    layout.answered += 1
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     group = sequence_group()
     if group is None:
         out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
-        return out_THD.unsqueeze(0), None
+        return out_THD[..., :size].unsqueeze(0), None
     fill = len(query_THD) * group.size() - layout.total  # tokens behind the last, for stretches of equal length
     query_THD, key_THD, value_THD = (
         to_heads(x, group)[: layout.total].contiguous() for x in (query_THD, key_THD, value_THD)
     )
     out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
-    filled = torch.nn.functional.pad(out_THD, (0, 0, 0, 0, 0, fill))
+    filled = F.pad(out_THD[..., :size], (0, 0, 0, 0, 0, fill))
     return to_stretches(filled, group).unsqueeze(0), None
+
+
+def _one_size(*heads: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+    """Queries, keys and values with heads of one size, and that of the values: latent attention has smaller ones, and
+    zeros behind them change nothing."""
+    sizes = [x.shape[-1] for x in heads]
+    return [
+        F.pad(x, (0, max(sizes) - size)) if size < max(sizes) else x for x, size in zip(heads, sizes, strict=True)
+    ], sizes[-1]
 
 
 def _mask(*args: Any, **kwargs: Any):
@@ -46,3 +65,15 @@ def _mask(*args: Any, **kwargs: Any):
 
 AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def configurations(model: torch.nn.Module) -> list[Any]:
+    """The configurations of the model and of all models inside it."""
+    return list({id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values())
+
+
+def set_attention(model: torch.nn.Module, name: str) -> None:
+    """The model's attention from now on, by its name in transformers; models that choose theirs when they are made, or
+    write it out, take no notice."""
+    for config in configurations(model):
+        config._attn_implementation_internal = name

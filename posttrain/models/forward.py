@@ -9,7 +9,9 @@ tokens of one's stretch, M places of one at most.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, logprob_head
 from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.sequence_parallel import gathered, own_stretch, sequence_group
 from posttrain.models.value import ValueModel
+
+LAYERS = {"Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"}
 
 
 def without_adapters(model: Any) -> Any:
@@ -35,12 +39,53 @@ def head_of(model: Any) -> torch.nn.Module:
     return without_adapters(model).get_output_embeddings()
 
 
-def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask=None):
-    """Last hidden states of packed rows (inside `packed_rows`) or of a padded batch."""
-    output = decoder_of(model)(
-        input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
-    )
-    return output.last_hidden_state
+def hidden_states(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Last hidden states of packed rows (inside `packed_rows`, with their positions) or of rows padded on the right."""
+    stack: Any = decoder_of(model)
+    if active_layout() is not None and position_ids is not None and _is_plain(stack):
+        return _through_layers(stack, input_ids, position_ids)
+    named = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
+    return stack(input_ids=input_ids, **_taken(stack, named)).last_hidden_state
+
+
+def own_logits(model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """All logits of rows padded on the right, by the model's whole forward pass."""
+    named = {"attention_mask": attention_mask, "use_cache": False}
+    return model(input_ids=input_ids, **_taken(without_adapters(model), named)).logits
+
+
+def _taken(module: torch.nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """What is given, and what this module's forward pass has a name for: recurrent models know no positions."""
+    known = _names(type(module))
+    return {name: value for name, value in named.items() if value is not None and (name in known or "" in known)}
+
+
+@lru_cache
+def _names(kind: type[torch.nn.Module]) -> frozenset[str]:
+    """The arguments of a forward pass; an empty name if it takes others too."""
+    known = inspect.signature(kind.forward).parameters
+    return frozenset("" if each.kind is each.VAR_KEYWORD else name for name, each in known.items())
+
+
+def _is_plain(stack: Any) -> bool:
+    """Whether nothing but embedding, layers of a known kind and a norm make up the stack."""
+    names = (type(layer).__name__.removeprefix("FSDP") for layer in getattr(stack, "layers", [None]))
+    return all(name in LAYERS for name in names)
+
+
+def _through_layers(stack: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """What the stack's own `forward` does with packed rows, less the search for sequences in their positions: that
+    waits for the device, and the layout knows them."""
+    hidden = stack.embed_tokens(input_ids)
+    rotation = stack.rotary_emb(hidden, position_ids)
+    for layer in stack.layers:
+        hidden = layer(hidden, attention_mask=None, position_ids=position_ids, position_embeddings=rotation)
+    return stack.norm(hidden)
 
 
 def states_at(hidden: torch.Tensor, places_U: torch.Tensor) -> torch.Tensor:
@@ -57,11 +102,16 @@ Head = Callable[[torch.Tensor, torch.Tensor | None], dict[str, torch.Tensor]]
 
 
 def at_places(
-    model: torch.nn.Module, ids: torch.Tensor, position_ids: torch.Tensor, mask: Any, places_U: torch.Tensor, head: Head
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    mask: Any,
+    places_U: torch.Tensor,
+    head: Head,
 ) -> dict[str, torch.Tensor]:
     """What `head` makes of the hidden states at these (flattened) places of a pass."""
     group = sequence_group()
-    if group is None:
+    if group is None or position_ids is None:
         return head(states_at(hidden_states(model, ids, position_ids, mask), places_U), None)
     fill = -ids.shape[1] % group.size()
     stretches = (own_stretch(torch.nn.functional.pad(x[0], (0, fill)), group)[None] for x in (ids, position_ids))
@@ -92,20 +142,25 @@ def _dealt_places(places_U: torch.Tensor, stretch: int, ranks: int) -> tuple[tor
 class TokenPass(torch.nn.Module):
     """From token ids to `log_probs` and `entropy` of given tokens, or to the `values` of a value model."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, split_head: bool = True) -> None:
+        """Without `split_head` the model computes all logits itself."""
         super().__init__()
-        self.model = model
+        self.model, self.split_head = model, split_head
 
     def forward(
         self,
         input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         places_U: torch.Tensor,
         labels_U: torch.Tensor,
         temperature: float,
     ) -> dict[str, torch.Tensor]:
         """Each (U,): of the tokens `labels_U` that come after the (flattened) places `places_U`."""
+        if not self.split_head and not isinstance(self.model, ValueModel):
+            logits = states_at(own_logits(self.model, input_ids, attention_mask), places_U)
+            log_probs_U, entropy_U = log_probs_of(logits, labels_U, temperature)
+            return {"log_probs": log_probs_U, "entropy": entropy_U}
 
         def head(hidden_NE: torch.Tensor, numbers_N: torch.Tensor | None) -> dict[str, torch.Tensor]:
             if isinstance(self.model, ValueModel):
@@ -133,7 +188,11 @@ def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: t
 
 def _by_its_own_head(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
     """The same through the head's own forward pass (adapters, caps): all logits of these tokens at once."""
-    logits = logits_of(model, hidden_NE)
+    return log_probs_of(logits_of(model, hidden_NE), labels_N, temperature)
+
+
+def log_probs_of(logits: torch.Tensor, labels_N: torch.Tensor, temperature: float):
+    """(log-probs, entropies) of `labels_N` from all logits (N, V), in float32 or better."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logp_NV = torch.log_softmax(logits / temperature, -1)
     return logp_NV.gather(1, labels_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)

@@ -1,4 +1,5 @@
-"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation, for float32 on a CPU.
+"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation: float32 on a CPU, half precision
+on a CUDA device.
 
 transformers' layer over packed rows is about thirty operations forward and fifty backward, each of which walks through
 memory and is called from Python. Here the matrix products are torch's, what lies between them is a handful of compiled
@@ -20,8 +21,8 @@ from posttrain.kernels.decode import silu_mul
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import end_to_end
+from posttrain.models.forward import LAYERS
 
-LAYERS = {"Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"}
 _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
 
@@ -39,6 +40,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     layout = active_layout()
     if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+    layout.answered += 1
     attention, mlp = self.self_attn, self.mlp
     last = attention.layer_idx == attention.config.num_hidden_layers - 1
     queries = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -61,7 +63,9 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
 
 
 def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
-    if hidden.shape[0] != 1 or not train.can_train(hidden) or sequence_group() is not None:
+    if hidden.shape[0] != 1 or sequence_group() is not None:
+        return False
+    if not train.can_attend(layer.self_attn.head_dim, hidden):
         return False
     window = getattr(layer.self_attn, "sliding_window", None) or getattr(layer.self_attn.config, "sliding_window", None)
     if window and window < int(layout.lengths.max()):

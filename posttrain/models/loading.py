@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from posttrain.config.hub import why_not_from_hub
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
+from posttrain.config.model_files import broken_files
 from posttrain.errors import UserError
+from posttrain.models.finite import few, not_finite
 from posttrain.models.quantized import keep_one_layout, loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
@@ -53,21 +57,41 @@ def local_or_hub(path: str, setting: str = "model.path", holds: tuple[str, ...] 
             )
         if not any((Path(expanded) / name).exists() for name in holds):
             raise ModelError(f"{setting}={path}: the folder holds no config.json; give the folder of a model")
+        if broken := broken_files(Path(expanded)):
+            raise ModelError(f"{setting}={path}: {'; '.join(broken)}. Fetch or copy the model again.")
         return expanded
     looks_local = expanded.startswith(("/", ".", "~")) or expanded.count("/") > 1 or "\\" in expanded
     if looks_local or Path(expanded).exists():
         raise ModelError(f"{setting}={path}: no such folder; give one, or a hub id such as Qwen/Qwen2.5-0.5B")
+    if (reason := why_not_from_hub(expanded)) is not None:
+        raise ModelError(
+            f"{setting}={path} is neither a folder here nor a model in the hub's cache, and {reason}.\n"
+            f"  Give a local folder, such as /path/to/{Path(path).name} "
+            "(HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
+        )
     return expanded
 
 
 def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
     """The error of a library as one that says what to do."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    reason = f"{lines[0]}" if isinstance(error, OSError | ValueError) and lines else _named(error, lines)
+    if Path(path).is_dir():
+        return ModelError(
+            f"{setting}={path}: {what} could not be loaded: {reason}\n"
+            "  Look at the folder's files (config.json, tokenizer.json, *.safetensors), or fetch the model again."
+        )
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
     return ModelError(
-        f"{setting}={path}: {what} could not be loaded{offline}: {str(error).splitlines()[0]}\n"
+        f"{setting}={path}: {what} could not be loaded{offline}: {reason}\n"
         f"  Without a reachable hub give a local folder, such as /path/to/{Path(path).name}\n"
         f"  (HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
     )
+
+
+def _named(error: Exception, lines: list[str]) -> str:
+    """The error with its kind, which often is all that it says."""
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def load_tokenizer(config: ModelConfig, path: str | None = None):
@@ -78,7 +102,7 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
     source = local_or_hub(path or config.tokenizer_path or str(config.path), holds=files)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the tokenizer") from error
     if tokenizer.pad_token_id is None:  # any token will do: padding is masked everywhere
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -92,20 +116,20 @@ def load_causal_lm(
     device: torch.device,
     path: str | None = None,
     quantization: str | None = None,
-    by_parts: bool = False,
+    headless: bool = False,
+    role: str = "",
 ):
-    """A causal language model in `dtype` on `device`, ready for packed rows where its attention allows it.
+    """A causal language model in `dtype` on `device`, proved: packed rows only where they are right (`way_of`).
 
-    With `quantization` its linear layers hold 4 bits and compute in `dtype`. `by_parts` serves those who will cut the
-    model over ranks: its weights stay in their files until then (`models/stored.py`), or are in host memory where the
-    files do not allow it.
+    With `quantization` its linear layers hold 4 bits and compute in `dtype`. `headless`: its head is not used, and
+    the folder need not hold one. `role` stands before the keys that errors name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from posttrain.models.attention import ATTENTION
+    from posttrain.models.completeness import check_weights, outside
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
-    from posttrain.models.stored import without_memory
+    from posttrain.models.proof import find_way, plain_pass
 
     silence_progress_bars()
     source = local_or_hub(path or str(config.path))
@@ -116,20 +140,49 @@ def load_causal_lm(
             if not hasattr(settings, key):
                 raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
             setattr(settings, key, value)
-        attention = "eager" if needs_plain_attention(settings) else ATTENTION
-        shape = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
-        model = None
-        if by_parts and not quantization and Path(source).is_dir():
-            model = without_memory(AutoModelForCausalLM, Path(source), settings, dtype, **shape)
-        if model is None:
-            model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=dtype, **shape, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        with no_report():
+            model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+                source,
+                config=settings,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with all that is wrong at once
+                **own_attention(settings),
+                **options,
+            )
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the model") from error
+    what = f"{role}model.path={source}"
+    if not config.allow_other_weights:
+        beside = outside(model) if headless else None
+        key = f"{'actor_rollout_ref.' if role else ''}model.allow_other_weights"
+        check_weights(report, what, setting=key, beside=beside)
+    if wrong := not_finite(model.named_parameters()):
+        raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
+    keep_one_layout(model)
+    model: Any = (model if quantization else model.to(device)).eval()  # pyright: ignore
+    plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    keep_one_layout(model)
-    return (model if quantization or by_parts else model.to(device)).eval()  # pyright: ignore
+    model.way = find_way(model, plain, what)
+    return model
+
+
+@contextmanager
+def no_report() -> Iterator[None]:
+    """transformers prints a table of missing weights; `completeness.py` says what matters of it."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def without_dropout(model: torch.nn.Module) -> None:
@@ -141,17 +194,11 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0  # pyright: ignore
 
 
-def needs_plain_attention(settings: Any) -> bool:
-    """Score caps and attention sinks live in the model's own attention, which packed rows do not go through."""
-    return bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
-
-
-def can_pack(model: torch.nn.Module) -> bool:
-    """Whether the model takes packed rows; others are computed padded."""
-    from posttrain.models.attention import ATTENTION
-
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    return model.config._attn_implementation == ATTENTION and kinds <= {"full_attention", "sliding_attention"}  # pyright: ignore
+def own_attention(settings: Any) -> dict[str, str]:
+    """What `from_pretrained` is told of attention: nothing, so that it is transformers' own choice, unless only the
+    model's written-out attention knows its score caps and sinks. Ours takes its place when it has been proved."""
+    plain = bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
+    return {"attn_implementation": "eager"} if plain else {}
 
 
 class Positions(NamedTuple):
@@ -193,3 +240,14 @@ def model_end_ids(model: Any) -> tuple[int, ...]:
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
     return tuple(sorted(found))
+
+
+def end_token_note(end_ids: tuple[int, ...], size: int | None) -> str | None:
+    """A sentence if no token that the model can write ends a response; `size` is its vocabulary's, where known."""
+    if any(size is None or token < size for token in end_ids):
+        return None
+    found = f"the end tokens {list(end_ids)} are not among the model's {size}" if end_ids else "there is no end token"
+    return (
+        f"No token ends a response: {found} (eos_token of the tokenizer, eos_token_id of config.json). Every response "
+        "goes on to data.max_response_length, unless actor_rollout_ref.rollout.stop ends it."
+    )

@@ -13,7 +13,7 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.models.adapter_files import fill_adapters, read_adapter, trained_parameters, write_adapter
-from posttrain.models.adapter_targets import AdapterShape, find_targets
+from posttrain.models.adapter_targets import AdapterShape, check_rank, find_targets
 from posttrain.models.quantized import plain_weight
 
 _FROM_FILES = ("use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
@@ -34,12 +34,9 @@ def add_adapters(
     """
     from peft import LoraConfig, get_peft_model
 
-    stored = getattr(model, "stored_weights", None)
-    if stored is not None:  # peft makes its weights where those of the base are, and without memory they get no numbers
-        stored.fill(model)
-        stored.forget()
     key = f"{role}model.target_modules"
     targets = find_targets(model, shape.target_modules, shape.exclude_modules, whole=whole, key=key)
+    check_rank(shape.lora_rank, model, targets, f"{role}model.lora_rank")
     settings = LoraConfig(
         r=shape.lora_rank,
         lora_alpha=shape.lora_alpha,

@@ -10,25 +10,28 @@ Shapes: B rows, T packed tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from posttrain.config.lora import SCORE_HEADS
+from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
+from posttrain.models.completeness import check_weights, outside
+from posttrain.models.finite import few, not_finite
 from posttrain.models.forward import at_places, hidden_states, without_adapters
 from posttrain.models.loading import (
     ModelError,
-    can_pack,
     explain_failure,
     local_or_hub,
-    needs_plain_attention,
+    no_report,
+    own_attention,
     silence_progress_bars,
     without_dropout,
 )
 from posttrain.models.quantized import keep_one_layout, loading_options
 from posttrain.models.value_heads import find_value_head, put_head
+from posttrain.models.ways import way_of
 
 CLASSIFIER = "ForSequenceClassification"
 
@@ -43,6 +46,7 @@ def load_scorer(
     override_config: Mapping[str, Any] | None = None,
     new_head: bool = False,
     quantization: str | None = None,
+    allow_other_weights: bool = False,
     setting: str = "model.path",
 ) -> Any:
     """The model of `path` (a folder or a hub id), ready for `score_rows`. `setting` is named by errors.
@@ -53,9 +57,9 @@ def load_scorer(
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from posttrain.models.attention import ATTENTION
     from posttrain.models.fused_layer import fuse_layers
     from posttrain.models.norms import fuse_norms
+    from posttrain.models.scorer_proof import find_scorer_way, plain_scores
 
     silence_progress_bars()
     source = local_or_hub(path, setting)
@@ -67,39 +71,38 @@ def load_scorer(
         _one_label(settings, path, new_head or value_head is not None, setting)
         if settings.get_text_config().pad_token_id is None:
             settings.get_text_config().pad_token_id = pad_token_id
-        with _no_report():
+        with no_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 source,
                 config=settings,
                 dtype=dtype,
-                attn_implementation="eager" if needs_plain_attention(settings) else ATTENTION,
+                **own_attention(settings),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,
                 **options,
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
         raise explain_failure(error, source, "the reward model", setting) from error
-    _settle_head(model, sorted(report["missing_keys"]), path, new_head or value_head is not None, setting)
+    if wrong := not_finite(model.named_parameters()):
+        raise ModelError(f"{setting}={path}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
+    gets_head = new_head or value_head is not None
+    _settle_head(model, sorted(report["missing_keys"]), path, gets_head, setting)
+    if not allow_other_weights:
+        key = f"{setting.rpartition('.')[0]}.allow_other_weights" if new_head else None
+        check_weights(report, f"{setting}={path}", setting=key, beside=outside(model) if gets_head else None)
     if value_head is not None:
         put_head(model, value_head)
+    keep_one_layout(model)
+    model = (model if quantization else model.to(device)).eval()
+    plain = plain_scores(model, f"{setting}={path}")
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    keep_one_layout(model)
-    return (model if quantization else model.to(device)).eval()
-
-
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """transformers prints a table of missing weights; what matters of it is said by `_settle_head`."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    model.way = find_scorer_way(model, plain, f"{setting}={path}")
+    return model
 
 
 def _lay_over(settings: Any, values: Mapping[str, Any], setting: str) -> None:
@@ -134,10 +137,8 @@ def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
 
 
 def _settle_head(model: Any, missing: list[str], path: str, new_head: bool, setting: str) -> None:
-    """A head that the folder did not hold becomes zero: all scores begin equal. Other weights must be there."""
+    """A head that the folder did not hold becomes zero: all scores begin equal."""
     head = [name for name in missing if name.split(".")[0] in SCORE_HEADS]
-    if rest := [name for name in missing if name not in head]:
-        raise ModelError(f"{setting}={path}: the folder lacks weights of the model: {', '.join(rest[:5])}")
     if head and not new_head:
         raise ModelError(f"{setting}={path}: the folder holds no trained score head ({', '.join(head)} missing)")
     for name, weight in model.named_parameters():
@@ -146,10 +147,8 @@ def _settle_head(model: Any, missing: list[str], path: str, new_head: bool, sett
 
 
 def packs_rows(model: torch.nn.Module) -> bool:
-    """Whether rows are packed: a causal decoder below a plain `score` head, with our attention."""
-    bare = without_adapters(model)
-    bidirectional = getattr(bare.config.get_text_config(), "use_bidirectional_attention", False)
-    return can_pack(bare) and not bidirectional and type(getattr(bare, "score", None)) is torch.nn.Linear
+    """Whether rows are packed: a causal decoder below a plain `score` head that was proved to give the same scores."""
+    return way_of(model).packed
 
 
 def head_scores(model: Any, hidden_BE: torch.Tensor) -> torch.Tensor:
@@ -178,7 +177,7 @@ class PaddedScorePass(ScorePass):
 
     def forward(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(B,) scores of rows of token ids."""
-        return padded_scores(self.model, rows).clone()
+        return own_scores(self.model, rows).clone()
 
 
 def widened(scores: torch.Tensor) -> torch.Tensor:
@@ -207,7 +206,7 @@ def score_rows(
     scores_B = torch.zeros(len(rows))
     for chosen in _passes([len(row) for row in kept], packed, token_budget, max_rows):
         part = [kept[row] for row in chosen]
-        scores_B[chosen] = (_packed_scores(model, part) if packed else padded_scores(model, part)).float().cpu()
+        scores_B[chosen] = (packed_scores(model, part) if packed else own_scores(model, part)).float().cpu()
     return scores_B
 
 
@@ -226,7 +225,8 @@ def _passes(lengths: list[int], packed: bool, token_budget: int, max_rows: int |
         yield chosen
 
 
-def _packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
+def packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    """(B,) scores of rows that are packed end to end."""
     device = model.device
     lengths = [len(row) for row in rows]
     ids_T = torch.tensor([token for row in rows for token in row], device=device)
@@ -234,6 +234,12 @@ def _packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
     with packed_rows(PackedLayout(lengths, device, position_T=position_T)):
         hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
     return head_scores(model, hidden_TE[torch.tensor(lengths, device=device).cumsum(0) - 1])
+
+
+def own_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """(B,) scores by the model's own forward pass: of padded rows, or of one at a time where padding is felt."""
+    parts = [rows] if way_of(model).padded else [[row] for row in rows]
+    return torch.cat([padded_scores(model, part) for part in parts])
 
 
 def padded_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from posttrain.models.ways import way_of
+
 
 class ValueModel(torch.nn.Module):
     """The decoder of a causal LM and a linear value head that starts at zero: values begin at 0 everywhere."""
@@ -11,16 +13,11 @@ class ValueModel(torch.nn.Module):
     def __init__(self, language_model: torch.nn.Module) -> None:
         super().__init__()
         self.base_model = language_model.base_model
-        self.config = language_model.config
-        self.stored_weights = getattr(language_model, "stored_weights", None)
+        self.config, self.way = language_model.config, way_of(language_model)
         weight = next(self.base_model.parameters())  # pyright: ignore
-        device = "cpu" if weight.is_meta else weight.device
-        self.value_head = torch.nn.Linear(self.config.hidden_size, 1, device=device, dtype=weight.dtype)  # pyright: ignore
+        self.value_head = torch.nn.Linear(self.config.hidden_size, 1, device=weight.device, dtype=weight.dtype)  # pyright: ignore
         torch.nn.init.zeros_(self.value_head.weight)
         torch.nn.init.zeros_(self.value_head.bias)
-
-    def gradient_checkpointing_enable(self, **kwargs) -> None:
-        self.base_model.gradient_checkpointing_enable(**kwargs)  # pyright: ignore
 
     def token_values(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """(N,) values in float32 or better."""

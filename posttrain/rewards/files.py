@@ -16,7 +16,7 @@ def read_rows(path: str | Path, limit: int | None = None) -> list[dict[str, Any]
         raise RewardError(f"data file {path} does not exist", todo="give a parquet, json or jsonl file")
     try:
         rows = _parquet(path, limit) if path.suffix == ".parquet" else _json(path, limit)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise RewardError(
             f"data file {path} cannot be read: {error}", todo="give a parquet, json or jsonl file"
         ) from error

@@ -21,6 +21,7 @@ from posttrain.rewards.channel import Payload
 from posttrain.rewards.crew import Crew, Task
 from posttrain.rewards.outcomes import Outcome
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
+from posttrain.texts import well_formed
 
 
 class RewardPool:
@@ -187,11 +188,18 @@ class RewardPool:
         results: dict[Hashable, RewardResult] = {}
         for task, outcomes in done:
             for key, (score, parts, error) in zip(task.keys, outcomes, strict=True):
-                results[key] = RewardResult(self._failure_score if error else score, parts, error)
+                results[key] = _result(self._failure_score if error else score, parts, error)
         with self._changed:
             self._open.difference_update(results)
             self._done |= results
             self._changed.notify_all()
+
+
+def _result(score: float, parts: dict[str, float | str], error: str | None) -> RewardResult:
+    """A result whose texts can be written anywhere: a program may raise half a character as its error."""
+    mended = {well_formed(name): part for name, part in parts.items()}
+    mended |= {name: well_formed(part) for name, part in mended.items() if isinstance(part, str)}
+    return RewardResult(score, mended, well_formed(error) if error else error)
 
 
 def _payloads(items: Sequence[RewardItem]) -> list[Payload]:

@@ -24,6 +24,7 @@ from posttrain.rewards.loading import load_scores
 from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
 from posttrain.rewards.seeding import Seeding
 from posttrain.rewards.types import RewardError
+from posttrain.texts import utf8, well_formed
 
 PRINT_LINES, PRINT_CHARS = 20, 2000
 """How much one sample may print before the rest is cut."""
@@ -130,7 +131,7 @@ class _Lines(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         if os.getpid() != self._pid:  # a forked child must not speak on its parent's connection
-            return os.write(2, text.encode())
+            return os.write(2, utf8(text))
         if self._lines <= PRINT_LINES:
             *lines, self._rest = (self._rest + text[: PRINT_CHARS * 2]).split("\n")
             for line in lines:
@@ -150,7 +151,7 @@ class _Lines(io.TextIOBase):
         self._lines, self._chars = self._lines + 1, self._chars + len(line)
         if self._lines > PRINT_LINES or self._chars > PRINT_CHARS:
             self._lines, line = PRINT_LINES + 1, "... cut"
-        self._channel.send(("print", line))
+        self._channel.send(("print", well_formed(line)))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import torch
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.rollout.base import RolloutEngine
-from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native
+from posttrain.rollout.proof import why_wrong
 
 
 def build_engine(
@@ -28,11 +29,25 @@ def build_engine(
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    if config.name == "native" and can_run_native(module):
-        return build_native(module, config, decode=decode, device=device)
-    engine = HFEngine(module, pad_token_id=tokenizer.pad_token_id, max_num_seqs=config.max_num_seqs, decode=decode)
-    name = f"hf (transformers {version('transformers')})"
+    notes = []
     if config.name == "native":
-        kind = module.config.model_type  # pyright: ignore
-        name += f"; native cannot answer the attention of {kind} models from its cache"
-    return engine, name
+        wrong: str | None = "it cannot answer their attention from its cache"
+        if can_run_native(module):
+            engine, name = build_native(module, config, decode=decode, device=device)
+            wrong = why_wrong(engine, module)
+            if wrong is None:
+                return engine, name
+        notes.append(f"native is not used for {module.config.model_type} models: {wrong}")  # pyright: ignore
+    problem = None
+    for mode, words in MODES.items():
+        engine = HFEngine(
+            module, pad_token_id=tokenizer.pad_token_id, max_num_seqs=config.max_num_seqs, decode=decode, mode=mode
+        )
+        problem = why_wrong(engine, module)
+        if problem is None:
+            notes += [words] if words else []
+            return engine, "; ".join([f"hf (transformers {version('transformers')})", *notes])
+    raise UserError(
+        f"actor_rollout_ref.rollout.name={config.name}: no engine generates with this model as it computes "
+        f"({module.config.model_type}): {problem}"  # pyright: ignore
+    )

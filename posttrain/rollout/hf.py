@@ -2,7 +2,8 @@
 
 Requests wait until a wave of them is prefilled together, each distinct prompt once; then every step decodes one token
 of every running row, and rows that finished are dropped from the cache. On one process it reads the trainer's own
-module, so a weight sync copies nothing.
+module, so a weight sync copies nothing. Models that padding on the left disturbs get waves of equally long prompts, and
+those whose cache cannot be used get every row computed anew for every token.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from posttrain.models.plain_rows import next_logits, row_log_probs
 from posttrain.rollout.base import Output, Request, RolloutEngine
 from posttrain.rollout.sampling import sample, uniforms
+
+MODES = {
+    "cache": "",
+    "equal lengths": "only prompts of one length together: padding changes what the model gives",
+    "no cache": "without a cache, every token computed anew: slow, but transformers' cache does not serve this model",
+}
+"""How rows are decoded, and what a user should know of it; the first that is right is taken."""
 
 
 @dataclass
@@ -52,8 +61,11 @@ class HFEngine(RolloutEngine):
         pad_token_id: int,
         max_num_seqs: int = 1024,
         decode: Callable[[list[int]], str] | None = None,
+        mode: str = "cache",
     ) -> None:
+        """`mode` is one of `MODES`."""
         self.module, self.pad, self.max_num_seqs, self.decode = module, pad_token_id, max_num_seqs, decode
+        self.mode = mode
         self.waiting: deque[Request] = deque()
         self.rows: list[_Row] = []
         self._clear()
@@ -85,7 +97,7 @@ class HFEngine(RolloutEngine):
         if not self.rows:
             if not self.waiting:
                 return []
-            self._prefill([self.waiting.popleft() for _ in range(min(self.max_num_seqs, len(self.waiting)))])
+            self._prefill(self._wave())
         tokens_B, log_probs_B, drawn_B = self._sample()
         finished, keep = [], []
         columns = (tokens_B.tolist(), log_probs_B.tolist(), drawn_B.tolist())
@@ -99,8 +111,20 @@ class HFEngine(RolloutEngine):
         self._go_on(tokens_B, keep)
         return finished
 
+    def _wave(self) -> list[Request]:
+        """The requests that are decoded together from now on, in the order in which they came."""
+        length = len(self.waiting[0].prompt_ids) if self.mode == "equal lengths" else None
+        fitting = [r for r in self.waiting if length is None or len(r.prompt_ids) == length][: self.max_num_seqs]
+        chosen = {id(request) for request in fitting}
+        self.waiting = deque(request for request in self.waiting if id(request) not in chosen)
+        return fitting
+
     def _prefill(self, requests: list[Request]) -> None:
         """One row per distinct prompt, left-padded; the cache is then spread over the requests."""
+        if self.mode == "no cache":
+            self.rows = [_Row(request) for request in requests]
+            self.logits_BV = self._anew()
+            return
         prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in requests))
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(p)) + list(p) for p in prompts])
@@ -114,6 +138,12 @@ class HFEngine(RolloutEngine):
         self.mask_BL = self.mask_BL[spread]
         if len(requests) != len(prompts) or not torch.equal(spread.cpu(), torch.arange(len(prompts))):
             self.cache.batch_select_indices(spread)
+
+    def _anew(self) -> torch.Tensor:
+        """The next logits of all rows, without a cache; each distinct row once."""
+        rows = [(*row.request.prompt_ids, *row.tokens) for row in self.rows]
+        number = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        return next_logits(self.module, list(number))[[number[row] for row in rows]]
 
     def _forward(self, ids_BS: torch.Tensor, cache):
         position_BL = (self.mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
@@ -149,6 +179,10 @@ class HFEngine(RolloutEngine):
         """Drop finished rows and decode the next logits of the others."""
         if not keep:
             return self._clear()
+        if self.mode == "no cache":
+            self.rows = [self.rows[place] for place in keep]
+            self.logits_BV = self._anew()
+            return
         assert self.cache is not None
         if len(keep) < len(self.rows):
             index = torch.tensor(keep, device=self.device)
@@ -167,22 +201,18 @@ class HFEngine(RolloutEngine):
         if not keep:
             self._clear()
         elif len(keep) < len(self.rows):
-            assert self.cache is not None and self.logits_BV is not None
+            assert self.logits_BV is not None
             index = torch.tensor(keep, device=self.device)
-            self.cache.batch_select_indices(index)
-            self.rows = [self.rows[place] for place in keep]
-            self.mask_BL, self.logits_BV = self.mask_BL[index], self.logits_BV[index]
+            self.rows, self.logits_BV = [self.rows[place] for place in keep], self.logits_BV[index]
+            if self.cache is not None:
+                self.cache.batch_select_indices(index)
+                self.mask_BL = self.mask_BL[index]
         return gone
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
         self.module.eval()
-        width = max(map(len, token_ids))
-        ids = torch.tensor([list(row) + [self.pad] * (width - len(row)) for row in token_ids], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in token_ids], device=self.device)
-        logits = self.module(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-        log_p = torch.log_softmax(logits[:, :-1] / temperature, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        return [log_p[place, : len(row) - 1].cpu() for place, row in enumerate(token_ids)]
+        return [log_probs.float().cpu() for log_probs in row_log_probs(self.module, token_ids, temperature)]
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

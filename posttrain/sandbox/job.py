@@ -28,6 +28,7 @@ _MB = 1 << 20
 
 def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> None:
     """One job, from the fork to the last message."""
+    os.setsid()  # away from the terminal, and one session for all of the job
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process of a namespace is immune to
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):

@@ -24,12 +24,16 @@ _READ_ONLY = kernel.RDONLY | kernel.NOSUID | kernel.NODEV
 
 
 def python_paths() -> list[str]:
-    """The files and folders of the running interpreter, its standard library and its installed packages."""
-    found = []
-    for prefix in dict.fromkeys([sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix]):
-        found += [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "pyvenv.cfg")]
-    found += [path for path in sysconfig.get_paths().values() if "include" not in path and "scripts" not in path]
-    found += [os.path.realpath(path) for path in [*found, sys.executable]]
+    """The files and folders of the running interpreter, its standard library and its installed packages.
+
+    Of a virtual environment no more than that: it may be a folder in which other things lie, as the root of a project.
+    """
+    paths = sysconfig.get_paths()
+    found = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for prefix in dict.fromkeys([sys.base_prefix, sys.base_exec_prefix]):
+        found += [os.path.join(prefix, name) for name in ("bin", "lib", "lib64")]
+    found += [sys.executable, os.path.join(sys.prefix, "pyvenv.cfg")]
+    found += [os.path.realpath(path) for path in found]
     return _outermost([path for path in found if os.path.exists(path)])
 
 

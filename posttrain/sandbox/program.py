@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import io
 import linecache
 import os
@@ -11,6 +13,7 @@ import signal
 import sys
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +123,8 @@ class _Server:
     def _special(self, tag: str, content: Any) -> Any:
         if tag == "ref":
             return self._kept[content]
+        if tag == "import":
+            return functools.reduce(getattr, content[1].split("."), importlib.import_module(content[0]))
         return lambda *args: self._call_back(content, args)
 
     def _call_back(self, number: int, args: tuple[Any, ...]) -> Any:
@@ -135,7 +140,7 @@ class _Server:
         return self._in(message["value"])
 
 
-_MUTABLE = (list, dict, set, bytearray)
+_MUTABLE = (list, dict, set, bytearray, deque)
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,

@@ -29,7 +29,7 @@ class Result:
     cpu_seconds: float = 0.0
     """CPU time of the whole job."""
     memory_mb: float = 0.0
-    """Largest resident size of one of the job's processes."""
+    """The most that was seen: the largest process, or all together with what their pipes and sockets can hold."""
 
     @property
     def ok(self) -> bool:

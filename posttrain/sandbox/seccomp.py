@@ -18,6 +18,7 @@ _LOAD, _JEQ, _JGT, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _REFUSE = _ERRNO | errno.EPERM
 _ABSENT = _ERRNO | errno.ENOSYS
+_PRETEND = _ERRNO  # nothing is done, and the caller is told that it was
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _MODE_FILTER = 2
 _X32 = 0x40000000
@@ -25,11 +26,13 @@ _X32 = 0x40000000
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 _CLONE, _CLONE3 = (56, 220), 435
+_SETSID = (112, 157)
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag that clone takes
 
 _BY_ARGUMENT: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
     # (numbers): which argument, and the values that it may have
     (16, 29): (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIO*
+    (72, 25): (1, (*range(12), 36, 37, 38, 1030, 1032)),  # fcntl: flags, locks, copies; not the size of a pipe
     (157, 167): (0, (1, 3, 4, 15, 16, 23, 39, 0x53564D41)),  # prctl: names, PDEATHSIG, DUMPABLE, what only reads
     (302, 261): (0, (0,)),  # prlimit64: oneself
     (53, 199): (0, (1,)),  # socketpair: AF_UNIX
@@ -63,6 +66,7 @@ def assemble(machine: str) -> bytes:
     for low, high in _ranges(allowed_numbers(column)):
         code += [_op(_JGE, low, 0, 2), _op(_JGT, high, 1, 0), _op(_RETURN, _ALLOW)]
     code += [_op(_JEQ, _CLONE3, 0, 1), _op(_RETURN, _ABSENT)]  # its flags lie in memory; the C library falls back
+    code += [_op(_JEQ, _SETSID[column], 0, 1), _op(_RETURN, _PRETEND)]  # a job is one session: fairness.py
     code += [
         _op(_JEQ, _CLONE[column], 0, 4),
         _op(_LOAD, _ARGUMENT),

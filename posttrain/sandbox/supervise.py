@@ -160,7 +160,7 @@ class Program:
 def _become_program(source: int, out: int, err: int, channel: int, body: Callable[[int], int]) -> None:
     code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)  # a group to be killed by; the session is the job's
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")  # so that the template can read how much memory is its own
         for fd, place in ((source, 0), (out, 1), (err, 2)):
             os.dup2(fd, place)

@@ -18,9 +18,11 @@ import time
 from typing import Any
 
 from posttrain.sandbox import job, kernel, wire
+from posttrain.sandbox.fairness import share
 from posttrain.sandbox.seccomp import assemble
 from posttrain.sandbox.usage import descendants, memory_of
 
+_MB = 1 << 20
 _TICK_MS = 25
 _GRACE_S = 1.0
 """A job ends itself at its deadline and tells what it had; after this much longer it is killed."""
@@ -75,7 +77,7 @@ def _fork_job(channel: int, limits: dict[str, Any], proc: int, own: int, isolate
 
 def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[str, Any]:
     """Wait for a job, hold it to what only shows from outside, and tell how it ended."""
-    reason, end = None, time.monotonic() + limits["seconds"] + _GRACE_S
+    reason, most, end = None, 0, time.monotonic() + limits["seconds"] + _GRACE_S
     poll = select.poll()
     fd = os.pidfd_open(pid)
     poll.register(fd, select.POLLIN)
@@ -84,7 +86,10 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
             reason = reason or "timeout"
             os.kill(pid, signal.SIGKILL)
             continue
-        excess = _excess(proc, limits)
+        processes = descendants(proc)
+        share(proc, processes[1:])
+        excess, held = _excess(proc, processes, limits)
+        most = max(most, held)
         if excess:
             # The job's first process stays, to tell what the program had written; unless it is the eater.
             for process in descendants(proc)[0 if reason else 1 :]:
@@ -101,15 +106,17 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
         "reason": reason,
         "exit_code": os.waitstatus_to_exitcode(status),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 4),
-        "memory_mb": round(used.ru_maxrss / 1024, 1),
+        "memory_mb": round(max(used.ru_maxrss / 1024, most / _MB), 1),
     }
 
 
-def _excess(proc: int, limits: dict[str, Any]) -> str | None:
-    processes = descendants(proc)
+def _excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tuple[str | None, int]:
+    """The limit that a job passes, if it does, and the bytes that it holds."""
+    enough = limits["memory_mb"] * _MB
+    held = memory_of(proc, processes, enough, limits["open_files"])
     if len(processes) > limits["processes"] + 1:
-        return "processes"  # only where the kernel's own limit does not bind, as for root
-    return "memory" if memory_of(proc, processes, limits["memory_mb"] << 20) > limits["memory_mb"] << 20 else None
+        return "processes", held  # only where the kernel's own limit does not bind, as for root
+    return "memory" if held > enough else None, held
 
 
 def _kill(proc: int, process: int) -> None:

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 _BIG = 10**1000  # json refuses integers of more digits than Python prints
 _DTYPE = re.compile(r"[<>|=]?[biufcUS]\d*")
-_SEQUENCES: tuple[tuple[str, type], ...] = (("tuple", tuple), ("set", set), ("frozenset", frozenset))
+_SEQUENCES: tuple[tuple[str, type], ...] = (
+    ("tuple", tuple),
+    ("set", set),
+    ("frozenset", frozenset),
+    ("deque", deque),
+    ("keys", type({}.keys())),
+    ("values", type({}.values())),
+    ("items", type({}.items())),
+)
+_MAPPINGS: tuple[tuple[str, type], ...] = (("counter", Counter), ("ordered", OrderedDict))
+_TIMES: tuple[tuple[str, type], ...] = (("datetime", datetime), ("date", date), ("time", time))
 
 
 def refuse(value: Any) -> Any:
@@ -32,11 +44,12 @@ def encode(value: Any, unknown: Callable[[Any], Any] = refuse) -> Any:
     if isinstance(value, int):
         return int.__add__(value, 0) if -_BIG < int.__add__(value, 0) < _BIG else {"int": hex(int.__add__(value, 0))}
     if isinstance(value, float):
-        return float.__add__(value, 0.0)
+        return float.__pos__(value)
     if isinstance(value, list):
         return [encode(one, unknown) for one in list.__iter__(value)]
     if isinstance(value, dict):
-        return {"dict": [[encode(key, unknown), encode(one, unknown)] for key, one in dict.items(value)]}
+        tag = next((tag for tag, kind in _MAPPINGS if isinstance(value, kind)), "dict")
+        return {tag: [[encode(key, unknown), encode(one, unknown)] for key, one in dict.items(value)]}
     for tag, kind in _SEQUENCES:
         if isinstance(value, kind):
             return {tag: [encode(one, unknown) for one in kind.__iter__(value)]}
@@ -54,6 +67,11 @@ def _encode_rarer(value: Any, unknown: Callable[[Any], Any]) -> Any:
         return {"fraction": [encode(value.numerator), encode(value.denominator)]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
+    for tag, kind in _TIMES:
+        if isinstance(value, kind):
+            return {tag: value.isoformat()}
+    if isinstance(value, timedelta):
+        return {"timedelta": [value.days, value.seconds, value.microseconds]}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and _DTYPE.fullmatch(value.dtype.str):
         return {"array": [value.dtype.str, encode(value.tolist())]}
@@ -76,11 +94,10 @@ def decode(data: Any, special: Callable[[str, Any], Any] = no_reference) -> Any:
     if len(data) != 1:
         raise ValueError("no encoded value")
     tag, content = next(iter(data.items()))
-    if tag == "dict":
-        return {decode(key, special): decode(one, special) for key, one in content}
-    for name, kind in _SEQUENCES:
-        if tag == name:
-            return kind(decode(one, special) for one in content)
+    if tag in _PAIRS:
+        return _PAIRS[tag]({decode(key, special): decode(one, special) for key, one in content})
+    if tag in _ITEMS:
+        return _ITEMS[tag]([decode(one, special) for one in content])
     if tag in _SIMPLE:
         return _SIMPLE[tag](content)
     return special(tag, content)
@@ -95,6 +112,16 @@ def _array(content: Any) -> Any:
     return numpy.array(decode(values), dtype=dtype)
 
 
+_PAIRS: dict[str, Callable[[dict[Any, Any]], Any]] = {"dict": dict, "counter": Counter, "ordered": OrderedDict}
+_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "keys": lambda items: dict.fromkeys(items).keys(),
+    "values": lambda items: dict(enumerate(items)).values(),
+    "items": lambda items: dict(items).items(),
+}
 _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "int": lambda content: int(content, 16),
     "bytes": bytes.fromhex,
@@ -104,4 +131,8 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "fraction": lambda content: Fraction(*map(decode, content)),
     "range": lambda content: range(*content),
     "array": _array,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": lambda content: timedelta(*content),
 }

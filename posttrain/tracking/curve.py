@@ -5,20 +5,30 @@ from __future__ import annotations
 import math
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of the braille dot at (row, column) of a character's 4 x 2 dots."""
 
 
 def text_plot(
-    steps: Sequence[float], values: Sequence[float], *, title: str = "", width: int = 72, height: int = 12
+    steps: Sequence[float],
+    values: Sequence[float],
+    *,
+    title: str = "",
+    width: int = 72,
+    height: int = 12,
+    scale: Sequence[float] = (),
 ) -> str:
-    """A line through (step, value) as text of at most `width` columns; values that are not finite are left out."""
+    """A line through (step, value) as text of at most `width` columns; values that are not finite are left out.
+
+    Curves that are given the same `scale` (all values of all of them) can be compared.
+    """
     points = [(float(x), float(y)) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
     if not points:
         return f"{title}: no values"
-    low, high = _range([y for _, y in points])
+    low, high = _range([y for y in map(float, scale) if math.isfinite(y)] or [y for _, y in points])
     labels = [_label(high - (high - low) * row / max(1, height - 1)) for row in range(height)]
     gutter = max(map(len, labels))
     columns = max(8, width - gutter - 2)
@@ -65,6 +75,25 @@ def before_after(rows: Sequence[tuple[str, str, float, str, float]], *, width: i
             a, b = (side[i] if i < len(side) else "" for side in (left, right))
             out.append(f"{_padded(a, half)} │ {b}".rstrip())
         out.append("─" * width)
+    return "\n".join(out)
+
+
+def sample_groups(rows: Sequence[Mapping[str, Any]], *, count: int, width: int = 100, lines: int = 8) -> str:
+    """The first `count` prompts (`uid`) with their truth and all their responses, best first."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["uid"], []).append(row)
+    out = []
+    for members in list(groups.values())[:count]:
+        out += ["─" * width, *_wrapped(members[0].get("prompt") or "", width, lines)]
+        if members[0].get("ground_truth") is not None:
+            out += _wrapped(f"truth: {members[0]['ground_truth']}", width, 2)
+        for row in sorted(members, key=lambda row: -(row["score"] if row["score"] is not None else -math.inf)):
+            score = "     -" if row["score"] is None else f"{row['score']:6.3g}"
+            first, *rest = _wrapped(row.get("response") or "", width - 10, lines) or [""]
+            out += [f"{score} │ {first}", *(f"{'':6} │ {line}" for line in rest)]
+            if row.get("error"):
+                out += _wrapped(f"       ! {row['error']}", width, 2)
     return "\n".join(out)
 
 

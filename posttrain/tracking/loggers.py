@@ -6,6 +6,7 @@ run never ends because of a logger. Only `metrics.jsonl`, which the run's own to
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.diagnosis import stage_shares
 from posttrain.tracking.redact import redact
@@ -36,8 +38,10 @@ class JsonlLogger:
         self._file = path.open("ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody would ever read
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
         line = {"step": step, **{name: _plain(value) for name, value in metrics.items() if name != "step"}}
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self._file.write(utf8(json.dumps(line, ensure_ascii=False, allow_nan=False)) + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 

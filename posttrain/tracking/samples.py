@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.fields import Fields, as_numpy
 
@@ -155,6 +156,7 @@ def _numbers_within(uids: list[Any]) -> list[int]:
 
 
 def _text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    return utf8(text).decode()  # parquet holds no lone surrogates

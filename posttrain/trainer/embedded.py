@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from posttrain.cache import cache_folder
+from posttrain.cache import cache_folder, writing_cache
 from posttrain.config.optim import OptimConfig
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
@@ -48,6 +48,7 @@ def embedded_folder() -> Path:
     return cache_folder() / f"embedded-{name}"
 
 
+@writing_cache()
 def ensure_embedded(say: Any, *, model: bool = True) -> Path:
     """The folder with data and (if asked for) model, made now if they are not there yet."""
     folder = embedded_folder()

@@ -14,7 +14,7 @@ from posttrain.controller.dispatch import Calls, register, to_all, to_first
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.adapter_targets import stacked_note
-from posttrain.models.loading import check_positions, end_token_ids
+from posttrain.models.loading import check_positions, end_token_ids, end_token_note
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.engines import build_engine
@@ -72,10 +72,10 @@ class ActorRolloutRefWorker:
         self.adapters = lora_state(facts, model)
         if self.with_reference and self.adapters is None:
             self.reference = reference_engine(self.config, self.device)
-        rollout = self.config.actor_rollout_ref.rollout
-        live = self.engine.live_model()
+        rollout, live = self.config.actor_rollout_ref.rollout, self.engine.live_model()
         assert live is not None, "the rollout reads the trainer's own weights"
-        self.rollout, self.engine_name = build_engine(rollout, live, self.tokenizer, device=self.device)
+        with self.engine.on_device():  # the engine is tried when it is made
+            self.rollout, self.engine_name = build_engine(rollout, live, self.tokenizer, device=self.device)
         data = self.config.data
         self.position_note = check_positions(facts.positions, data.max_prompt_length + data.max_response_length)
         self.end_ids = end_token_ids(self.tokenizer, facts.end_ids)
@@ -226,7 +226,9 @@ class ActorRolloutRefWorker:
             *adapter_notes(self.engine.facts(), self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
-        return [note for note in (self.position_note, *about_adapters, *self.actor.objective.notes) if note]
+        no_end = end_token_note(self.end_ids, self.engine.facts().vocabulary)
+        about_model = (self.engine.facts().note, self.position_note, no_end)
+        return [note for note in (*about_model, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(to_all)
     def save(self, folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from posttrain.engine.base import TrainEngine
 from posttrain.errors import UserError
+from posttrain.models.finite import few, not_finite
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, RolloutEngine
 from posttrain.rollout.generate import to_batch
@@ -40,6 +41,13 @@ class WeightProbe:
         dtype = trainer.facts().dtype
         tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.5
         if not gap <= tolerance:
+            if not bool(torch.isfinite(ours).all()):
+                lost = not_finite(trainer.export_weights())
+                where = f" (NaN or infinite: {few(lost)})" if lost else ""
+                raise SyncError(
+                    f"the update left weights with which the trainer itself computes no numbers{where}: it was too "
+                    "large. Lower actor_rollout_ref.actor.optim.lr, and continue from a checkpoint before it"
+                )
             raise SyncError(
                 f"after the weight sync the rollout engine's log-probs differ from the trainer's by up to {gap:.3g} "
                 f"(tolerance {tolerance} in {dtype}): the engine does not compute with the weights it was given"

@@ -44,7 +44,7 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     """A value model that starts from the critic's model, or from the actor's; a base that is trained has no 4 bits."""
     critic = config.critic
     held = config.actor_rollout_ref.model.quantization if critic.model.lora_rank > 0 else None
-    module: torch.nn.Module = _language_model(config, device, path=critic.model.path, quantization=held)
+    module: torch.nn.Module = _language_model(config, device, path=critic.model.path, quantization=held, headless=True)
     if critic.model.lora_rank > 0:
         module = add_adapters(module, critic.model, role="critic.").get_base_model()  # pyright: ignore
     module = ValueModel(module)
@@ -66,15 +66,23 @@ def check_vocabulary(size: int, tokens: int, path: str | None) -> None:
 
 
 def _language_model(
-    config: PPOConfig, device: torch.device, *, path: str | None = None, quantization: str | None = None
+    config: PPOConfig,
+    device: torch.device,
+    *,
+    path: str | None = None,
+    quantization: str | None = None,
+    headless: bool = False,
 ) -> torch.nn.Module:
-    """The policy's model, or another one, which its `override_config` is not meant for."""
+    """The policy's model, or another one, which its `override_config` is not meant for; `headless` leaves out the part
+    that predicts tokens."""
     model = config.actor_rollout_ref.model
     if path is not None and path != model.path:
         model = replace(model, override_config={})
     dtype = resolve_dtype(model.dtype, device)
-    many = world_size() > 1
-    return load_causal_lm(model, dtype=dtype, device=device, path=path, quantization=quantization, by_parts=many)
+    role = "actor_rollout_ref." if path is None else "critic."
+    options: Any = {"path": path, "quantization": quantization, "headless": headless, "role": role}
+    home = device if world_size() == 1 else torch.device("cpu")  # ranks take their parts from host memory
+    return load_causal_lm(model, dtype=dtype, device=home, **options)
 
 
 def _settings(

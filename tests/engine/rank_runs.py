@@ -26,7 +26,6 @@ from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.optim import whole
 from posttrain.engine.pairs import PairEngine
 from posttrain.engine.ranks import group_ranks, join_ranks, leave_ranks, this_rank, world_size
 from posttrain.engine.sharding import sharded_parts
@@ -319,32 +318,6 @@ def words(call: Callable[[], object]) -> str:
     raise AssertionError("it was not refused")
 
 
-BY_PARTS = {"plain": torch.float64, "adapters": torch.float64, "values": torch.float64, "bfloat16": torch.bfloat16}
-
-
-def by_parts(world: World) -> Any:
-    """Weights read from their files a layer at a time, by no rank all of them at once; alone, all of them."""
-    return {kind: loaded(world, kind, dtype) for kind, dtype in BY_PARTS.items()}
-
-
-def loaded(world: World, kind: str, dtype: torch.dtype) -> dict[str, Any]:
-    many = world_size() > 1
-    module = load_causal_lm(ModelConfig(path=str(world.model)), dtype=dtype, device=CPU, by_parts=many)
-    assert all(weight.is_meta == many for weight in module.parameters())
-    ends = module.generation_config.eos_token_id
-    torch.manual_seed(3)
-    if kind == "adapters":
-        module = add_adapters(module, ModelConfig(lora_rank=4, lora_alpha=8))
-    engine = world.engine(ValueModel(module) if kind == "values" else module)
-    assert not any(weight.is_meta for weight in (*engine.module.parameters(), *engine.module.buffers()))
-    rows, passes = dealt(batches(dtype, 1)[0], engine)
-    score = engine.values if kind == "values" else lambda *args, **more: engine.log_probs(*args, **more)["log_probs"]
-    found = {"scored": summed(float(score(rows, passes=passes).double().sum())), "ends": ends}
-    found["weights"] = {name: weight.detach().clone() for name, weight in engine.export_weights()}
-    found["down"] = [whole(w.detach()) for name, w in engine.module.named_parameters() if "lora_A" in name]
-    return found
-
-
 def staged(world: World, step: int) -> Path:
     return world.folder / f"staged_{step}"
 
@@ -352,7 +325,7 @@ def staged(world: World, step: int) -> Path:
 CHECKS: list[Callable[[World], Any]] = [
     float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, copies, adapters, value_head, pairs,
     sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
-    without_answers, refusals, by_parts,
+    without_answers, refusals,
 ]  # fmt: skip
 
 

@@ -158,17 +158,6 @@ def test_exported_folders_are_those_of_one_process(worlds, kind, ranks):
             assert file.read_text() == (many / file.name).read_text()
 
 
-@pytest.mark.parametrize("ranks", MANY)
-def test_weights_that_are_read_a_layer_at_a_time_are_those_of_the_files(worlds, ranks):
-    one, many = worlds.both("by_parts", ranks)
-    for kind in one:
-        assert one[kind]["ends"] == many[kind]["ends"]
-        if one[kind]["down"]:
-            assert furthest(one[kind]["down"], many[kind]["down"]) == 0
-        assert furthest(one[kind]["weights"], many[kind]["weights"]) == 0
-        assert one[kind]["scored"] == pytest.approx(many[kind]["scored"], rel=1e-2 if kind == "bfloat16" else 1e-12)
-
-
 def test_sizes_that_do_not_divide_the_ranks_are_refused_in_words(worlds):
     assert "fsdp_config.fsdp_size=3: the run has 4 ranks" in worlds.found[4]["refusals"]["fsdp"]
     assert "set one of 1, 2, 4" in worlds.found[4]["refusals"]["fsdp"]

@@ -133,7 +133,8 @@ def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):
         forward, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest)
     )
     batch = ragged_batch()
-    real, padded = int(batch.batch["attention_mask"].sum()), batch.batch["input_ids"].numel()
+    lengths = batch.batch["attention_mask"].sum(-1)
+    real, padded = int(lengths.sum()), len(batch) * int(lengths.max())  # rows are padded to the longest of them
     make_engine().log_probs(batch)
     make_engine(pack=False).log_probs(batch)
     assert seen == [real - len(batch), padded] and real < padded  # the last token of a row is only predicted

@@ -353,3 +353,14 @@ def test_rows_that_made_the_same_tokens_are_computed_as_one(dtype, slots):
     assert computed[1] == sum(len(output.token_ids) - 1 for output in outputs[1]) > 1.4 * distinct
     assert computed[64] == distinct if slots == 64 else distinct <= computed[64] < computed[1]
     assert len({tuple(output.token_ids) for output in outputs[64]}) > 8
+
+
+def test_the_cache_of_latent_attention_is_counted_as_it_is_filled():
+    from types import SimpleNamespace
+
+    from posttrain.rollout.native.build import cached_heads
+
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+    assert cached_heads(SimpleNamespace(num_attention_heads=16, **latent)) == (16, 192)
+    grouped = SimpleNamespace(num_attention_heads=16, num_key_value_heads=4, hidden_size=512)
+    assert cached_heads(grouped) == (4, 32)

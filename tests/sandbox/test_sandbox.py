@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 from sandbox_tools import SMALL, opened
 
 from posttrain.config.sandbox import SandboxConfig
-from posttrain.sandbox import Sandbox
+from posttrain.sandbox import Sandbox, usage
 
 
 @pytest.fixture(params=["kernel", "unsafe"], scope="module")
@@ -173,3 +174,65 @@ def test_an_ordinary_user_is_isolated_as_well_as_root(box):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "0 user:x:1000:1000::/box/work:/bin/sh False\n", done.stderr
+
+
+PROJECT = """
+import os, sys
+from posttrain.sandbox import Sandbox
+look = "import os, sys\\nfor place in sys.argv[1:] or %r: print(sorted(os.listdir(place)))\\n"
+look += "import subprocess\\nprint(subprocess.run([%r, '-c', 'print(1 + 1)'], capture_output=True, text=True).stdout)"
+with Sandbox() as sandbox:
+    result = sandbox.run(look % ([sys.prefix, sys.prefix + "/bin", sys.prefix + "/lib"], sys.executable))
+print(result.stdout, result.stderr)
+"""
+
+
+def test_an_environment_in_the_root_of_a_project_does_not_show_the_project(box, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    for name in (".env", "tests/test_f.py", "lib/keys.py", "bin/deploy"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("secret")
+    search = os.pathsep.join([str(Path(__file__).parents[2]), *(path for path in sys.path if "site-packages" in path)])
+    done = subprocess.run(
+        [tmp_path / "bin" / "python", "-c", PROJECT], capture_output=True, text=True, env={"PYTHONPATH": search}
+    )
+    library = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    shown = [["bin", "lib", "pyvenv.cfg"], ["python"], [library]]
+    assert done.stdout.splitlines()[:4] == [*map(str, shown), "2"], done.stderr
+
+
+def test_memory_in_sockets_and_pipes_is_counted_and_reported(box):
+    wait = "import socket, time\nkept = [socket.socketpair() for _ in range(25)]\ntime.sleep(0.3)"
+    assert box.run(wait).memory_mb > 50 * usage.socket_size() / (1 << 20) + 15  # sockets, and a Python
+    proc, everything = os.open("/proc", os.O_RDONLY), []
+    before = usage.buffers_of(proc, [os.getpid()], 64)
+    everything += [*socket.socketpair(), *map(os.fdopen, os.pipe(), "rw")]
+    after = usage.buffers_of(proc, [os.getpid()], 64)
+    assert after - before == 2 * usage.socket_size() + 16 * os.sysconf("SC_PAGE_SIZE")
+    for one in everything:
+        one.close()
+    os.close(proc)
+
+
+SPIN = """
+import os, time
+print(os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0))
+os.setsid()
+children = []
+for _ in range({count}):
+    children.append(os.fork())
+    if children[-1] == 0: break
+end = time.monotonic() + {seconds}
+while time.monotonic() < end and os.getpriority(os.PRIO_PROCESS, 0) == 0: pass
+if 0 in children: os._exit(os.getpriority(os.PRIO_PROCESS, 0))
+nice = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+print(os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), min(nice, default=0))
+"""
+
+
+def test_processes_of_a_job_share_one_session_and_one_share_of_the_processors(box):
+    sessions = box.run(SPIN.format(count=0, seconds=0.2)).stdout.split()
+    assert sessions == ["1", "0", "1", "0", "0"]  # alone it is as nice as any
+    started, nice, session, own, children = map(int, box.run(SPIN.format(count=5, seconds=8)).stdout.split())
+    assert (started, nice, session) == (1, 0, 1)
+    assert 4 <= own <= 19 and 4 <= children <= 19  # 1.25 ** 4 > 2: two of them at a time at least

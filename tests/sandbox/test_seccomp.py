@@ -10,7 +10,7 @@ from posttrain.sandbox.kernel import KernelRefused
 from posttrain.sandbox.seccomp import assemble
 from posttrain.sandbox.syscalls import allowed_numbers
 
-ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+ALLOW, KILL, EPERM, ENOSYS, DONE = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50000
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 JUMPS = {
     0x15: lambda a, k: a == k,
@@ -44,6 +44,8 @@ NUMBERS = {
     "futex": (202, 98),
     "clone": (56, 220),
     "clone3": (435, 435),
+    "setsid": (112, 157),
+    "fcntl": (72, 25),
     "ioctl": (16, 29),
     "prctl": (157, 167),
     "prlimit64": (302, 261),
@@ -62,7 +64,8 @@ NUMBERS = {
 def test_calls_on_the_list_pass_and_all_others_do_not(machine):
     column = list(ARCH).index(machine)
     call = {name: numbers[column] for name, numbers in NUMBERS.items()}
-    special = {call[name] for name in ("clone", "clone3", "ioctl", "prctl", "prlimit64", "socketpair")}
+    by_arguments = ("clone", "fcntl", "ioctl", "prctl", "prlimit64", "socketpair")
+    special = {call[name] for name in (*by_arguments, "clone3", "setsid")}
     allowed = set(allowed_numbers(column))
     assert not allowed & special and len(allowed) > 150
     for number in set(range(600)) - special:
@@ -79,8 +82,9 @@ def test_some_calls_pass_with_some_arguments(machine):
     assert answer(machine, call["clone"], 0x3D0F00) == ALLOW  # a thread
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert answer(machine, call["clone"], flag | 17) == EPERM
-    assert answer(machine, call["clone3"]) == ENOSYS
+    assert answer(machine, call["clone3"]) == ENOSYS and answer(machine, call["setsid"]) == DONE
     assert answer(machine, call["ioctl"], 0, 0x5401) == ALLOW and answer(machine, call["ioctl"], 0, 0x5412) == EPERM
+    assert answer(machine, call["fcntl"], 0, 1030) == ALLOW and answer(machine, call["fcntl"], 0, 1031) == EPERM
     assert answer(machine, call["prctl"], 15) == ALLOW and answer(machine, call["prctl"], 22) == EPERM
     assert answer(machine, call["prlimit64"], 0) == ALLOW and answer(machine, call["prlimit64"], 1) == EPERM
     assert answer(machine, call["socketpair"], 1) == ALLOW and answer(machine, call["socketpair"], 16) == EPERM

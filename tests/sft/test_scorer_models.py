@@ -16,10 +16,12 @@ ROWS = [[5, 6, 7], [9], list(range(20, 60)), [7, 7, 256], [256, 3]]  # 256 is th
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One-label classifiers of three kinds, untrained: packed, plain attention, encoder."""
+    """One-label classifiers, untrained: packed, plain attention, attention of its own, encoder."""
     from transformers import (
         BertConfig,
         BertForSequenceClassification,
+        BloomConfig,
+        BloomForSequenceClassification,
         Gemma2Config,
         Gemma2ForSequenceClassification,
         LlamaConfig,
@@ -41,6 +43,7 @@ def folders(tmp_path_factory):
         "gemma2": Gemma2ForSequenceClassification(
             Gemma2Config(**shape, num_key_value_heads=1, head_dim=8, initializer_range=0.3)
         ),
+        "bloom": BloomForSequenceClassification(BloomConfig(**shape, n_layer=2, n_head=2, initializer_range=0.3)),
         "bert": BertForSequenceClassification(BertConfig(**shape, initializer_range=0.3)),
     }
     root = tmp_path_factory.mktemp("scorers")
@@ -49,7 +52,7 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("llama", True), ("gemma2", False), ("bert", False)])
+@pytest.mark.parametrize(("kind", "packed"), [("llama", True), ("gemma2", False), ("bloom", False), ("bert", False)])
 def test_S4_48_scores_equal_a_plain_forward_pass_in_any_passes(folders, kind, packed):
     from transformers import AutoModelForSequenceClassification
 

@@ -12,12 +12,18 @@ from posttrain.models.embedded import byte_tokenizer
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+LATENT = {"head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
 MODELS = {
     "llama": ({}, "native (fused decoder"),
     "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64}, "native (general decoder"),
     "gemma3_text": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "native (general decoder"),
     "olmo2": ({}, "native (general decoder"),
     "gemma2": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "hf"),  # its scores are capped
+    "deepseek_v3": (LATENT, "native (general decoder"),
+    "falcon": ({"head_dim": None}, "hf"),  # it chooses its attention when it is made
+    "bloom": ({"n_layer": 2, "n_head": 4}, "hf"),  # it writes its attention out
 }
 
 
@@ -26,7 +32,8 @@ def write(kind: str, folder: Path) -> Path:
 
     tokenizer = byte_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **ends, **SHAPE, **MODELS[kind][0])
+    shape = {name: value for name, value in {**SHAPE, **MODELS[kind][0]}.items() if value is not None}
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **ends, **shape)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -38,5 +45,8 @@ def test_S2_16_a_decoder_only_folder_trains_without_code(kind, sums, tmp_path, c
     result = run(write(kind, tmp_path / "model"), sums, tmp_path, trainer__total_training_steps=1)
     (line,) = metrics_of(result.path)
     assert line["actor/optimizer_steps"] == 1 and line["actor/grad_norm"] > 0 and line["mismatch/logp_max"] < 1e-4
-    said = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("Rollout engine: "))
+    lines = capsys.readouterr().out.splitlines()
+    said = next(text for text in lines if text.startswith("Rollout engine: "))
     assert said.removeprefix("Rollout engine: ").startswith(MODELS[kind][1])
+    fallen_back = [text for text in lines if f"{kind}: packed rows do not give what transformers" in text]
+    assert bool(fallen_back) == (MODELS[kind][1] == "hf")

@@ -11,6 +11,8 @@ import pytest
 from runs import run
 
 from posttrain import pulse
+from posttrain.explain_metrics import family_text
+from posttrain.explain_texts import METRICS
 from posttrain.tracking import status
 from posttrain.tracking.status import stands, write_status
 from posttrain.trainer.fsdp_sft_trainer import run_sft
@@ -37,6 +39,10 @@ def seen(monkeypatch):
     monkeypatch.setattr(RunWriter, "start", started)
     monkeypatch.setattr(pulse.Work, "advance", advanced)
     return found
+
+
+def is_explained(name: str) -> bool:
+    return name in METRICS or family_text(name) is not None
 
 
 def last_of(seen: list[dict], step: int) -> dict[str, tuple[str, int, int]]:
@@ -67,10 +73,13 @@ def test_every_long_stage_of_an_rl_run_counts_to_its_end(tiny_model, sums, tmp_p
     assert {stage: before[stage] for stage in expected} == expected
     assert last_of(seen, 1)["gen"] == ("responses", 12, 12)
     generated = [one for one in seen if one["stage"] == "gen"]
-    assert all(one["tokens"] > 0 and one["tokens_per_s"] > 0 for one in generated)
+    assert generated[-1]["tokens"] > 0 and generated[-1]["tokens_per_s"] > 0
     assert all((one["pid"], one["host"], one["status"]) == (os.getpid(), platform.node(), "running") for one in seen)
     times = [datetime.fromisoformat(one["time"]) for one in seen]
     assert times == sorted(times) and times[0].tzinfo == UTC
+    unknown = {name for line in result.metrics for name in line if not is_explained(name)}
+    assert not unknown, "give these a sentence in FAMILIES of posttrain/explain_metrics.py"
+    assert str(result) == f"finished at step 2, val/math_reasoning/mean@1 0.000: {result.path}"
     final = status.read_status(result.path)
     assert (final["status"], final["step"], final["stage"]) == ("finished", 2, None)
 

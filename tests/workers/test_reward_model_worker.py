@@ -98,8 +98,8 @@ def test_S4_49_no_more_rows_per_pass_than_set_and_the_same_scores(rm_same, monke
     from posttrain.models import scorer
 
     passes: list[int] = []
-    whole = scorer._packed_scores
-    monkeypatch.setattr(scorer, "_packed_scores", lambda model, rows: passes.append(len(rows)) or whole(model, rows))
+    whole = scorer.packed_scores
+    monkeypatch.setattr(scorer, "packed_scores", lambda model, rows: passes.append(len(rows)) or whole(model, rows))
     together = scores(worker(rm_same))
     one = scores(worker(rm_same, micro_batch_size_per_gpu=1, use_dynamic_bsz=False))
     few = scores(worker(rm_same, forward_max_token_len_per_gpu=60))

@@ -9,20 +9,22 @@ from typing import Any
 import torch
 
 from posttrain.config.rollout import RolloutConfig
+from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
 from posttrain.models.decoder import FastDecoder, can_decode_fast
-from posttrain.models.loading import can_pack
 from posttrain.models.paged import PagedDecoder
+from posttrain.models.ways import way_of
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
+MOST, UNSEEN = 64, 16  # tokens of a row in one step: at most, and on a CUDA device where it may end meanwhile
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 
 
 def can_run_native(module: torch.nn.Module) -> bool:
     """Whether the model's attention can be answered from the engine's cache."""
-    return can_decode_fast(module) or can_pack(module)
+    return can_decode_fast(module) or way_of(module).packed
 
 
 def build_native(
@@ -41,12 +43,15 @@ def build_native(
     device = device or weight.device
     limit = cache_limit(config, device.type, device_memory(device))
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
+    captured = fast and _on_triton(weight.dtype, device)
+    together = MOST if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     engine = NativeEngine(
         decoder,
         pool,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        tokens_per_step=max(1, min(64, TOGETHER // sum(p.numel() for p in module.parameters()))),
+        tokens_per_step=together,
+        tokens_unseen=UNSEEN if captured else None,
         decode=decode,
         shares_weights=share or not fast,
     )
@@ -54,10 +59,16 @@ def build_native(
 
 
 def _kernels(dtype: torch.dtype, device: torch.device) -> str:
+    if _on_triton(dtype, device):
+        return "Triton kernels"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return "torch kernels"
     problem = why_not()
     return f"torch kernels: {problem}" if problem else "compiled kernels"
+
+
+def _on_triton(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" and cuda.runs_here(torch.empty(0, dtype=dtype, device=device))
 
 
 def device_memory(device: torch.device) -> int:
@@ -79,7 +90,15 @@ def cache_limit(config: RolloutConfig, kind: str, memory: int) -> int:
 def bytes_per_token(module: Any) -> int:
     """Keys and values of one token in all layers."""
     config = module.config.get_text_config()
-    queries = config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    heads, size = cached_heads(config)
     return 2 * config.num_hidden_layers * heads * size * next(module.parameters()).element_size()
+
+
+def cached_heads(config: Any) -> tuple[int, int]:
+    """(heads of keys, their size) in the cache. Latent attention has keys for every head, larger than its values, and
+    its `head_dim` is that of the rotated part alone."""
+    queries = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
+        return queries, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // queries

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from posttrain import __version__
 from posttrain.errors import UserError
+from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.redact import redact
 from posttrain.tracking.samples import sample_table
@@ -61,7 +62,7 @@ def _versions() -> dict[str, str]:
 def write_report(folder: Path, report: dict[str, Any]) -> Path:
     """`folder/report.json`, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / NAME, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
+    replace_file(folder / NAME, utf8(json.dumps(report, indent=1, ensure_ascii=False)) + b"\n")
     return folder / NAME
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from posttrain.data.rows import DataError, RowTable
+from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 
 COLUMNS = ("responses", "finish_reasons", "response_tokens")
@@ -45,7 +46,7 @@ def write_results(path: Path, table: RowTable, answers: pa.Table) -> int:
         replace_file(path, lambda temporary: pq.write_table(made_table, temporary, compression="zstd"))
     else:
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        replace_file(path, "".join(lines).encode())
+        replace_file(path, utf8("".join(lines)))
     return len(rows)
 
 

@@ -18,7 +18,13 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import RowTable
 from posttrain.errors import UserError
-from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
+from posttrain.models.loading import (
+    check_positions,
+    end_token_ids,
+    end_token_note,
+    model_end_ids,
+    positions_of,
+)
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.trainer.generation.loop import Answers, answer
@@ -141,6 +147,10 @@ class Session:
 
     def _sampling(self, module: torch.nn.Module) -> Sampling:
         rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
+        end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
+        size = getattr(module.config.get_text_config(), "vocab_size", None)
+        if not rollout.ignore_eos and (note := end_token_note(end_ids, size)):
+            say(f"note: {note}")
         return Sampling(
             max_tokens=self.config.data.max_response_length,
             temperature=settings.temperature or 1.0,
@@ -149,7 +159,7 @@ class Session:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             repetition_penalty=rollout.repetition_penalty,
-            stop_token_ids=() if rollout.ignore_eos else end_token_ids(self.tokenizer, model_end_ids(module)),
+            stop_token_ids=() if rollout.ignore_eos else end_ids,
             stop=tuple(rollout.stop),
         )
 

@@ -73,6 +73,17 @@ class RunResult:
     validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     stopped_by: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.status} at step {self.steps}{self._reached()}: {self.path}"
+
+    def _reached(self) -> str:
+        """The last validation's means, else the last reward or loss."""
+        found = {name: value for name, value in (self.validation[-1][1] if self.validation else {}).items()}
+        shown = {name: value for name, value in found.items() if "/mean@" in name} or found
+        if not shown and self.metrics:
+            shown = {name: self.metrics[-1][name] for name in ("reward_mean", "train/loss") if name in self.metrics[-1]}
+        return "".join(f", {name} {value:.3f}" for name, value in list(shown.items())[:3])
+
     @property
     def exit_status(self) -> int:
         """0, or what a shell expects of a program that a signal ended."""
@@ -368,7 +379,7 @@ class RayPPOTrainer:
         if self.checked or not self._fresh(batch).any():
             return
         self.checked = True
-        with self.recorder.stage("check"):
+        with self.recorder.showing("check"):
             self._compare_and_try(batch)
 
     def _compare_and_try(self, batch: DataProto) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
+from posttrain.tracking.before import Before, read_before, write_before
 from posttrain.tracking.curve import before_after, text_plot
 from posttrain.tracking.diagnosis import RunFacts, diagnose
 from posttrain.tracking.loggers import read_metrics
@@ -31,6 +32,7 @@ class Recorder(RunWriter):
     ) -> None:
         super().__init__(config, run, total_steps, stored_config=stored_config)
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
+        self.before: Before | None = None
         actor = config.actor_rollout_ref.actor
         self.facts = RunFacts(
             kl_on=kl_on,
@@ -41,6 +43,10 @@ class Recorder(RunWriter):
             loss_agg_mode=actor.loss_agg_mode,
             grouped=grouped,
         )
+
+    def start(self, step: int) -> None:
+        super().start(step)
+        self.before = read_before(self.run.path) if step else None
 
     def finish_step(self, step: int, batch: DataProto, update: dict[str, float], validation: dict[str, float]) -> None:
         """Metrics, samples and the line of a finished step."""
@@ -63,6 +69,9 @@ class Recorder(RunWriter):
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
+        if self.before is None and samples:
+            self.before = (step, samples)
+            write_before(self.run.path, step, samples)
         shown = ", ".join(
             f"{name} {value:.3f}"
             for name, value in metrics.items()
@@ -85,9 +94,10 @@ class Recorder(RunWriter):
         name, points = self._curve()
         if len(points) > 1:
             say(text_plot([x for x, _ in points], [y for _, y in points], title=f"{name} over steps"))
-        if len(self.validations) > 1 and self.validations[0][2]:
-            say("the same prompts before and after:")
-            pairs = zip(self.validations[0][2], self.validations[-1][2], strict=False)
+        last = self.validations[-1] if self.validations else None
+        if last is not None and self.before is not None and self.before[0] < last[0]:
+            say(f"the same prompts before (step {self.before[0]}) and after (step {last[0]}):")
+            pairs = zip(self.before[1], last[2], strict=False)
             say(
                 before_after(
                     [(b["prompt"], b["response"], b["score"], a["response"], a["score"]) for b, a in list(pairs)[:5]],

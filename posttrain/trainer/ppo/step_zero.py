@@ -56,6 +56,11 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
         f"rollout and trainer log-probs differ by {mean:.2g} on average and {largest:.2g} at most over {gap.numel()} "
         f"tokens; the ratio is 1 within {float(ratio.max()):.2g}"
     )
+    if lost := int((~torch.isfinite(trainer_log_probs[real])).sum()):
+        raise MismatchError(
+            f"Step 0: the trainer's own log-probs of {lost} of {gap.numel()} tokens are NaN or infinite: no rollout "
+            "could agree with them. Are the weights sound, is model.dtype wide enough, rollout.temperature usual?"
+        )
     if not mean <= allowed:
         raise MismatchError(
             f"Step 0: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is "

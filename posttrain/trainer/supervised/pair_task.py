@@ -73,6 +73,7 @@ class PairTask(Task):
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
             new_head=True,
+            allow_other_weights=model.allow_other_weights,
             quantization=model.quantization,
         )
         self.pad_token_id = module.config.get_text_config().pad_token_id

@@ -79,9 +79,10 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     )
     for note in adapter_notes(facts, config.model):
         say(f"note: {note}")
-    note = check_positions(facts.positions, longest, f"the longest row has {longest} tokens")
-    if note:
-        say(f"note: {note}")
+    positions = check_positions(facts.positions, longest, f"the longest row has {longest} tokens")
+    for note in (facts.note, positions):
+        if note:
+            say(f"note: {note}")
 
 
 def _load_external(config: Any) -> None:

@@ -19,6 +19,7 @@ from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
 from posttrain.models.loading import load_tokenizer, resolve_dtype
 from posttrain.models.scorer import load_scorer, score_rows
+from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 from posttrain.workers.reward_model.conversations import Conversations, Unreadable
 from posttrain.workers.spread import by_groups, in_row_order
@@ -69,7 +70,9 @@ class RewardModelWorker:
         limit = (
             "" if math.isinf(self.longest) else f"; more than {self.longest} tokens are cut ({self.config.truncation})"
         )
-        return [f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."]
+        about_rows = way_of(self.module).note
+        told = f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."
+        return [told, *([about_rows] if about_rows else [])]
 
     @register(to_first)
     def check_prompt(self, messages: Any) -> None:

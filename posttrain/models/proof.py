@@ -1,0 +1,213 @@
+"""Proof, when a model has been loaded, that it gives the log-probs that transformers' own forward pass gives.
+
+Two short rows that begin alike are computed one at a time by the model as transformers made it. Then the ways of
+training are tried on them: packed (with the beginning shared, and not), padded, alone. What agrees may be used; what
+does not is never used, and the user is told. A model that lets tokens see later ones is refused. Windows are narrowed
+while this happens, so that short rows feel them.
+
+Shapes: T packed tokens, N predicted tokens of a row or of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.errors import UserError
+from posttrain.kernels.packed_attention import PackedLayout, packed_rows
+from posttrain.models.attention import ATTENTION, configurations, set_attention
+from posttrain.models.forward import hidden_states, log_probs_of, own_logits, token_log_probs, without_adapters
+from posttrain.models.plain_rows import padding
+from posttrain.models.ways import Way
+
+COMMON, TAILS = 4, (3, 5)  # tokens that both rows begin with, and those that follow in each
+WINDOW = 3  # what sliding windows are narrowed to
+ALLOWED = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-4, 1e-3)}
+"""Mean and largest difference of log-probs that rounding explains; experts may change sides in bfloat16."""
+PACKABLE = {"full_attention", "sliding_attention"}  # kinds of layers whose attention packed rows can answer
+
+
+class ProofError(UserError):
+    """The model cannot be trained rightly in any way; the text says why."""
+
+
+@dataclass
+class Plain:
+    """What the model gave before anything of ours was in it: log-probs of each row, by the width of its windows."""
+
+    rows: list[list[int]]
+    log_probs: dict[int | None, list[torch.Tensor]]
+
+
+def proof_rows(config: Any) -> list[list[int]]:
+    """Two rows of plain tokens; ids that mean something to the model (padding, images) are left out."""
+    settings = {**vars(config), **vars(config.get_text_config())}
+    special = {value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))
+               and isinstance(value, int)}  # fmt: skip
+    size, generator = config.get_text_config().vocab_size, torch.Generator().manual_seed(20240911)
+    plain = [token for token in torch.randperm(size, generator=generator).tolist()[:4096] if token not in special]
+    plain = (plain or [0]) * (COMMON + sum(TAILS))
+    common, tails = plain[:COMMON], plain[COMMON : COMMON + sum(TAILS)]
+    return [common + tails[: TAILS[0]], common + tails[TAILS[0] :]]
+
+
+@torch.no_grad()
+def plain_pass(model: Any, what: str) -> Plain:
+    """Log-probs as transformers gives them, row by row; `what` names the model in errors."""
+    rows, found = proof_rows(model.config), {}
+    try:
+        for window in windows(model):
+            with narrowed(model, window):
+                found[window] = _own_each(model, rows)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
+    first, second = (log_probs[: COMMON - 1] for log_probs in found[None])
+    if not agree(first, second, model):
+        raise ProofError(
+            f"{what}: in this model ({model.config.model_type}) tokens see those that come after them, so it gives no "
+            "log-probs of next tokens; give a decoder-only language model"
+        )
+    return Plain(rows, found)
+
+
+@torch.no_grad()
+def find_way(model: Any, plain: Plain, what: str) -> Way:
+    """The ways that agree with the plain pass; packed rows are looked for first. Sets the model's attention to ours
+    where they do."""
+    own = model.config._attn_implementation
+    if layer_kinds(model) <= PACKABLE:
+        set_attention(model, ATTENTION)
+        reason = _why_not(model, plain, _packed) or _why_not(model, plain, _padded)
+        if reason is None:
+            return Way(packed=True, padded=True)
+        set_attention(model, own)
+    split = _why_not(model, plain, _alone) is None
+    if not split and (reason := _why_not(model, plain, _own_each)):
+        raise ProofError(f"{what}: the model's own forward pass does not give the same twice: {reason}")
+    padded = _why_not(model, plain, _padded if split else _own) is None
+    return Way(padded=padded, split_head=split, note=_words(model, padded, split))
+
+
+def _words(model: Any, padded: bool, split: bool) -> str:
+    how = "padded rows" if padded else "one row at a time, which is slow"
+    head = "" if split else ", all logits at once"
+    return (
+        f"{model.config.model_type}: packed rows do not give what transformers' own forward pass gives (the model's "
+        f"attention or its layers do not take them); it is computed in {how}{head}."
+    )
+
+
+Compute = Callable[[Any, list[list[int]]], list[torch.Tensor]]
+
+
+def _why_not(model: Any, plain: Plain, compute: Compute) -> str | None:
+    """None if `compute` gives the plain log-probs."""
+    try:
+        for window, expected in plain.log_probs.items():
+            with narrowed(model, window):
+                found = compute(model, plain.rows)
+            expected = expected * (len(found) // len(expected))
+            if not all(agree(mine, theirs, model) for mine, theirs in zip(found, expected, strict=True)):
+                return "the log-probs differ"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code may do with rows that it was not written for
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def agree(ours_N: torch.Tensor, theirs_N: torch.Tensor, model: Any) -> bool:
+    """Whether log-probs are the same up to the rounding of the model's type."""
+    mean, most = ALLOWED.get(without_adapters(model).dtype, (0.1, 2.0))
+    gap = (ours_N.double() - theirs_N.double()).abs()
+    return bool(gap.mean() <= mean) and bool(gap.max() <= most)
+
+
+# -- ways of computing the rows: log-probs of all tokens but the first, row by row ----------------------------------
+def _own(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """By the model's whole forward pass."""
+    ids_BS, mask_BS = padding(rows, model.device)
+    logits = own_logits(model, ids_BS, mask_BS)
+    return [log_probs_of(logits[at, : len(row) - 1], ids_BS[at, 1 : len(row)], 1.0)[0] for at, row in enumerate(rows)]
+
+
+def _padded(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    ids_BS, mask_BS = padding(rows, model.device)
+    hidden = hidden_states(model, ids_BS, None, mask_BS)
+    return [
+        token_log_probs(model, hidden[at, : len(row) - 1], ids_BS[at, 1 : len(row)], 1.0)[0]
+        for at, row in enumerate(rows)
+    ]
+
+
+def _alone(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    return [_padded(model, [row])[0] for row in rows]
+
+
+def _own_each(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    return [_own(model, [row])[0] for row in rows]
+
+
+def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Both rows with one beginning, then both again, each for itself."""
+    first, second = rows
+    ids = [*first, *second[COMMON:], *first, *second]
+    positions = [*range(len(first)), *range(COMMON, len(second)), *range(len(first)), *range(len(second))]
+    segments = [0] * COMMON + [1] * TAILS[0] + [2] * TAILS[1] + [0] * (len(first) + len(second))
+    ids_T, position_T, segment_T = (torch.tensor(x, device=model.device) for x in (ids, positions, segments))
+    lengths = [COMMON + sum(TAILS), len(first), len(second)]
+    layout = PackedLayout(lengths, model.device, segment_T=segment_T, position_T=position_T)
+    hidden_TE = proved_hidden(model, ids_T, position_T, layout)
+    places = [
+        [*range(len(first) - 1)],
+        [*range(COMMON), *range(len(first), lengths[0] - 1)],
+        [*range(lengths[0], lengths[0] + len(first) - 1)],
+        [*range(lengths[0] + len(first), len(ids) - 1)],
+    ]
+    return [
+        token_log_probs(model, hidden_TE[place_N], torch.tensor(row[1:], device=model.device), 1.0)[0]
+        for place_N, row in zip(places, [first, second, first, second], strict=True)
+    ]
+
+
+def proved_hidden(model: Any, ids_T: torch.Tensor, position_T: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """(T, E) hidden states of packed tokens, if the layout was asked in every layer: where weights are small, what is
+    computed beside it would hardly show."""
+    with packed_rows(layout):
+        hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
+    if layout.answered < model.config.get_text_config().num_hidden_layers:
+        raise NotImplementedError("attention does not go through transformers' attention interface in every layer")
+    return hidden_TE
+
+
+# -- the model while it is tried ------------------------------------------------------------------------------------
+def layer_kinds(model: Any) -> set[str]:
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+
+
+def _holders(model: Any) -> list[Any]:
+    """Modules and configurations that state a sliding window."""
+    parts = [*model.modules(), *configurations(model)]
+    return [part for part in parts if type(vars(part).get("sliding_window")) is int]
+
+
+def windows(model: Any) -> list[int | None]:
+    return [None, WINDOW] if any(part.sliding_window > WINDOW for part in _holders(model)) else [None]
+
+
+@contextmanager
+def narrowed(model: Any, window: int | None) -> Iterator[None]:
+    held = [(part, part.sliding_window) for part in _holders(model)] if window is not None else []
+    try:
+        for part, _ in held:
+            part.sliding_window = window
+        yield
+    finally:
+        for part, width in held:
+            part.sliding_window = width

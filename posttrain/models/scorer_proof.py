@@ -1,0 +1,106 @@
+"""Proof, when a reward model has been loaded, that packed or padded rows get the scores that each gets alone.
+
+As in `proof.py`, on the same two rows. A head that is still to be trained says nothing, so the hidden states that it
+will read are compared as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.kernels.packed_attention import PackedLayout
+from posttrain.models.attention import ATTENTION, set_attention
+from posttrain.models.forward import hidden_states
+from posttrain.models.proof import PACKABLE, ProofError, layer_kinds, narrowed, proof_rows, proved_hidden, windows
+from posttrain.models.scorer import packed_scores, padded_scores
+from posttrain.models.ways import Way
+
+Numbers = tuple[torch.Tensor, torch.Tensor]
+"""Scores (2,) of the rows, and the hidden states (2, E) at their ends."""
+
+
+@dataclass
+class PlainScores:
+    """What the model gave before anything of ours was in it, by the width of its windows."""
+
+    rows: list[list[int]]
+    found: dict[int | None, Numbers]
+
+
+@torch.no_grad()
+def plain_scores(model: Any, what: str) -> PlainScores:
+    """Scores as transformers gives them, row by row; `what` names the model in errors."""
+    rows, found = proof_rows(model.config), {}
+    try:
+        for window in windows(model):
+            with narrowed(model, window):
+                found[window] = _alone(model, rows)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
+    return PlainScores(rows, found)
+
+
+@torch.no_grad()
+def find_scorer_way(model: Any, plain: PlainScores, what: str) -> Way:
+    """Packed rows for a decoder below a linear head where they agree, else padded ones, else one at a time."""
+    own = model.config._attn_implementation
+    if layer_kinds(model) <= PACKABLE and type(getattr(model, "score", None)) is torch.nn.Linear:
+        set_attention(model, ATTENTION)
+        if _holds(model, plain, _packed) and _holds(model, plain, _padded):
+            return Way(packed=True, padded=True)
+        set_attention(model, own)
+    if not _holds(model, plain, _alone):
+        raise ProofError(f"{what}: the model does not give a row the same score twice")
+    if _holds(model, plain, _padded):
+        return Way(padded=True)
+    kind = model.config.model_type
+    return Way(note=f"{kind}: a row's score depends on the padding beside it; rows are scored one at a time.")
+
+
+def _holds(model: Any, plain: PlainScores, compute: Any) -> bool:
+    try:
+        for window, expected in plain.found.items():
+            with narrowed(model, window):
+                found = compute(model, plain.rows)
+            if not all(_near(mine, theirs) for mine, theirs in zip(found, expected[: len(found)], strict=True)):
+                return False
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a model's own code may do with rows that it was not written for
+        return False
+    return True
+
+
+def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Equal up to the rounding of the type, measured by the size of what is compared."""
+    share = 1e-3 if theirs.dtype in (torch.float32, torch.float64) else 0.1
+    ours, theirs = ours.double(), theirs.double()
+    return bool((ours - theirs).norm() <= share * theirs.norm())
+
+
+def _alone(model: Any, rows: list[list[int]]) -> Numbers:
+    ids = [torch.tensor([row], device=model.device) for row in rows]
+    ends = torch.stack([hidden_states(model, row)[0, -1] for row in ids])
+    return torch.cat([padded_scores(model, [row]) for row in rows]).to(ends.dtype), ends
+
+
+def _padded(model: Any, rows: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    return (padded_scores(model, rows).to(model.dtype),)
+
+
+def _packed(model: Any, rows: list[list[int]]) -> Numbers:
+    lengths = [len(row) for row in rows]
+    ids_T, position_T = (
+        torch.tensor([x for row in rows for x in f(row)], device=model.device) for f in (list, _places)
+    )
+    hidden_TE = proved_hidden(model, ids_T, position_T, PackedLayout(lengths, model.device, position_T=position_T))
+    return packed_scores(model, rows).to(hidden_TE.dtype), hidden_TE[torch.tensor(lengths).cumsum(0) - 1]
+
+
+def _places(row: list[int]) -> range:
+    return range(len(row))

@@ -1,0 +1,105 @@
+"""Runs what test code has defined: check(candidate), test functions, classes of tests.
+
+A test that looks like one and cannot be run is a failure: otherwise every program would pass it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.sandbox.names import loaded_names
+
+unittest.main = lambda *_, **__: None  # pyright: ignore  # the cases are run here; it would look for them elsewhere
+
+
+def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
+    """Raises what the first failing test raises. `defined` is what the test code has bound, by name."""
+    used = loaded_names(tree)
+    check = defined.get("check")
+    if inspect.isfunction(check) and "check" not in used:
+        if entry is None:
+            raise TypeError("the tests define check(), and the truth names no entry_point to give to it")
+        exits_well(check, entry)
+        return
+    for name, value in defined.items():
+        if inspect.isfunction(value) and name.startswith("test") and (name not in used or not _required(value)):
+            _run_function(name, value)
+        elif isinstance(value, type) and not issubclass(value, unittest.TestCase) and name.startswith("Test"):
+            _run_class(value)
+    _run_unittest([one for one in defined.values() if isinstance(one, type) and issubclass(one, unittest.TestCase)])
+
+
+def exits_well(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it; `sys.exit()` of the tests themselves is no failure unless it says so. A program's never gets here."""
+    try:
+        return function(*args)
+    except SystemExit as error:
+        if error.code not in (None, 0, False):
+            raise AssertionError(f"the tests ended with {error.code}") from None
+
+
+def _run_function(name: str, function: Callable[..., Any]) -> None:
+    for given in _parameters(function):
+        missing = [one for one in _required(function) if one not in given]
+        if missing:
+            raise TypeError(f"{name} takes arguments ({', '.join(missing)}), which nobody gives here")
+        _run_once(name, functools.partial(function, **given))
+
+
+def _run_once(name: str, function: Callable[..., Any]) -> None:
+    result = exits_well(function)
+    if inspect.iscoroutine(result):
+        import asyncio
+
+        asyncio.run(result)
+    elif inspect.isgenerator(result) or inspect.isasyncgen(result):
+        raise TypeError(f"{name} is a generator, which runs nothing when it is called")
+
+
+def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The arguments of each call, as pytest.mark.parametrize gives them; without it one call without any."""
+    calls: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, rows = mark.args[:2]
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            rows = [_row(row, len(names)) for row in rows]
+            calls = [{**call, **dict(zip(names, row, strict=True))} for call in calls for row in rows]
+    return calls
+
+
+def _row(row: Any, count: int) -> Any:
+    if type(row).__name__ == "ParameterSet":  # pytest.param(...)
+        return row.values
+    return row if count > 1 else (row,)
+
+
+def _run_class(kind: type) -> None:
+    """A class of pytest's: each test in an object of its own."""
+    for name in [name for name in dir(kind) if name.startswith("test")]:
+        one = kind()
+        prepare = getattr(one, "setup_method", lambda: None)
+        prepare(*[getattr(one, name)] * len(_required(prepare)))
+        if callable(getattr(one, name)):
+            _run_function(f"{kind.__name__}.{name}", getattr(one, name))
+
+
+def _run_unittest(cases: list[type[unittest.TestCase]]) -> None:
+    result = unittest.TestResult()
+    unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)).run(result)
+    if not result.wasSuccessful():
+        wrong = [*result.failures, *result.errors, *((case, "it should fail") for case in result.unexpectedSuccesses)]
+        case, text = wrong[0]
+        raise AssertionError(f"{case}: {text.rstrip().rpartition(chr(10))[2]}")
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that must be given."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found = inspect.signature(function).parameters.values()
+    return [one.name for one in found if one.default is one.empty and one.kind not in kinds]

@@ -1,0 +1,144 @@
+"""`posttrain runs`, `posttrain samples` and `posttrain plot`: run directories in the terminal, without torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UserError
+from posttrain.tracking.curve import sample_groups, text_plot
+from posttrain.tracking.find import ROOT, find_run, runs_under
+from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.progress import console_width
+from posttrain.tracking.row import STAGE_WORDS, clock
+from posttrain.tracking.status import age, read_status, stands
+
+_WATCHED = ("reward_mean", "val/loss", "train/loss")
+
+
+class NothingToShow(UserError):
+    """A run has not written what was asked for; the text says what it has."""
+
+
+# -- runs
+
+
+def runs(args: Sequence[str]) -> int:
+    parser = _parser("runs", "The runs of a folder, oldest first: how each stands, and what it reached.")
+    parser.add_argument("root", nargs="?", default=ROOT, help=f"trainer.default_local_dir of the runs (default {ROOT})")
+    root = parser.parse_args(args).root
+    found = runs_under(root)
+    if not found:
+        raise NothingToShow(f"There is no run in {root}/. `posttrain runs FOLDER` looks elsewhere.")
+    table = [("run", "status", "step", "reached", "written"), *(_row(folder, Path(root)) for folder in found)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(folder: Path, root: Path) -> tuple[str, str, str, str, str]:
+    known = read_status(folder)
+    status = stands(folder)
+    stage = known.get("stage")
+    if status == "running" and stage:
+        status = f"running ({STAGE_WORDS.get(stage, stage)})"
+    lines = _lines(folder)
+    name = _watched(lines) if lines else None
+    value = next((line[name] for line in reversed(lines) if name in line), None) if name else None
+    reached = f"{name} {value:.3f}" if isinstance(value, float) else ""
+    written = f"{clock(age(known))} ago" if known.get("time") else ""
+    step = f"{known.get('step', '?')}/{known.get('total_steps', '?')}"
+    return str(folder.relative_to(root)), status, step, reached, written
+
+
+# -- samples
+
+
+def samples(args: Sequence[str]) -> int:
+    parser = _parser("samples", "What a model answered: prompts of one step with their responses and scores.")
+    parser.add_argument("run", help="a run's folder, or its name below outputs/")
+    parser.add_argument("--step", type=int, help="the step to look at (default: the newest that was kept)")
+    parser.add_argument("--count", type=int, default=3, help="prompts to show (default 3)")
+    parser.add_argument("--lines", type=int, default=8, help="rows of a response to show (default 8)")
+    options = parser.parse_args(args)
+    folder = find_run(options.run)
+    path = _sample_file(folder, options.step)
+    import pyarrow.parquet as pq
+
+    names = ("uid", "prompt", "ground_truth", "response", "score", "error")
+    have = pq.read_schema(path).names
+    rows = pq.read_table(path, columns=[name for name in names if name in have]).to_pylist()
+    print(f"{path}: {len(rows)} responses")
+    print(sample_groups(rows, count=options.count, lines=options.lines, width=console_width()))
+    return 0
+
+
+def _sample_file(folder: Path, step: int | None) -> Path:
+    from posttrain.tracking.samples import sample_files
+
+    files = {int(path.stem.removeprefix("step_")): path for path in sample_files(folder / "samples")}
+    if not files:
+        raise NothingToShow(f"{folder} holds no samples: the run has made no step, or tracking.samples_freq is 0.")
+    if step is None:
+        return files[max(files)]
+    if step not in files:
+        near = sorted(files, key=lambda kept: abs(kept - step))[:5]
+        kept = ", ".join(map(str, sorted(near)))
+        raise NothingToShow(f"{folder} has no samples of step {step} (tracking.samples_freq); nearest: {kept}.")
+    return files[step]
+
+
+# -- plot
+
+
+def plot(args: Sequence[str]) -> int:
+    parser = _parser("plot", "A metric over the steps of one or more runs, on one scale.")
+    parser.add_argument("run", nargs="+", help="runs' folders, or their names below outputs/")
+    parser.add_argument("--metric", help="a name of metrics.jsonl (default: validation, else the reward or the loss)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture with all runs in one chart too")
+    options = parser.parse_args(args)
+    folders = [find_run(name) for name in options.run]
+    lines = {_label(folder, folders): _lines(folder) for folder in folders}
+    metric = options.metric or _watched(next(iter(lines.values())))
+    series = {name: _series(name, found, metric) for name, found in lines.items()}
+    values = [value for _, one in series.values() for value in one]
+    for name, (steps, found) in series.items():
+        title = f"{name}: {metric}, {found[-1]:.4g} at step {steps[-1]}"
+        height = 12 if len(series) == 1 else 7
+        print(text_plot(steps, found, title=title, height=height, scale=values, width=min(console_width(), 80)))
+    if options.svg:
+        from posttrain.tracking.svg import write_chart
+
+        print(f"written: {write_chart(options.svg, series, title=str(metric), y_label=str(metric))}")
+    return 0
+
+
+def _series(name: str, lines: list[dict[str, Any]], metric: str) -> tuple[list[float], list[float]]:
+    found = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), float | int)]
+    if not found:
+        have = sorted({key for line in lines for key in line if key != "step"})
+        raise NothingToShow(f"{name} has no metric `{metric}`. It has: {', '.join(have) or 'none yet'}.")
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _label(folder: Path, all_: Sequence[Path]) -> str:
+    return folder.name if len({other.name for other in all_}) == len(all_) else str(folder)
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return list(read_metrics(path)) if path.is_file() else []
+
+
+def _watched(lines: list[dict[str, Any]]) -> str:
+    """What a run is judged by: a validation's mean, else the reward, else the loss."""
+    names = list(dict.fromkeys(key for line in lines for key in line))
+    means = [name for name in names if name.startswith("val/") and "/mean@" in name]
+    return next(iter([*means, *(name for name in _WATCHED if name in names)]), "reward_mean")
+
+
+def _parser(verb: str, text: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"posttrain {verb}", description=text)

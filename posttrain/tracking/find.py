@@ -1,0 +1,45 @@
+"""Run directories on disk: all of them, or the one that a user names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from posttrain.errors import UserError
+
+ROOT = "outputs"
+"""Where runs lie unless trainer.default_local_dir says otherwise."""
+
+
+class NoSuchRun(UserError):
+    """There is no run of that name; the text says where it was looked for."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run was written here."""
+    return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
+
+
+def runs_under(root: str | os.PathLike[str]) -> list[Path]:
+    """Runs in `root` and in its projects, oldest first."""
+    folders = [*Path(root).glob("*/*"), *Path(root).glob("*")]
+    found = {folder.resolve(): folder for folder in folders if folder.is_dir() and is_run(folder)}
+    return sorted(found.values(), key=_changed)
+
+
+def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
+    """The folder of a run: a path, or the end of one below `root` (`grpo-1`, `embedded/grpo-1`)."""
+    if is_run(Path(name)):
+        return Path(name)
+    wanted = Path(name).parts
+    fitting = [folder for folder in runs_under(root) if folder.parts[-len(wanted) :] == wanted]
+    if fitting:
+        return fitting[-1]
+    known = [str(folder) for folder in runs_under(root)[-5:]]
+    where = f"Runs in {root}/: {', '.join(reversed(known))}." if known else f"There is no run in {root}/ either."
+    raise NoSuchRun(f"There is no run `{name}`. Give the path of its folder, or its name. {where}")
+
+
+def _changed(folder: Path) -> tuple[float, str]:
+    times = [path.stat().st_mtime for path in (folder / "metrics.jsonl", folder / "config.yaml") if path.is_file()]
+    return max(times, default=0.0), str(folder)
