@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.models.forward import without_adapters
-
 
 @dataclass(frozen=True)
 class Way:
@@ -25,4 +23,6 @@ class Way:
 
 def way_of(model: Any) -> Way:
     """The way of a model from `posttrain.models`; one that was not proved goes row by row."""
+    from posttrain.models.forward import without_adapters  # which asks a value model for its way
+
     return getattr(without_adapters(model), "way", Way())
