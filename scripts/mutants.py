@@ -2,7 +2,7 @@
 
     python scripts/mutants.py                     every mutant; prints a table, exit status 1 if one survives
     python scripts/mutants.py --only grad_clip    those that name this setting, loss, file or test
-    python scripts/mutants.py --write             every mutant, and the table goes into docs/mutants.md
+    python scripts/mutants.py --write             and the verdicts go into the table of docs/mutants.md
     python scripts/mutants.py --check             only: is every line still there?
 
 The mutants are in `scripts/mutants/*.toml`: `of` names what the change breaks (a setting, with `sft:` or `rm:` before
@@ -24,13 +24,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
 TABLE = ROOT / "docs" / "mutants.md"
+MARK = "<!-- made by scripts/mutants.py -->"
 SECONDS = 300
 WITHOUT = {
     ".strategy": "a name: `fsdp` and `fsdp2` are one engine",
@@ -53,6 +54,12 @@ class Mutant:
     becomes: str
     test: str
     room: str = ""
+
+    def row(self) -> str:
+        """Its row of the table, but for the verdict."""
+        names = ", ".join(f"`{name}`" for name in self.of)
+        file, test = self.file.removeprefix("posttrain/"), self.test.removeprefix("tests/")
+        return f"| {names} | `{file}` | {_code(self.line)} -> {_code(self.becomes)} | `{test}`"
 
     def problem(self, root: Path = ROOT) -> str | None:
         """Why this mutant cannot be applied to the tree any more, if so."""
@@ -131,7 +138,7 @@ def _run_here(tree: Path, test: str, log: Path) -> None:
             os.dup2(out, stream)
         os.chdir(tree)
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
-        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         sys.dont_write_bytecode = True
         status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short", test]))
         sys.stdout.flush()
@@ -153,23 +160,31 @@ def try_all(mutants: list[Mutant]) -> list[tuple[Mutant, str]]:
     with copied_tree() as tree, tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "log"
         for number, mutant in enumerate(mutants, 1):
-            path = tree / mutant.file
-            plain = path.read_text()
-            path.write_text(plain.replace(mutant.line, mutant.becomes))
             started = time.monotonic()
-            status = run_test(tree, mutant.test, log)
-            path.write_text(plain)
-            verdict = _verdict(status, log)
+            verdict = _try(mutant, tree, log)
             results.append((mutant, verdict))
             took = time.monotonic() - started
             print(f"{number}/{len(mutants)} {took:5.1f} s  {verdict:<10} {', '.join(mutant.of)}", flush=True)
             if verdict != "caught":
                 print(f"    {mutant.file}: {mutant.line!r} -> {mutant.becomes!r}\n    {mutant.test}", flush=True)
-                print("    " + "\n    ".join(log.read_text().splitlines()[-8:]), flush=True)
+                print("    " + "\n    ".join(_text(log).splitlines()[-8:]), flush=True)
     return results
 
 
-def _verdict(status: int | None, log: Path) -> str:
+def _try(mutant: Mutant, tree: Path, log: Path) -> str:
+    """What becomes of one mutant; the tree is as before when it is done."""
+    path = tree / mutant.file
+    plain = path.read_text()
+    if plain.count(mutant.line) != 1:
+        return "line gone"
+    path.write_text(plain.replace(mutant.line, mutant.becomes))
+    try:
+        return _verdict(run_test(tree, mutant.test, log))
+    finally:
+        path.write_text(plain)
+
+
+def _verdict(status: int | None) -> str:
     if status is None:
         return f"hung for {SECONDS} s"
     return {0: "SURVIVED", FAILED: "caught"}.get(status, f"not run (pytest {status})")
@@ -186,22 +201,30 @@ def pass_unchanged(mutants: list[Mutant]) -> bool:
     return True
 
 
-def table(results: list[tuple[Mutant, str]]) -> str:
-    """The table of docs/mutants.md."""
-    caught = sum(verdict == "caught" for _, verdict in results)
-    lines = [f"{len(results)} mutants, {caught} caught.", ""]
-    for room in dict.fromkeys(mutant.room for mutant, _ in results):
+def known_verdicts(page: str) -> dict[str, str]:
+    """What the page says of each mutant, by the rest of its row."""
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line.count(" | ") == 4]
+    return {line.rpartition(" | ")[0]: line.rpartition(" | ")[2].removesuffix(" |") for line in rows}
+
+
+def table(mutants: list[Mutant], verdicts: Mapping[str, str]) -> str:
+    """The table of docs/mutants.md; `verdicts` by `Mutant.row`."""
+    caught = sum(verdicts.get(mutant.row()) == "caught" for mutant in mutants)
+    lines = [f"{len(mutants)} mutants, {caught} caught.", ""]
+    for room in dict.fromkeys(mutant.room for mutant in mutants):
         lines += [f"## {room.replace('_', ' ')}", "", "| breaks | in | by | test | |", "|---|---|---|---|---|"]
-        for mutant, verdict in results:
-            if mutant.room == room:
-                names = ", ".join(f"`{name}`" for name in mutant.of)
-                change = f"{_code(mutant.line)} -> {_code(mutant.becomes)}"
-                file = mutant.file.removeprefix("posttrain/")
-                lines.append(f"| {names} | `{file}` | {change} | `{mutant.test.removeprefix('tests/')}` | {verdict} |")
-        lines.append("")
+        rows = [mutant.row() for mutant in mutants if mutant.room == room]
+        lines += [*(f"{row} | {verdicts.get(row, 'not tried')} |" for row in rows), ""]
     lines += ["## Settings without a mutant", ""]
     lines += [f"- `{piece.strip('.')}`: {reason}" for piece, reason in WITHOUT.items()]
     return "\n".join(lines) + "\n"
+
+
+def write_page(results: list[tuple[Mutant, str]]) -> None:
+    """The page anew: these verdicts, and the old ones of mutants that did not change and were not tried this time."""
+    head, mark, old = TABLE.read_text().partition(MARK)
+    verdicts = known_verdicts(old) | {mutant.row(): verdict for mutant, verdict in results}
+    TABLE.write_text(f"{head}{mark}\n\n{table(read_mutants(), verdicts)}")
 
 
 def _code(text: str) -> str:
@@ -210,7 +233,7 @@ def _code(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", default=[], help="text of a setting, loss, file or test")
     parser.add_argument("--check", action="store_true", help="only whether every line is still there")
     parser.add_argument("--write", action="store_true", help="write the table into docs/mutants.md")
@@ -232,8 +255,7 @@ def main() -> int:
         return 2
     results = try_all(mutants)
     if options.write:
-        head, _, _ = TABLE.read_text().partition("<!-- made by scripts/mutants.py -->")
-        TABLE.write_text(f"{head}<!-- made by scripts/mutants.py -->\n\n{table(results)}")
+        write_page(results)
     survivors = [mutant for mutant, verdict in results if verdict != "caught"]
     print(f"{len(results)} mutants, {len(results) - len(survivors)} caught.")
     return 1 if survivors else 0

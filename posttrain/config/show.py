@@ -7,8 +7,7 @@ from typing import Any
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import leaves
 from posttrain.config.values import is_secret
-
-MASK = "***"
+from posttrain.masking import MASK, mask_urls
 
 
 def masked(value: Any, key: str = "") -> Any:
@@ -17,7 +16,9 @@ def masked(value: Any, key: str = "") -> Any:
         return {name: masked(item, str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [masked(item, key) for item in value]
-    return MASK if is_secret(key) and value not in (None, "") else value
+    if is_secret(key) and value not in (None, ""):
+        return MASK
+    return mask_urls(value) if isinstance(value, str) else value
 
 
 def to_yaml(resolved: Resolved) -> str:

@@ -7,6 +7,8 @@ import types
 import typing
 from typing import Any
 
+from posttrain.masking import MASK, mask_urls
+
 NULLS = ("null", "none", "~")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password|access_key|credentials?)$", re.IGNORECASE)
@@ -24,7 +26,7 @@ def is_secret(key: str) -> bool:
 
 def shown(key: str, value: Any) -> str:
     """The value for a message, masked where it is a secret."""
-    return "***" if is_secret(key) and value not in (None, "") else repr(value)
+    return MASK if is_secret(key) and value not in (None, "") else mask_urls(repr(value))
 
 
 def parse_yaml(text: str) -> Any:

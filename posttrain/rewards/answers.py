@@ -11,7 +11,7 @@ from functools import lru_cache
 from posttrain.rewards.numbers import Number, find_numbers, is_unfinished, last_number, parse_number
 
 _HASHES = re.compile(r"####[ \t]*([^\s#][^\n]*)")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _SAYS = re.compile(
     r"(?P<direct>\banswer\**\s*(?:is|are|:|：|=)|答案\**\s*(?:应该|应)?(?:是|为|选|：|:|等于)|结果\s*(?:是|为))|(?P<sentence>答\s*[：:])",
     re.IGNORECASE,
@@ -19,7 +19,7 @@ _SAYS = re.compile(
 _SENTENCE_END = re.compile(r"\n|。|！|(?<!\\)[.!](?=\s|$)")
 _LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
 _LATEX_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
-_MATH = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATH = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL)
 REMARK = re.compile(r"(?<=[\w%])\s+[(（].*", re.DOTALL)
 _CLAUSE = re.compile(r"\b(?:because|since|which|where)\b|因为|[,，;；](?=\s)")
 _SHORT = 100
@@ -50,9 +50,21 @@ def explicit_answer(text: str) -> str | None:
         if not is_prose(match.group(1)):  # `#### Step 2: add them up` is a heading
             found.append((match.start(), match.group(1).strip()))
             break
-    if tags := list(_TAG.finditer(text)):
-        found.append((tags[-1].start(), tags[-1].group(1).strip()))
+    if (tagged := last_tagged(text)) is not None:
+        found.append(tagged)
     return max(found)[1] if found else None
+
+
+def last_tagged(text: str) -> tuple[int, str] | None:
+    """Position and content of the last `<answer>...</answer>`, or None; in one pass, however many are left open."""
+    opened: re.Match[str] | None = None
+    found: tuple[re.Match[str], int] | None = None
+    for tag in _TAG.finditer(text):
+        if not tag.group(1):
+            opened = tag  # `put it into <answer> tags: <answer>42</answer>`
+        elif opened is not None:
+            found, opened = (opened, tag.start()), None
+    return (found[0].start(), text[found[0].end() : found[1]].strip()) if found is not None else None
 
 
 def said_answer(text: str) -> tuple[str, bool] | None:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.masking import mask_urls
 from posttrain.rewards.failures import explain_import_failure
 from posttrain.rewards.outcomes import ScoreItems, outcomes_of
 from posttrain.rewards.signatures import FORMS, caller, check_call, form_of
@@ -96,7 +97,7 @@ def _load_remote(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
         ) from None
     if spec.name is None:  # only once, before the run: workers that are started later find out by scoring
         remote.check()
-    return remote, replace(spec, name="url", form="list", label=spec.path)
+    return remote, replace(spec, name="url", form="list", label=mask_urls(spec.path))
 
 
 def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:

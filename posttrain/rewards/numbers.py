@@ -12,7 +12,7 @@ _FRAC = r"\\[dtc]?frac\s*(?:\{\s*(?P<num>-?[\d.,]+)\s*\}|(?P<num1>\d))\s*(?:\{\s
 # A sign counts only when it touches the number and nothing that could be its left operand: `10-4` ends in 4, not in -4.
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)\]}}])[-+])?(?:\\?\$)?(?P<sign2>(?<=\$)[-+])?(?<![A-Za-z_])"
-    rf"(?:(?P<whole>\d+)?\s*{_FRAC}|(?P<mixed>\d+)\s+(?P<mnum>\d+)/(?P<mden>\d+)"
+    rf"(?:(?:(?P<whole>\d+)\s*)?{_FRAC}|(?P<mixed>\d+)\s+(?P<mnum>\d+)/(?P<mden>\d+)"
     rf"|(?P<plain>{_DIGITS})(?:(?P<myriad>[万亿])|\s*/\s*(?P<over>\d[\d,]*(?:\.\d+)?))?)\s*(?P<percent>\\?%)?"
 )
 _MYRIADS = {"万": 10_000, "亿": 100_000_000}

@@ -9,16 +9,19 @@ remains gives its rows an error. All attempts together end before the deadline o
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.masking import mask_urls
 from posttrain.rewards.outcomes import Outcome, failure, read_results
 from posttrain.rewards.signatures import Fields
 from posttrain.rewards.types import RewardError
@@ -46,15 +49,20 @@ class Remote:
     """Environment variable whose value is sent as the bearer token."""
     total_s: float = 10.0
 
+    @property
+    def shown(self) -> str:
+        """The address as people may see it."""
+        return mask_urls(self.url)
+
     def __call__(self, items: Sequence[Fields]) -> list[Outcome]:
         try:
             body = json.dumps({"rows": [dict(zip(NAMES, item[:4], strict=True)) for item in items]}, default=_plain)
             answer = self._post(body.encode())
         except (_Refused, TypeError, ValueError) as error:
-            return [failure(f"{self.url}: {error}")] * len(items)
+            return [failure(f"{self.shown}: {error}")] * len(items)
         scores = answer.get("scores", answer) if isinstance(answer, dict) else answer
         return [
-            (score, parts, f"{self.url} {error}" if error else None)
+            (score, parts, f"{self.shown} {error}" if error else None)
             for score, parts, error in read_results(scores, len(items))
         ]
 
@@ -66,7 +74,7 @@ class Remote:
             if error.status not in (None, 404):
                 return
             raise RewardError(
-                f"the reward server {self.url} does not answer: {error}",
+                f"the reward server {self.shown} does not answer: {error}",
                 todo="start it, or correct the URL; it takes POST requests",
             ) from None
         except ValueError:
@@ -91,7 +99,10 @@ class Remote:
         headers = {"Content-Type": "application/json"}
         if self.token_env:
             headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '')}"
-        request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
+        address, user = _without_user(self.url)
+        if user and not self.token_env:
+            headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
+        request = urllib.request.Request(address, data=body, headers=headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=seconds) as response:
                 text = response.read(_MOST_BYTES)
@@ -120,6 +131,13 @@ class _Refused(Exception):
 def _integer(digits: str) -> int | float:
     """An integer as JSON writes it; one that no score can be, and Python would not read, becomes infinite."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+def _without_user(url: str) -> tuple[str, str]:
+    """The address without `user:password@`, and what stood there, decoded: urllib takes it for a host."""
+    parts = urllib.parse.urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    return urllib.parse.urlunsplit(parts._replace(netloc=host)), urllib.parse.unquote(user)
 
 
 def _plain(value: Any) -> Any:

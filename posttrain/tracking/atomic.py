@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+_LEFT = re.compile(r"\..+\.\d+\.tmp")
 
 
 def replace_file(path: Path, content: bytes | Callable[[Path], object]) -> None:
@@ -21,3 +25,12 @@ def replace_file(path: Path, content: bytes | Callable[[Path], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def clear_leftovers(*folders: Path) -> None:
+    """Remove what a killed process left of `replace_file`; for folders in which nobody else writes now."""
+    for folder in folders:
+        for path in folder.glob(".*.tmp"):
+            if _LEFT.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()

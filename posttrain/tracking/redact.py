@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.masking import mask_urls
+
 HIDDEN = "***"
 _SECRET_NAME = re.compile(r"(^|[_.-])(api_?key|secret(_key)?|password|passwd|token|credentials?)$", re.IGNORECASE)
 
@@ -15,7 +17,7 @@ def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """A copy of `value` in plain dicts and lists, with `***` for secrets.
 
     A secret is what stands under a name like `api_key`, and any text that holds the value of an environment variable
-    with such a name (`WANDB_API_KEY`, `HF_TOKEN`).
+    with such a name (`WANDB_API_KEY`, `HF_TOKEN`); so are the users and keys in addresses.
     """
     values = {text for name, text in environ.items() if _SECRET_NAME.search(name) and len(text) >= 8}
     return _redact(value, values)
@@ -30,6 +32,7 @@ def _redact(value: Any, secrets: set[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_redact(item, secrets) for item in value]
     if isinstance(value, str):
+        value = mask_urls(value)
         for secret in secrets:
             value = value.replace(secret, HIDDEN)
     return value

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import yaml
 
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.atomic import clear_leftovers, replace_file
 from posttrain.tracking.lock import RunDirectoryError, RunLock
 from posttrain.tracking.redact import redact
 
@@ -61,7 +61,7 @@ class RunDirectory:
         self._lock = RunLock(self.path / "run.lock")
 
     def open(self) -> Self:
-        """Make the folders and take the lock."""
+        """Make the folders, take the lock, and remove what a killed run left half-written."""
         for folder in (self.path, self.samples, self.logs, self.checkpoints, self.crash):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +71,7 @@ class RunDirectory:
                     "trainer.default_local_dir, trainer.project_name or trainer.experiment_name."
                 ) from error
         self._lock.acquire()
+        clear_leftovers(self.path, self.samples, self.checkpoints)
         return self
 
     def close(self) -> None:

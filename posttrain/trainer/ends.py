@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.checkpoint.errors import disk_words
@@ -20,12 +22,19 @@ from posttrain.tracking.rundir import RunDirectory
 
 def prepare_torch(config: Any, device: torch.device) -> None:
     """Seed and determinism as `trainer` says, and the device in words."""
-    torch.manual_seed(config.trainer.seed)
+    seed_all(config.trainer.seed)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     say(f"Device: {device} ({what})")
+
+
+def seed_all(seed: int) -> None:
+    """The global generators that ours or a user's code may draw from: torch's, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ class RunWriter:
                 say(f"{self.run.path / NAME} could not be written: {error}.")
 
     def showing(self, name: str) -> AbstractContextManager[None]:
-        """Inside, the console and `status.json` name this stage."""
-        return self.progress.stage(name)
+        """Inside, the console and `status.json` name this stage; a run that was not started has neither."""
+        return self.progress.stage(name) if hasattr(self, "progress") else nullcontext()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

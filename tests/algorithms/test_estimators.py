@@ -321,6 +321,13 @@ def test_the_division_by_the_deviation_can_be_left_out(case, name):
     assert same(estimate(name, case, norm_adv_by_std_in_grpo=False)[0], PLAIN[name](case, divide=False))
 
 
+def test_gpg_makes_up_for_groups_without_signal():
+    rewards = torch.tensor([[1.0], [0.0], [1.0], [1.0]], dtype=torch.float64)
+    mask, index = torch.ones(4, 1), np.array(["a", "a", "b", "b"])
+    advantages, _ = compute_advantage("gpg", token_level_rewards=rewards, response_mask=mask, index=index)
+    assert advantages[:, 0].tolist() == [1.0, -1.0, 0.0, 0.0]  # alpha is 4 / 2
+
+
 def test_gdpo_weighs_the_parts_that_are_named(case):
     keys, weights = ["format", "length", "right"], [0.5, 2.0, 1.0]
     advantages, _ = estimate("gdpo", case, gdpo_reward_keys=keys, gdpo_reward_weights=weights)

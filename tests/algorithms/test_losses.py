@@ -21,7 +21,14 @@ STEP = 1e-6
 
 def settings(**changed) -> ActorConfig:
     own = PolicyLossConfig(
-        clip_cov_ratio=0.1, kl_cov_ratio=0.1, clip_cov_lb=0.05, dro_beta=0.7, tau_pos=1.2, tau_neg=1.7, ppo_kl_coef=0.6
+        clip_cov_ratio=0.1,
+        kl_cov_ratio=0.1,
+        clip_cov_lb=0.05,
+        clip_cov_ub=0.2,
+        dro_beta=0.7,
+        tau_pos=1.2,
+        tau_neg=1.7,
+        ppo_kl_coef=0.6,
     )
     return ActorConfig(
         **({"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": C, "policy_loss": own} | changed)
@@ -284,8 +291,9 @@ def test_clip_cov_chooses_its_share_of_tokens_between_the_bounds_of_the_whole_mi
     covariance = (a - a[mask].mean()) * (lp - lp[mask].mean())
     assert int(chosen.sum()) == int(0.1 * int(mask.sum())) > 3
     assert (
-        (covariance[chosen.bool()] > 0.05).all() and (covariance[chosen.bool()] < 5).all() and not chosen[~mask].any()
+        (covariance[chosen.bool()] > 0.05).all() and (covariance[chosen.bool()] < 0.2).all() and not chosen[~mask].any()
     )
+    assert int((covariance[mask] >= 0.2).sum()) > 3 and int((covariance[mask] <= 0.05).sum()) > 3
     assert torch.equal(chosen, prepare_policy_loss("clip_cov", batch.mini, settings())["chosen"])
 
 

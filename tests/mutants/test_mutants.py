@@ -68,3 +68,10 @@ def test_every_loss_estimator_aggregation_and_kl_type_has_a_mutant(mutants):
     wanted = {f"loss {name}" for name in POLICY_LOSSES} | {f"estimator {name}" for name in ADV_ESTIMATORS}
     wanted |= set(AGGREGATION_MODES) | {name for name in KL_TYPES if name[0] != "k" or name == "kl"}
     assert not wanted - named
+
+
+def test_the_page_shows_every_mutant_as_caught(script, mutants):
+    verdicts = script.known_verdicts(script.TABLE.read_text())
+    wrong = [f"{', '.join(mutant.of)}: {verdicts.get(mutant.row(), 'not tried')}" for mutant in mutants]
+    wrong = [line for line in wrong if not line.endswith(": caught")]
+    assert not wrong, "docs/mutants.md; `python scripts/mutants.py --only NAME --write` tries one:\n" + "\n".join(wrong)

@@ -108,3 +108,32 @@ def test_a_server_that_goes_away_is_a_recorded_failure_and_one_that_never_was_st
 def test_unknown_settings_of_a_url_are_refused(server):
     with pytest.raises(RewardError, match="attempts, attempt_s"):
         resolve_reward(CustomRewardConfig(path=server, reward_kwargs={"retry": 1}))
+
+
+def test_credentials_in_an_address_are_used_and_shown_nowhere(server, tmp_path):
+    """Not in the label, not in errors that samples keep, not in the stored settings, not in `posttrain config`."""
+    from posttrain.config import load_config
+    from posttrain.tracking.redact import redact
+
+    url = server.replace("://", "://anna:s%40cret@") + "?api_key=hidden1&task=sums"
+    spec = resolve_reward(CustomRewardConfig(path=url))
+    masked = server.replace("://", "://***@") + "?api_key=***&task=sums"
+    assert spec.label == masked
+    with RewardPool(spec, num_workers=1) as pool:
+        for key, text in enumerate(("fine", "refused")):
+            pool.submit(key, RewardItem("", text, ""))
+        results = pool.wait_all()
+    assert results[0].score == 4.0 and results[0].error is None
+    assert Scores.seen[-1]["token"] == "Basic YW5uYTpzQGNyZXQ="  # anna:s@cret
+    assert results[1].error is not None and results[1].error.startswith(masked)
+    settings = load_config([f"custom_reward_function.path={url}"])
+    texts = [settings.describe(), settings.to_yaml(), str(redact(settings.config.to_dict())), str(results[1].error)]
+    assert [text for text in texts if "cret" in text or "hidden1" in text] == [] and all("***@" in t for t in texts)
+
+
+def test_an_address_that_does_not_answer_is_named_without_its_credentials():
+    config = CustomRewardConfig(path="http://anna:secret@127.0.0.1:9/x?token=abc", reward_kwargs={"attempts": 1})
+    with pytest.raises(RewardError) as caught:
+        resolve_reward(config)
+    assert "http://***@127.0.0.1:9/x?token=***" in str(caught.value)
+    assert "secret" not in str(caught.value) and "abc" not in str(caught.value)

@@ -1,15 +1,17 @@
 """Built-in scorers: which spellings of an answer count, by data source."""
 
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from posttrain.rewards import RewardError, check_sources, extract_final_answer, known_sources, score_by_source
+from posttrain.rewards import RewardError, answers, check_sources, extract_final_answer, known_sources, score_by_source
 from posttrain.rewards.numbers import find_numbers, parse_number
 from posttrain.rewards.scorers import SCORERS
 from posttrain.rewards.scorers import math as math_scorer
+from posttrain.rewards.scorers.code_text import extract_program
 
 
 def score(source, response, truth, extra=None):
@@ -228,3 +230,55 @@ def test_S3_67_unknown_sources_are_listed_together_with_the_nearest_known_one():
 def test_a_scorer_is_added_by_an_entry_in_the_registry(monkeypatch):
     monkeypatch.setitem(SCORERS, "length", lambda solution, truth, extra: float(len(solution)))
     assert score_by_source("length", "four", None) == 4.0
+
+
+LONG = 400_000
+HOSTILE = {
+    "a number in whitespace": lambda: answers.extract_final_answer(" " * LONG),
+    "a fence that ends in whitespace": lambda: extract_program("```" + " " * LONG + "x"),
+    "answer tags left open": lambda: answers.explicit_answer("<answer>" * (LONG // 8)),
+    "program tags left open": lambda: extract_program("<answer>" * (LONG // 8)),
+    "formulas left open": lambda: answers.final_expression("because of this " + "\\(" * LONG),
+    "an answer in whitespace": lambda: score("gsm8k", "#### answer" + " " * LONG, "5"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_text_costs_quadratic_time(name):
+    """Quadratic would be minutes; what takes so long is interrupted, by the processor's time and not by the clock."""
+
+    def interrupt(*_):
+        raise AssertionError("this grows with the square of the text's length")
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 20.0)
+    try:
+        HOSTILE[name]()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def test_the_last_answer_tags_count_and_open_ones_are_passed_over():
+    assert answers.explicit_answer("<answer>1</answer> no: <ANSWER> 2 </answer> <answer>3") == "2"
+    assert answers.explicit_answer("</answer> 7 <answer>") is None
+    assert answers.extract_final_answer("put it into <answer> tags: <answer>42</answer>") == "42"
+    assert extract_program("<answer>x = 1</answer>") == "x = 1"
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "same"),
+    [
+        ({1, 2, 3}, [1, 1, 2], False),
+        ({1, 2, 3}, [3, 1, 2], True),
+        ({1.0, 2}, [2, 1], True),
+        (frozenset({"a", "b"}), ["a", "a"], False),
+        ({(1, 2), (3, 4)}, [[3, 4], [1, 2]], True),
+        ({(1, 2), (3, 4)}, [[1, 2], [1, 2]], False),
+        (set(), [], True),
+    ],
+)
+def test_a_set_has_every_expected_member_once(got, expected, same):
+    from posttrain.rewards.scorers.code_compare import same_value
+
+    assert same_value(got, expected) is same

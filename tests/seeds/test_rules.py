@@ -55,3 +55,52 @@ def test_M_21_a_wrong_shape_is_answered_with_both_shapes():
 def test_M_34_the_example_has_the_file_name_of_the_document():
     script = Path(__file__).parents[2] / "examples" / "grpo_trainer" / "run_qwen3-8b.sh"
     assert script.is_file() and "posttrain.trainer.main_ppo" in script.read_text()
+
+
+def test_D_24_every_way_of_starting_makes_the_same_run(main_ppo, tiny_model, four_rows, tmp_path, monkeypatch):
+    """The module, the module in torchrun's one process, `posttrain train` and `posttrain.train`: numbers and place."""
+    from runs import metrics_of
+
+    import posttrain
+    from posttrain import cli
+
+    keys = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": str(tiny_model),
+        "data.train_files": str(four_rows),
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 4,
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "trainer.total_training_steps": 1,
+        "trainer.experiment_name": "run",
+        "trainer.device": "cpu",
+        "trainer.export_hf": "none",
+        "reward.num_workers": 1,
+        "custom_reward_function.path": str(Path(__file__).parent / "length_reward.py"),
+    }
+    spelled = [f"{key}={value}" for key, value in keys.items()]
+
+    def under_torchrun() -> None:
+        with monkeypatch.context() as patch:
+            for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
+                patch.setenv(name, value)
+            main_ppo(*spelled)
+
+    ways = {
+        "module": lambda: main_ppo(*spelled),
+        "torchrun": under_torchrun,
+        "command": lambda: cli.main(["train", *spelled]),
+        "python": lambda: posttrain.train(keys),
+    }
+    found = {}
+    for name, start in ways.items():
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        start()
+        [line] = metrics_of(tmp_path / name / "outputs" / "posttrain" / "run")
+        found[name] = line
+    assert found["module"] == found["torchrun"] == found["command"] == found["python"]
+    assert found["module"]["actor/grad_norm"] > 0

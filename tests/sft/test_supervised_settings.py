@@ -10,13 +10,16 @@ import pytest
 import torch
 from chat_templates import CHATML, tokenizer_with
 from lora_tools import started
+from safetensors.torch import load_file
 from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, sft
 
+from posttrain.config.model import ModelConfig
 from posttrain.config.reward_trainer import PairDataConfig
 from posttrain.config.sft import SFTConfig, SFTDataConfig
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
 from posttrain.engine import fsdp, pairs
+from posttrain.models.loading import load_tokenizer
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError
 from posttrain.trainer.supervised import pair_task, sft_task
 from posttrain.trainer.supervised.loop import SupervisedTrainer
@@ -194,3 +197,12 @@ def test_step_lines_are_on_the_console_only_if_it_is_among_the_loggers(tiny_mode
     for logger in (["console"], []):
         sft(tiny_model, tmp_path / str(len(logger)), trainer__logger=logger, **ONE)
     assert quiet == [False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_come_from_the_path_though_the_tokenizer_lies_elsewhere(tiny_model, tmp_path, kind):
+    load_tokenizer(ModelConfig(path=str(tiny_model))).save_pretrained(tmp_path / "tokens")
+    module = started(KINDS[kind], tiny_model, tmp_path / "out", model__tokenizer_path=str(tmp_path / "tokens"))
+    own = load_file(tiny_model / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(module.state_dict()[name], own[name])

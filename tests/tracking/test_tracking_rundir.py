@@ -176,3 +176,15 @@ def test_lock_file_does_not_slow_a_start(tmp_path):
     RunDirectory(tmp_path, "p", "e").open().close()
     assert time.monotonic() - began < 1.0
     assert re.fullmatch("", (tmp_path / "p" / "e" / "run.lock").read_text())
+
+
+def test_what_a_killed_run_left_half_written_is_removed_when_it_is_opened_again(tmp_path):
+    with RunDirectory(tmp_path, "p", "e") as run:
+        pass
+    left = [run.path / ".config.yaml.123.tmp", run.samples / ".step_7.parquet.99.tmp"]
+    left.append(run.checkpoints / ".latest_checkpointed_iteration.txt.5.tmp")
+    kept = [run.path / ".mine.tmp", run.path / "notes.123.tmp", run.samples / "step_6.parquet"]
+    for path in (*left, *kept):
+        path.write_bytes(b"x")
+    with RunDirectory(tmp_path, "p", "e"):
+        assert [path for path in left if path.exists()] == [] and all(path.exists() for path in kept)

@@ -11,8 +11,10 @@ from light_rewards import even_share, rarely_right
 from runs import metrics_of, run
 
 from posttrain.config.algorithm import FilterGroupsConfig
+from posttrain.config.reward import OverlongBufferConfig
 from posttrain.protocol import DataProto
 from posttrain.trainer.ppo.dynamic_sampling import FilterError, GroupFilter
+from posttrain.trainer.ppo.reward import add_overlong_penalty
 
 N = 2
 
@@ -153,6 +155,19 @@ def test_the_overlong_penalty_is_in_the_score_and_not_in_the_raw_reward(tiny_mod
     on = metrics_of(run(tiny_model, sums, tmp_path / "on", reward=even_share, **more).path)[0]
     assert on["reward_mean"] == pytest.approx(off["reward_mean"] + on["reward/overlong_reward/mean"], abs=1e-6)
     assert on["reward/overlong_reward/mean"] == pytest.approx(-on["response_length"] / 6)
+
+
+def test_buffer_and_factor_of_the_overlong_penalty_are_those_that_are_set():
+    lengths, limit = torch.tensor([3, 7, 10]), 10
+    mask = (torch.arange(limit) < lengths[:, None]).long()
+    data = DataProto.from_dict(
+        tensors={"responses": mask, "attention_mask": torch.cat([torch.ones(3, 2, dtype=torch.long), mask], -1)},
+        non_tensors={"reward_parts": [{}, {}, {}]},
+    )
+    scores = torch.zeros(3, limit)
+    add_overlong_penalty(scores, data, OverlongBufferConfig(enable=True, len=4, penalty_factor=0.5), limit)
+    assert scores.sum(-1).tolist() == [0.0, -0.125, -0.5] and scores[1, 6] == -0.125
+    assert [part["overlong_reward"] for part in data.non_tensor_batch["reward_parts"]] == [0.0, -0.125, -0.5]
 
 
 @pytest.mark.parametrize("wrong", [None, float("nan"), "nan", "", "a text"])

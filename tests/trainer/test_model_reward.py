@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from reward_models import other_tokenizer, write_reward_model
@@ -118,6 +119,12 @@ def test_remax_scores_its_greedy_baseline_by_the_model_too(tiny_model, sums, mod
     )  # fmt: skip
     line = metrics_of(result.path)[-1]
     assert line["remax/baseline_mean"] != 0 and math.isfinite(line["remax/baseline_mean"])
+    groups: dict[str, list[float]] = {}
+    for row in pq.read_table(result.path / "samples" / "step_1.parquet").to_pylist():
+        groups.setdefault(row["uid"], []).append(row["score"] - row["advantages"][0])
+    for below in groups.values():  # all responses to a prompt are measured against its one greedy response
+        assert below == pytest.approx([below[0]] * 3, abs=1e-5)
+    assert sum(below[0] for below in groups.values()) / 4 == pytest.approx(line["remax/baseline_mean"], abs=1e-5)
 
 
 def test_a_template_that_refuses_the_data_stops_the_run_before_anything_is_generated(tiny_model, sums, tmp_path):

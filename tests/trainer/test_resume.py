@@ -185,6 +185,23 @@ def _empty(folder):
     return folder / "empty.jsonl"
 
 
+def test_equal_runs_have_equal_generators_also_pythons_and_numpys(tiny_model, sums, tmp_path):
+    """A user's own sampler or estimator draws from them."""
+    import random
+
+    import numpy as np
+
+    files = []
+    for name in ("one", "two"):
+        random.seed(name)  # whatever was drawn before
+        np.random.seed(len(files))
+        result = run(tiny_model, sums, tmp_path / name, trainer__total_training_steps=1)
+        files.append((result.path / "checkpoints" / "global_step_1" / "rng.safetensors").read_bytes())
+    assert files[0] == files[1]
+    other = run(tiny_model, sums, tmp_path / "other", trainer__total_training_steps=1, trainer__seed=2**62)
+    assert (other.path / "checkpoints" / "global_step_1" / "rng.safetensors").read_bytes() != files[0]
+
+
 def test_a_resumed_run_compares_its_end_with_its_own_beginning(tiny_model, sums, tmp_path, capsys):
     more = {"data__val_files": str(sums["test"]), "data__val_max_samples": 5, "trainer__test_freq": 1}
     run(tiny_model, sums, tmp_path, trainer__total_training_steps=1, **more)

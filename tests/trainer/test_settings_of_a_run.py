@@ -14,6 +14,7 @@ import posttrain
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
 from posttrain.trainer.ends import prepare_torch
+from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs, tolerance
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
@@ -222,7 +223,7 @@ def test_the_data_settings_of_a_run_decide_what_the_model_is_asked(tiny_model, t
     assert {row["data_source"] for row in seen} == {"mine"} or "mine" in str(seen[0])
 
 
-def test_the_reward_settings_of_a_run_decide_the_scores(tiny_model, sums, tmp_path):
+def test_the_reward_settings_of_a_run_decide_the_scores(tiny_model, sums, tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(REWARD)
     more = {
@@ -233,11 +234,14 @@ def test_the_reward_settings_of_a_run_decide_the_scores(tiny_model, sums, tmp_pa
         "reward__failure_score": -3.0,
         "reward__num_workers": 3,
     }
+    workers: list[int] = []
+    pool = runner.RewardPool
+    monkeypatch.setattr(runner, "RewardPool", lambda *a, **k: workers.append(k["num_workers"]) or pool(*a, **k))
     rows = samples(run(tiny_model, sums, tmp_path / "out", reward=None, **more, **ONE).path)
     assert {row["score"] for row in rows} == {0.75, -3.0}
     late = [row for row in rows if row["score"] == -3.0]
     assert all(sum(map(ord, row["response"])) % 4 == 0 and "0.4" in row["error"] for row in late)
-    assert len(list(tmp_path.glob("worker_*"))) >= 3
+    assert workers == [3] and len(list(tmp_path.glob("worker_*"))) >= 3
 
 
 def test_several_rewards_of_a_run_are_summed_by_weight(tiny_model, sums, tmp_path):

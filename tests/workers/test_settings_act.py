@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from textbook import ACTOR, MODEL, ROLLOUT, actor, batch, critic
 
 from posttrain.config.rollout import RolloutConfig
@@ -239,3 +240,33 @@ def test_the_critics_adapters_have_rank_scale_and_place_of_their_own(tiny_model)
     assert sorted(places) == ["0.mlp.up_proj", "0.self_attn.q_proj"]
     assert {weight.shape[0] for weight in adapters.values()} == {3}
     assert module.base_model.layers[0].mlp.up_proj.scaling["default"] == 4.0
+
+
+def test_S4_20_S4_21_S3_54_S3_56_weights_and_moments_come_for_their_stage_leave_again_and_no_number_changes(tiny_model):
+    """Here host and device are one: what is seen is that each is brought and taken away at its time."""
+    away = {
+        f"{ACTOR}.fsdp_config.param_offload": True,
+        f"{ACTOR}.fsdp_config.optimizer_offload": True,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+    }
+    groups = {kind: actor(tiny_model, away if kind else {}, reference=True) for kind in (False, True)}
+    moves: dict[bool, list[str]] = {False: [], True: []}
+    for kind, group in groups.items():
+        worker, seen = group.worker, moves[kind]
+        for name, engine in (("weights", worker.engine), ("reference", worker.reference)):
+            _watch(engine.module, "to", name, seen)
+        _watch(worker.engine.optimizer, "move", "moments", seen)
+        for call in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
+            seen.append(call)
+            getattr(group, call)(batch())
+    log_prob = ["compute_log_prob", "weights", "weights", "moments"]  # brought, and both taken away
+    reference = ["compute_ref_log_prob", "reference", "reference"]
+    assert moves[True] == [*log_prob, *reference, "update_actor", "weights", "moments", "weights", "moments"]
+    assert moves[False] == ["compute_log_prob", "compute_ref_log_prob", "update_actor"]
+    plain, moved = (list(group.worker.engine.module.parameters()) for group in groups.values())
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+
+
+def _watch(thing: Any, method: str, name: str, seen: list[str]) -> None:
+    plain = getattr(thing, method)
+    setattr(thing, method, lambda device: seen.append(name) or plain(device))

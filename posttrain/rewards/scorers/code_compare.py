@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
+_PRINTED = 10**4000
 
 
 def same_text(got: str, expected: str) -> bool:
@@ -41,15 +42,34 @@ def _same(got: Any, expected: Any) -> bool:
     if isinstance(got, int | float) and isinstance(expected, int | float):
         return got == expected or _close(got, expected)
     if isinstance(got, set | frozenset) and isinstance(expected, list):
-        return len(got) == len(expected) and all(any(_same(one, other) for one in got) for other in expected)
+        return len(got) == len(expected) and _same_members(list(got), expected)
     if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
         return len(got) == len(expected) and all(map(_same, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
-        got, expected = ({str(key): value for key, value in one.items()} for one in (got, expected))
-        return got.keys() == expected.keys() and all(_same(got[key], expected[key]) for key in got)
+        by_text = {_key(key): value for key, value in got.items()}
+        others = {_key(key): value for key, value in expected.items()}
+        if len(by_text) < len(got) or by_text.keys() != others.keys():  # {1: a, "1": b} is no object of JSON
+            return False
+        return all(_same(value, others[key]) for key, value in by_text.items())
     if type(got).__module__ == "numpy":
         return _same(got.tolist(), expected)  # pyright: ignore
     return type(got) is type(expected) and got == expected
+
+
+def _key(key: Any) -> str:
+    """A key as JSON writes it; integers of more digits than Python prints in another way."""
+    return hex(key) if isinstance(key, int) and abs(key) > _PRINTED else str(key)
+
+
+def _same_members(got: list[Any], expected: list[Any]) -> bool:
+    """Whether each member has a partner of its own, so that [1, 1, 2] is not the set of 1, 2 and 3."""
+    left = list(got)
+    for other in expected:
+        place = next((i for i, one in enumerate(left) if _same(one, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
 
 
 def _same_word(left: str, right: str) -> bool:

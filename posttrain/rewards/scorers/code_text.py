@@ -7,8 +7,12 @@ import re
 import textwrap
 import warnings
 
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
+from posttrain.rewards.answers import last_tagged
+
+# Possessive: what was taken is not given back, so that no text costs quadratic time.
+_FENCE = re.compile(
+    r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)", re.MULTILINE | re.DOTALL
+)
 _PYTHON = {"python", "python3", "py", "py3"}
 _THOUGHT = "</think>"
 
@@ -21,8 +25,8 @@ def extract_program(response: str) -> str | None:
         found = [body for language, body in blocks if language in wanted and body.strip()]
         if found:
             return textwrap.dedent(found[-1])
-    answers = _ANSWER.findall(text)
-    whole = answers[-1] if answers else text
+    answer = last_tagged(text)
+    whole = text if answer is None else answer[1]
     return whole if whole.strip() and parses(whole) else None
 
 

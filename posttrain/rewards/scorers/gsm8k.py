@@ -13,7 +13,7 @@ from posttrain.rewards.answers import result_of
 from posttrain.rewards.numbers import find_numbers
 from posttrain.rewards.scorers import math_reasoning
 
-_MARKED = re.compile(r"####\s*(?:(?:the\s+)?answer\s*(?:is|:)?\s*)?([-+−$\d.][^\n]*)", re.IGNORECASE)
+_MARKED = re.compile(r"####\s*+(?:(?:the\s++)?answer\s*+(?:(?:is|:)\s*+)?)?([-+−$\d.][^\n]*+)", re.IGNORECASE)
 
 
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
