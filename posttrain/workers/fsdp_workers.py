@@ -67,6 +67,7 @@ class ActorRolloutRefWorker:
     @register(to_all)
     def init_model(self) -> None:
         """Load weights and build the optimizer; with adapters the base itself is the reference."""
+        torch.manual_seed(self.config.trainer.seed)  # what is drawn, such as adapters, is the same on every rank
         self.engine = actor_engine(self.config, self.device, self.total_updates)
         self.actor = DataParallelPPOActor(self.config, self.engine)
         model = self.config.actor_rollout_ref.model
@@ -270,6 +271,7 @@ class CriticWorker:
 
     @register(to_all)
     def init_model(self) -> None:
+        torch.manual_seed(self.config.trainer.seed)  # as the actor's
         self.engine = critic_engine(self.config, self.device, self.total_updates)
         facts = self.engine.facts()
         check_vocabulary(facts.vocabulary, self.tokens, self.config.critic.model.path)
