@@ -32,7 +32,11 @@ def ours(process):
     with open(f"{process}/environ", "rb") as file:
         if mark in file.read().split(b"\\0"):
             return True
-    # A process that gave itself a title has written over its environment; its log lies in the folder.
+    # A process that gave itself a title has written over its environment; its log lies in the folder. (So does one of
+    # the run's own process, which must not be taken for one of Ray's.)
+    with open(f"{process}/cmdline", "rb") as file:
+        if not file.read().startswith(b"ray::"):
+            return False
     return any(os.readlink(f"{process}/fd/{fd}").startswith(folder + "/") for fd in os.listdir(f"{process}/fd"))
 def marked():
     for name in os.listdir("/proc"):
