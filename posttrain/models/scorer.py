@@ -19,7 +19,7 @@ from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.completeness import check_weights, outside
 from posttrain.models.finite import few, not_finite
-from posttrain.models.forward import hidden_states, without_adapters
+from posttrain.models.forward import hidden_states, own_logits, without_adapters
 from posttrain.models.loading import (
     ModelError,
     explain_failure,
@@ -227,5 +227,5 @@ def padded_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     for number, row in enumerate(rows):
         ids[number, : len(row)] = torch.tensor(row)
         mask[number, : len(row)] = 1
-    output = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
-    return widened(output.logits.squeeze(-1))
+    # Without a cache: layers that are computed again for the gradient would find their own keys in it.
+    return widened(own_logits(model, ids.to(model.device), mask.to(model.device)).squeeze(-1))

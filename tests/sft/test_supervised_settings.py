@@ -32,7 +32,7 @@ KINDS = {"sft": sft, "reward model": reward_model}
 def seen(monkeypatch):
     """Shapes of the passes of the next runs, and how often their first attention was computed."""
     found = SimpleNamespace(tokens=[], rows=[], attention=0)
-    hidden, padded, fit = fsdp.hidden_states, pairs.padded_scores, SupervisedTrainer.fit
+    hidden, padded, fit = fsdp.hidden_states, pairs.own_scores, SupervisedTrainer.fit
 
     def count(*_: Any) -> None:
         found.attention += 1
@@ -49,7 +49,7 @@ def seen(monkeypatch):
 
     for room in (fsdp, pairs):
         monkeypatch.setattr(room, "hidden_states", states)
-    monkeypatch.setattr(pairs, "padded_scores", lambda m, rows: found.rows.append(len(rows)) or padded(m, rows))
+    monkeypatch.setattr(pairs, "own_scores", lambda m, rows: found.rows.append(len(rows)) or padded(m, rows))
     monkeypatch.setattr(SupervisedTrainer, "fit", watched)
     return found
 
