@@ -18,7 +18,7 @@ from posttrain.config.reward_trainer import PairDataConfig
 from posttrain.config.sft import SFTConfig, SFTDataConfig
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
-from posttrain.engine import fsdp, pairs
+from posttrain.models import forward, scorer
 from posttrain.models.loading import load_tokenizer
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError
 from posttrain.trainer.supervised import pair_task, sft_task
@@ -32,7 +32,7 @@ KINDS = {"sft": sft, "reward model": reward_model}
 def seen(monkeypatch):
     """Shapes of the passes of the next runs, and how often their first attention was computed."""
     found = SimpleNamespace(tokens=[], rows=[], attention=0)
-    hidden, padded, fit = fsdp.hidden_states, pairs.own_scores, SupervisedTrainer.fit
+    hidden, padded, fit = forward.hidden_states, scorer.own_scores, SupervisedTrainer.fit
 
     def count(*_: Any) -> None:
         found.attention += 1
@@ -47,9 +47,8 @@ def seen(monkeypatch):
         found.tokens.append(ids.numel())
         return hidden(module, ids, *rest)
 
-    for room in (fsdp, pairs):
-        monkeypatch.setattr(room, "hidden_states", states)
-    monkeypatch.setattr(pairs, "own_scores", lambda m, rows: found.rows.append(len(rows)) or padded(m, rows))
+    monkeypatch.setattr(forward, "hidden_states", states)
+    monkeypatch.setattr(scorer, "own_scores", lambda m, rows: found.rows.append(len(rows)) or padded(m, rows))
     monkeypatch.setattr(SupervisedTrainer, "fit", watched)
     return found
 
