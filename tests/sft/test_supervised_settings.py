@@ -141,12 +141,13 @@ def test_settings_of_the_model_reach_the_loading_of_both_kinds(tiny_model, tmp_p
 
     monkeypatch.setattr(pair_task, "load_scorer", load)
     monkeypatch.setattr(sft_task, "load_causal_lm", load)
-    rank = {"model__lora_rank": 2, "model__quantization": "nf4"}
+    rank = {"model__lora_rank": 2, "model__quantization": "nf4", "model__allow_other_weights": True}
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
     for make in (sft, reward_model):
         with pytest.raises(InterruptedError):
             make(tiny_model, tmp_path / make.__name__, model__trust_remote_code=True, **rank)
     assert [named["quantization"] for named in told] == ["nf4", "nf4"] and told[1]["trust_remote_code"] is True
+    assert told[1]["allow_other_weights"] is True
 
 
 def test_values_laid_over_a_reward_models_configuration_reach_it(tiny_model, tmp_path):

@@ -72,7 +72,9 @@ def due(tiny_model, sums, tmp_path_factory):
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ActorRolloutRefWorker, "submit", submit)
-        result = run(tiny_model, sums, tmp_path_factory.mktemp("due"), **more)
+        folder = tmp_path_factory.mktemp("due")
+        result = run(tiny_model, sums, folder, **more)
+    assert result.path == folder / "test" / "run"  # default_local_dir, project_name and experiment_name
     return result, validated
 
 
