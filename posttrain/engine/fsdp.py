@@ -17,7 +17,7 @@ from posttrain.engine.base import LossFn, Passes, TrainEngine
 from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import EngineFacts, facts_of
 from posttrain.engine.optim import Optimizer
-from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes
+from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes, with_a_place
 from posttrain.engine.ranks import Ranks, check_heads
 from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
 from posttrain.kernels.packed_attention import packed_rows
@@ -127,9 +127,9 @@ class FSDPEngine(TrainEngine):
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not units:
             return dummy_rows(self.settings.device, packed=self.packed)
-        if not self.packed:
-            return padded_rows(micro, self.settings.device)
-        return packed_units(micro, units, self.settings.device)
+        device = self.settings.device
+        rows = packed_units(micro, units, device) if self.packed else padded_rows(micro, device)
+        return rows if self.settings.ranks is None else with_a_place(rows)
 
     @contextmanager
     def _computing(self, rows: Rows) -> Iterator[None]:

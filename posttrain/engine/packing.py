@@ -6,7 +6,7 @@ pairs of a place and the token that it predicts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -219,6 +219,17 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     tensors = (ids_BS[kept_BS][None], position_T[None], *pairs, slots)
     ids, positions, *rest = (None if x is None else to_device(x, device) for x in tensors)
     return Rows(ids, positions, None, layout, *rest, (rows, width))  # pyright: ignore
+
+
+def with_a_place(rows: Rows) -> Rows:
+    """Rows without any response token ask for one at their first place, which nobody reads: so every weight has a
+    gradient, as it has on the ranks that this one adds its own to."""
+    if len(rows.predict_U):
+        return rows
+    first = rows.predict_U.new_zeros(1)
+    if rows.layout is not None:
+        rows.layout.wanted_T = first
+    return replace(rows, predict_U=first, label_U=first, source_N=rows.slot_N)
 
 
 def dummy_rows(device: torch.device, *, packed: bool) -> Rows:

@@ -3,7 +3,8 @@
     python rank_runs.py FOLDER MODEL
 
 Ranks are forked after everything is imported. Each world writes `world_N.pt`: what every check found there. All worlds
-go over the same rows with the same weights, dealt out unevenly, so that some ranks have passes without any.
+go over the same rows with the same weights; the rows are dealt out unevenly, so that some ranks have passes
+without any.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from posttrain.models.lora import add_adapters
 from posttrain.models.scorer import load_scorer
 from posttrain.models.value import ValueModel
 from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
 
 CPU = torch.device("cpu")
 WORLDS = (4, 2, 1)
@@ -284,6 +287,18 @@ def checkpoint(world: World) -> Any:
     return found
 
 
+def without_answers(world: World) -> Any:
+    """A rank whose rows have no response token at all."""
+    answers = [[1, 2, 3], [], [4], [], [9, 9], []]
+    outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]
+    whole = to_batch([[7, 8], [5]] * 3, outputs, pad_token_id=0)
+    engine = world.engine(world.language_model(torch.float64))
+    rows = whole[list(range(this_rank() % 2, 6, 2))] if world_size() == 2 else whole
+    passes = engine._plan(rows) if this_rank() < 2 else [[]]
+    shares = lambda micro, out: (out["log_probs"] * micro.batch["response_mask"]).sum()  # noqa: E731
+    return {"norm": engine.update(rows, shares, passes=passes)["grad_norm"]} if world_size() < 4 else None
+
+
 def refusals(world: World) -> Any:
     if world_size() < 4:
         return None
@@ -309,7 +324,8 @@ def staged(world: World, step: int) -> Path:
 
 CHECKS: list[Callable[[World], Any]] = [
     float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, copies, adapters, value_head, pairs,
-    sequence, sequence_float32, sequence_pairs, not_finite, checkpoint, refusals,
+    sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
+    without_answers, refusals,
 ]  # fmt: skip
 
 

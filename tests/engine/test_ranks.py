@@ -124,6 +124,10 @@ def test_an_infinite_loss_on_one_rank_makes_all_skip_the_step(worlds, ranks):
     assert worlds.found[ranks]["not_finite"] == {"skipped": 1.0, "same": True}
 
 
+def test_a_rank_whose_rows_have_no_answers_does_not_keep_the_others_waiting(worlds):
+    assert furthest(*worlds.both("without_answers", 2)) < 1e-9 and worlds.found[1]["without_answers"]["norm"] > 0.1
+
+
 @pytest.mark.parametrize("now, saved", [(4, 4), (2, 4), (1, 4), (2, 2), (1, 2), (1, 1)])
 def test_a_checkpoint_of_any_number_of_ranks_goes_on_on_fewer(worlds, now, saved):
     straight = worlds.found[1]["checkpoint"]["from_1"]

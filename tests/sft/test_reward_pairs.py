@@ -176,8 +176,9 @@ def test_pairs_stay_together_and_a_common_beginning_is_computed_once(tiny_model,
 
     seen = []
     plain = forward.hidden_states
-    count = lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest)  # noqa: E731
-    monkeypatch.setattr(forward, "hidden_states", count)
+    monkeypatch.setattr(
+        forward, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest)
+    )
     engine = PairEngine(scorer(tiny_model), EngineSettings(device=CPU, max_rows=1))
     assert all(
         sorted(row // 2 for unit in units for row in unit.rows) == [number] * 2
