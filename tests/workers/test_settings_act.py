@@ -29,12 +29,12 @@ RECOMPUTE = {"actor": f"{MODEL}.enable_gradient_checkpointing", "critic": "criti
 @pytest.fixture
 def passes(monkeypatch):
     """The shape of the token ids of every forward pass of a train engine."""
-    from posttrain.engine import fsdp
+    from posttrain.models import forward
 
     seen: list[tuple[int, ...]] = []
-    plain = fsdp.hidden_states
+    plain = forward.hidden_states
     monkeypatch.setattr(
-        fsdp, "hidden_states", lambda m, ids, *rest: seen.append(tuple(ids.shape)) or plain(m, ids, *rest)
+        forward, "hidden_states", lambda m, ids, *rest: seen.append(tuple(ids.shape)) or plain(m, ids, *rest)
     )
     return seen
 
