@@ -214,7 +214,7 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     )
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
     pairs = (predict_N, labels, None)
-    if bool((source_B != row_B).any()):
+    if len(labels) and bool((source_B != row_B).any()):
         pairs = _distinct(predict_N, labels)
     tensors = (ids_BS[kept_BS][None], position_T[None], *pairs, slots)
     ids, positions, *rest = (None if x is None else to_device(x, device) for x in tensors)

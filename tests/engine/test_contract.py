@@ -10,6 +10,8 @@ from engine_tools import TEMPERATURE, VOCABULARY, gradient, objective, ragged_ba
 import posttrain
 from posttrain.engine.packing import plan_micro_batches, plan_passes, plan_units
 from posttrain.models.forward import TokenPass
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
 
 
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
@@ -62,3 +64,10 @@ def test_nobody_outside_the_engine_reaches_for_its_module():
     files = [file for file in root.rglob("*.py") if file.parent != root / "engine"]
     reaching = [str(file) for file in files if re.search(r"(engine|trainer|reference)\.module\b", file.read_text())]
     assert reaching == []
+
+
+def test_answers_without_tokens_that_share_a_prompt_are_a_pass_like_any_other(make_engine):
+    answers = [[], [], [5]]
+    outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]
+    found = make_engine().log_probs(to_batch([[7, 8, 9]] * 3, outputs, pad_token_id=0)[[0, 1]])
+    assert float(found["log_probs"].abs().sum()) == 0 and len(found["log_probs"]) == 2
