@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import sys
 from collections.abc import Callable, Sequence
@@ -188,6 +187,9 @@ def _answer(args: list[str]) -> int:
         as_console(sys.stdout).lose()
         return 141
     except UserError as error:
+        if interrupted():
+            print("interrupted", file=sys.stderr)
+            return 130
         print(error, file=sys.stderr)
         return 2
     except Exception as error:
@@ -215,8 +217,10 @@ def _dispatch(args: list[str]) -> int:
         return version([])
     if args[0] in VERBS:
         return VERBS[args[0]][0](args[1:])
-    near = difflib.get_close_matches(args[0], VERBS, n=1, cutoff=0.4)
-    hint = f" Did you mean `posttrain {near[0]}`?" if near else ""
+    from posttrain.config.closest import closest
+
+    near = closest(args[0], VERBS)
+    hint = f" Did you mean `posttrain {near}`?" if near else ""
     print(f"posttrain has no verb `{args[0]}`.{hint}", file=sys.stderr)
     print(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", file=sys.stderr)
     return 2

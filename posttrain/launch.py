@@ -6,7 +6,6 @@ soon as a model is named; without one the preset `embedded` serves. `posttrain t
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.config.closest import closest
 from posttrain.config.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -65,6 +65,18 @@ ESTIMATOR = ("algorithm.adv_estimator", "grpo")
 # Hydra's options, which the loading of the configuration answers; the first ones take a value.
 _HYDRA_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c")
 _HYDRA_ALONE = ("--resolve", "--multirun", "-m", "--run", "-r", "--info", "--hydra-help")
+_OFTEN_MEANT = {
+    "lora": "actor_rollout_ref.model.lora_rank=8",
+    "lora_rank": "actor_rollout_ref.model.lora_rank=8",
+    "batch_size": "train_batch_size",
+    "learning_rate": "lr",
+    "kl_loss_coef": "kl_coef",
+    "num_epochs": "epochs",
+    "total_epochs": "epochs",
+    "reward": "reward_func",
+    "data": "train_files",
+}
+"""What a flag of that name would be here: a flag, or a setting."""
 _FLAG_LIKE = re.compile(r"^--?[A-Za-z]")
 
 
@@ -78,11 +90,14 @@ class Request:
     train_sh: Path | None = None
     """Folder of the train.sh that started us; `posttrain train` has none."""
     help: bool = False
+    problems: list[Problem] = field(default_factory=list)
+    """Wrong flags; told together with what is wrong with the rest."""
 
 
 def parse(args: Sequence[str]) -> Request:
-    """Tell the table's flags from key=value and Hydra's options; ConfigError names every wrong flag."""
-    request, problems, queue = Request(), [], list(args)
+    """Tell the table's flags from key=value and Hydra's options; `problems` names every wrong flag."""
+    request, queue = Request(), list(args)
+    problems = request.problems
     while queue:
         argument = queue.pop(0)
         name, equals, value = argument.partition("=")
@@ -95,28 +110,30 @@ def parse(args: Sequence[str]) -> Request:
             # What looks like the next flag is no value: this flag's was forgotten.
             if not equals and queue and not _FLAG_LIKE.match(queue[0]):
                 value = queue.pop(0)
-            if not value.strip():
+            if value.strip():
+                request.flags[flag] = value
+            else:
                 problems.append(Problem(f"The flag `{name}` has no value.", "command line", f"write `{name} VALUE`"))
-            request.flags[flag] = value
         elif name in _HYDRA_WITH_VALUE and not equals:
             request.rest += [argument, *queue[:1]]
             del queue[:1]
         elif _FLAG_LIKE.match(argument) and name not in _HYDRA_WITH_VALUE + _HYDRA_ALONE:
             problems.append(_unknown_flag(argument))
+            if not equals and queue and "=" not in queue[0] and not _FLAG_LIKE.match(queue[0]):
+                queue.pop(0)  # its value
         else:
             request.rest.append(argument)
-    if problems:
-        raise ConfigError(problems)
     return request
 
 
 def _unknown_flag(argument: str) -> Problem:
     name, _, value = argument.partition("=")
-    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), BY_FLAG, n=1, cutoff=0.5)
+    word = name.lstrip("-").replace("-", "_")
+    near = _OFTEN_MEANT.get(word) or closest(word, BY_FLAG)
     if "." in name and value:
         do = f"settings are given without dashes: {name.lstrip('-')}={value}"
     elif near:
-        do = f"did you mean `--{near[0]}`? `--help` lists the flags"
+        do = f"did you mean `{near if '=' in near else f'--{near}'}`? `--help` lists the flags"
     else:
         do = "`--help` lists the flags; every other setting is given as key=value"
     return Problem(f"There is no flag `{name}`.", "command line", do)
@@ -160,7 +177,12 @@ def resolve(request: Request, environ: Mapping[str, str], *, environment: bool =
     given = user_overrides(request.flags, environ)
     taken = _taken(request.rest, given)
     labelled = [*defaults(taken, request.train_sh), *given]
-    resolved = load_config(request.rest, labelled=labelled, environment=environment)
+    try:
+        resolved = load_config(request.rest, labelled=labelled, environment=environment)
+    except ConfigError as error:
+        raise ConfigError(request.problems + error.problems) from None
+    if request.problems:
+        raise ConfigError(request.problems)
     variables = [source.rpartition(" ")[2] for _, source in given if source.startswith("environment variable")]
     if variables:
         used = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(variables))
@@ -270,7 +292,7 @@ def show_config(args: Sequence[str]) -> int:
     if request.help:
         print(CONFIG_USAGE)
         return 0
-    if args[:1] == ["train"] or request.flags:
+    if args[:1] == ["train"] or request.flags or request.problems:
         resolved = resolve(request, os.environ)
     elif request.rest:
         resolved = load_config(request.rest)

@@ -28,7 +28,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from posttrain.checkpoint import dcp, state_json
-from posttrain.checkpoint.errors import CheckpointError, write_failure
+from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
 from posttrain.checkpoint.files import files_below, sync_folder, sync_tree
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
 from posttrain.tracking.atomic import replace_file
@@ -99,6 +99,8 @@ class CheckpointManager:
         except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
             raise
         except BaseException as error:
+            if find_error(error, KeyboardInterrupt):  # the library wraps it, too
+                raise KeyboardInterrupt from None
             raise write_failure(target, error, self._needed(tensors)) from error
         self._verified.discard(target)
         self._name_latest(step)

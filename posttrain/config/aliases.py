@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from posttrain.config.base import Section
+from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import active_root, leaf_of, leaves, sections
@@ -185,20 +185,36 @@ def nearest(spelling: str) -> str:
         same = [f"`{key}`" for key in leaves() if key.endswith(f".{spelling}")]
         here = f"; did you mean {' or '.join(same)}?" if same else ", not of this program"
         return f"it is a key of {' and '.join(others)}{here}"
-    known = [*leaves(), *spellings().renamed, *spellings().derived]
-    found = difflib.get_close_matches(spelling, known, n=1, cutoff=0.75)
-    if not found:
-        last = spelling.rsplit(".", 1)[-1]
-        by_name: dict[str, list[str]] = {}
-        for key in leaves():
-            by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
-        found = [key for name in difflib.get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]
-    if not found:
-        found = difflib.get_close_matches(spelling, known, n=1, cutoff=0.5)
+    found = _likely(spelling)
     if found:
         return "did you mean " + " or ".join(_meaning(key) for key in found[:3]) + "?"
     tops = ", ".join(f"`{name}`" for name in sections() if "." not in name)
     return f"the sections are {tops}; `{_PROGRAMS[active_root()][1]}` lists every key"
+
+
+def _likely(spelling: str) -> list[str]:
+    """Keys that a spelling is likely to stand for, by the first rule that gives some.
+
+    One part misspelt; the right name in another section; a name with words left out or added; a misspelt name in
+    another section.
+    """
+    known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived]))
+    if found := [key for key in known if same_key(spelling, key)]:
+        return sorted(found, key=lambda key: slips(spelling, key))[:1]
+    path, _, last = spelling.rpartition(".")
+    names = {key: key.rsplit(".", 1)[-1] for key in leaves()}
+    top = path.split(".")[0]
+    same = [key for key, name in names.items() if name == last]
+    near = [key for key in same if top and key.startswith(f"{top}.")] or same
+    if near and (not path or len(last) > 3) and len(near) <= 3:
+        return near
+    if found := [
+        key for key in known if key.rpartition(".")[0] == path and longer_or_shorter(last, names.get(key, ""))
+    ]:
+        return found
+    name = closest(last, names.values())
+    found = [key for key, other in names.items() if other == name]
+    return found if len(found) <= 3 else []
 
 
 def _meaning(key: str) -> str:

@@ -56,12 +56,14 @@ def check_ranges(checked: Checked, ranges: Mapping[str, Range]) -> Iterator[Find
     told: set[str] = set()
     for key, (fits, text) in ranges.items():
         value = lookup(checked.config, key)
-        if value is not None and not fits(value):
+        if value is not None and value == value and not fits(value):  # NaN is in no range; it is told below
             told.add(key)
             do = f"give a value that is {text} ({leaves()[key].sentence})"
             yield checked.problem(f"`{key}={value}` is out of range: it must be {text}.", do, key)
-    for key in leaves().keys() - told:
-        leaf, value = leaves()[key], lookup(checked.config, key)
+    for key, leaf in leaves().items():
+        value = lookup(checked.config, key)
+        if key in told:
+            continue
         unlimited = key.rpartition(".")[2] in MAY_BE_INFINITE and key in ranges
         if split_hint(leaf.hint)[0] is float and value is not None and not math.isfinite(value) and not unlimited:
             yield checked.problem(f"`{key}={value}` is not a finite number.", f"give a number ({leaf.sentence})", key)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.config.closest import closest
 from posttrain.config.problem import Problem
 
 
@@ -30,5 +30,5 @@ Finding = Problem | str
 
 def nearest_name(value: Any, known: tuple[str, ...]) -> str:
     """Advice for a name that is not known."""
-    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
-    return f"did you mean `{close[0]}`?" if close else "choose one of them"
+    close = closest(str(value), known)
+    return f"did you mean `{close}`?" if close else "choose one of them"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from posttrain.config.closest import closest
 from posttrain.config.problem import Problem
 
 _WITH_VALUE = {
@@ -51,6 +51,8 @@ class CommandLine:
     values: list[tuple[str, str, str]] = field(default_factory=list)
     """(key, text, source), in order."""
     problems: list[Problem] = field(default_factory=list)
+    misses_files: bool = False
+    """Whether a file or a group's choice that was asked for could not be read."""
 
 
 def no_arguments() -> Problem:
@@ -90,6 +92,8 @@ def parse_options(args: Sequence[str]) -> tuple[CommandLine, list[str]]:
             line.problems.append(Problem(f"The option `{name}` is not taken.", "command line", _REFUSED[name]))
         elif name.startswith("-"):
             line.problems.append(_unknown_option(name))
+            if not equals and queue and "=" not in queue[0] and not queue[0].startswith(("-", "#", "~")):
+                queue.pop(0)  # its value
         elif not equals and not arg.startswith("~"):
             stray.append(arg)
         else:
@@ -103,8 +107,8 @@ def parse_options(args: Sequence[str]) -> tuple[CommandLine, list[str]]:
 
 
 def _unknown_option(name: str) -> Problem:
-    close = difflib.get_close_matches(name, [*_WITH_VALUE, *_SWITCHES], n=1)
-    hint = f"did you mean `{close[0]}`? " if close else ""
+    close = closest(name, [option for option in [*_WITH_VALUE, *_SWITCHES] if option.startswith("--")])
+    hint = f"did you mean `{close}`? " if close else ""
     do = f"{hint}settings are given as key=value; `--help` lists the options. Flags such as `--lr` belong to train.sh"
     return Problem(f"Unknown option `{name}`.", "command line", do)
 

@@ -7,12 +7,12 @@ user's file without a `defaults:` list is laid over the composed main file.
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.closest import closest
 from posttrain.config.commandline import CommandLine
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.schema import leaves
@@ -103,8 +103,8 @@ def _existing_folder(option: str, given: str, cwd: Path) -> Path:
 
 def _missing_file(name: str, folders: list[Path]) -> Problem:
     there = sorted(file.stem for folder in folders for file in folder.glob("*.yaml"))
-    close = difflib.get_close_matches(name, there, n=1)
-    hint = f"did you mean `{close[0]}`? " if close else ""
+    close = closest(name, there)
+    hint = f"did you mean `{close}`? " if close else ""
     searched = ", ".join(str(folder) for folder in folders)
     do = f"{hint}these are there: {', '.join(there) or 'none'}"
     return Problem(f"There is no `{name}.yaml` in {searched}.", "command line, --config-name", do)
@@ -126,7 +126,8 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
         lay_over = "defaults" not in own
         composed = _compose_once(folders, main if lay_over else name, groups, cwd, main)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError([_composition_problem(error, chosen, cwd, folders, groups)]) from None
+        what = f"The configuration files do not compose: {str(error).strip()}"
+        raise ConfigError([Problem(what, _label(chosen, cwd), "correct the file")]) from None
     if lay_over:
         layer = Layer(_label(chosen, cwd), flatten({str(key): value for key, value in own.items()}), explicit=True)
         composed.layers.append(layer)
@@ -228,17 +229,19 @@ def _label(file: Path, cwd: Path) -> str:
     return file.relative_to(cwd).as_posix() if file.is_relative_to(cwd) else str(file)
 
 
-def _composition_problem(error: Exception, chosen: Path, cwd: Path, folders: list[Path], groups: list[str]) -> Problem:
-    """Hydra's or the YAML reader's complaint, with the choices that there are."""
-    text = str(error).strip()
-    for group in groups:
+def known_choices(groups: list[tuple[str, str]], folders: list[Path]) -> tuple[list[str], list[Problem]]:
+    """(choices whose files are there, problems of the others); `groups` are (choice as Hydra takes it, source)."""
+    good, problems = [], []
+    for group, source in groups:
         folder, _, choice = group.lstrip("+").partition("=")
         folder = folder.split("@")[0]
         options = sorted({f.stem for root in folders for f in (root / folder).glob("*.yaml")})
-        if choice not in options:
-            options = [name for name in options if (folder, name) != ("algorithm", "rollout_correction")]
-            close = difflib.get_close_matches(choice, options, n=1)
-            hint = f"did you mean `{close[0]}`? " if close else ""
-            what = f"`{group}`: the group `{folder}` has no `{choice}`."
-            return Problem(what, "command line", f"{hint}known: {', '.join(options)}")
-    return Problem(f"The configuration files do not compose: {text}", _label(chosen, cwd), "correct the file")
+        if choice in options or choice == "null":
+            good.append(group)
+            continue
+        options = [name for name in options if (folder, name) != ("algorithm", "rollout_correction")]
+        close = closest(choice, options)
+        hint = f"did you mean `{close}`? " if close else ""
+        what = f"`{group}`: the group `{folder}` has no `{choice}`."
+        problems.append(Problem(what, source, f"{hint}known: {', '.join(options)}"))
+    return good, problems

@@ -80,7 +80,10 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
         _default(merged, key, "embedded", "nothing was named")
     what = " and ".join(named[key] for key in absent)
     keys = " and ".join(absent)
-    merged.note(f"No {what} named: what posttrain brings along (`embedded`) serves; set {keys} to use your own.")
+    merged.note(
+        f"No {what} named: what posttrain brings along (`embedded`) serves; set {keys} to use your own. If your "
+        "command does: a comment or an empty line after `\\` cut it short."
+    )
     if len(absent) == len(named):
         fitted = [key for key in EMBEDDED_SIZES if not merged.is_set(key) and key not in merged.bad]
         sizes_by_key = {key: EMBEDDED[key] for key in fitted}

@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from posttrain.config.closest import closest
 from posttrain.config.devices import gpus_present, runs_on_cpu
+from posttrain.config.hub import why_not_from_hub
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.model_files import broken_files
 from posttrain.config.problem import ConfigError, Problem
@@ -112,7 +114,20 @@ def _model_folders(resolved: Resolved, cwd: Path, model: str = _MODEL) -> Iterat
                 yield Problem(f"`{key}`: in {name}, {problem}.", where, "fetch or copy the model again")
         elif name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
             do = "give a folder that exists, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
-            yield Problem(f"`{key}`: the folder {name} does not exist.", where, do)
+            yield Problem(f"`{key}`: the folder {name} does not exist.", where, _similar_folder(path) + do)
+        elif (reason := why_not_from_hub(name)) is not None:
+            do = "give a folder that exists, or download the model where there is a connection"
+            what = f"`{key}`: {name} is neither a folder here nor a model in the hub's cache, and {reason}."
+            yield Problem(what, where, _similar_folder(path) + do)
+
+
+def _similar_folder(path: Path) -> str:
+    """A hint at a folder beside the missing one whose name is a slip away."""
+    try:
+        near = closest(path.name, [folder.name for folder in path.parent.iterdir() if folder.is_dir()])
+    except OSError:
+        return ""
+    return f"did you mean `{path.parent / near}`? " if near else ""
 
 
 def _lacks_tokenizer(resolved: Resolved, key: str, folder: Path) -> bool:

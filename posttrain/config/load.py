@@ -11,8 +11,9 @@ from posttrain.config import merge
 from posttrain.config.aliases import spelled
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
-from posttrain.config.compose import compose, find_folders, flatten
+from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, flatten, known_choices
 from posttrain.config.lora import take_adapter
+from posttrain.config.lost_half import lost_half
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
@@ -67,10 +68,14 @@ def _load(
     if not is_mapping and not args and not labelled:
         raise ConfigError([tree.nothing_given()])
     line, overrides = parse_options([] if is_mapping else args)
+    if environment and not is_mapping:
+        line.problems += lost_half(args)
     try:
         folders, name = find_folders(line, folder, tree.main)
     except ConfigError as error:
-        raise ConfigError(line.problems + error.problems) from None
+        line.misses_files = True
+        line.problems += error.problems
+        folders, name = [PACKAGE_TREE], tree.main
 
     def is_group(group: str) -> bool:
         return any((root / group).is_dir() and any((root / group).glob("*.yaml")) for root in folders)
@@ -78,11 +83,7 @@ def _load(
     for text, source in [*labelled, *((text, "command line") for text in overrides)]:
         add_override(line, text, source, is_group)
     given = _from_mapping(args, line, is_group) if is_mapping else []
-    choices = {group.lstrip("+").partition("=")[0]: group for group, _ in line.groups}  # of one group the last wins
-    try:
-        composed = compose(folders, name, list(choices.values()), folder, tree.main)
-    except ConfigError as error:
-        raise ConfigError(line.problems + error.problems) from None
+    composed = _compose(line, folders, name, folder, tree)
 
     merged = merge.Merged(problems=list(line.problems))
     merge.merge_files(merged, composed)
@@ -101,7 +102,21 @@ def _load(
     tree.derive(merged, provided)
     tree.check_names(merged, folder, known_names)
     resolved = _finish(merged, line, composed.main_file)
-    return _judge(resolved, merged, provided, environment, folder, tree)
+    return _judge(resolved, merged, provided, environment, folder, tree, whole=not line.misses_files)
+
+
+def _compose(line: CommandLine, folders: list[Path], name: str, cwd: Path, tree: Tree) -> Composed:
+    """The files' tree. What cannot be read is a problem, and the rest is read all the same: one answer names all."""
+    last = {group.lstrip("+").partition("=")[0]: (group, source) for group, source in line.groups}  # the last one wins
+    choices, unknown = known_choices(list(last.values()), folders)
+    line.problems += unknown
+    line.misses_files = line.misses_files or bool(unknown)
+    try:
+        return compose(folders, name, choices, cwd, tree.main)
+    except ConfigError as error:
+        line.misses_files = True
+        line.problems += error.problems
+        return compose([PACKAGE_TREE], tree.main, [], cwd, tree.main)
 
 
 def _from_mapping(args: Mapping[str, Any], line: CommandLine, is_group: Any) -> list[tuple[str, Any]]:
@@ -134,16 +149,29 @@ def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved
 
 
 def _judge(
-    resolved: Resolved, merged: merge.Merged, provided: frozenset[str], environment: bool, cwd: Path, tree: Tree
+    resolved: Resolved,
+    merged: merge.Merged,
+    provided: frozenset[str],
+    environment: bool,
+    cwd: Path,
+    tree: Tree,
+    *,
+    whole: bool,
 ) -> Resolved:
-    """Run the checks of meaning (and of the machine); raise all problems at once."""
+    """Run the checks of meaning (and of the machine); raise all problems at once.
+
+    whole: whether all files were read; if not, only what the user set himself can be judged.
+    """
     seen = copy.deepcopy(resolved.config)
     for key in provided:
         assign(seen, key, "given in Python")  # so that no check takes it for unset
     found, notes = tree.check(Checked(seen, resolved.explicit, resolved.where))
     problems: list[Problem] = list(merged.problems)
     known = {key for problem in problems for key in problem.keys} | merged.bad
-    problems += [problem for problem in found if not known.intersection(problem.keys)]
+    found = [problem for problem in found if not known.intersection(problem.keys)]
+    if not whole:
+        found = [problem for problem in found if problem.keys and resolved.explicit.issuperset(problem.keys)]
+    problems += found
     if environment:
         problems += tree.environment(resolved, cwd)
     if problems:

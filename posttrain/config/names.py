@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, SAMPLERS
+from posttrain.config.closest import closest
 from posttrain.config.merge import Entry, Merged
+from posttrain.config.presets import PRESETS
 from posttrain.config.problem import Problem
 from posttrain.config.registered import files_that_register
 
@@ -18,6 +19,13 @@ _REGISTRIES = {
     "data.sampler": ("sampler", "register_sampler", SAMPLERS),
 }
 """Key -> (what it names, the function that registers such a name, names known)."""
+_OFTEN_MEANT = {
+    ("algorithm.adv_estimator", "ppo"): "gae",
+    ("algorithm.adv_estimator", "reinforce++"): "reinforce_plus_plus",
+    ("actor_rollout_ref.actor.policy_loss.loss_mode", "ppo"): "vanilla",
+    ("actor_rollout_ref.actor.policy_loss.loss_mode", "gmpo"): "geo_mean",
+}
+"""(key, name that others use) -> ours."""
 
 
 def check_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
@@ -46,8 +54,10 @@ def check_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]
 def _unknown(
     merged: Merged, key: str, name: str, what: str, function: str, known: tuple[str, ...], files: list[Path]
 ) -> Problem:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean `{close[0]}`? " if close else ""
+    close = _OFTEN_MEANT.get((key, name)) or closest(name, known)
+    hint = f"did you mean `{close}`? " if close else ""
+    if key == "algorithm.adv_estimator" and f"algorithm/{name}" in PRESETS and not close:
+        hint = f"`{name}` is a preset: write `algorithm={name}`, which sets the estimator too. "
     text = f"`{key}={name}`: unknown {what}; known: {', '.join(known)}."
     if files:
         text += f" Several files register it: {', '.join(file.name for file in files)}."

@@ -67,7 +67,7 @@ def _resolve(args: list[str]) -> Resolved:
     from posttrain import launch
 
     request = launch.parse(args[1:] if args[:1] == ["train"] else args)
-    if args[:1] == ["train"] or request.flags or not request.rest:
+    if args[:1] == ["train"] or request.flags or request.problems or not request.rest:
         return launch.resolve(request, os.environ)
     return load_config(request.rest)
 

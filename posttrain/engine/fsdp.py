@@ -17,10 +17,11 @@ from posttrain.engine.base import LossFn, Passes, TrainEngine
 from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import EngineFacts, facts_of
 from posttrain.engine.optim import Optimizer
-from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes
-from posttrain.engine.ranks import Ranks
+from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes, with_a_place
+from posttrain.engine.ranks import Ranks, check_heads
 from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
 from posttrain.kernels.packed_attention import packed_rows
+from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.forward import TokenPass
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
 from posttrain.models.recompute import recompute_layers
@@ -53,13 +54,16 @@ class FSDPEngine(TrainEngine):
         self.module, self.settings = module, settings
         self.way = way_of(module)
         self.packed = settings.pack and self.way.packed
+        alone = not self.packed and not self.way.padded  # such a model gives other numbers beside padding
         self._facts = facts_of(
             module,
             packed=self.packed,
             share_prompts=settings.share_prompts,
             token_budget=settings.token_budget,
-            max_rows=self._max_rows(),
+            max_rows=1 if alone else settings.max_rows,
+            sequence_parallel=settings.ranks.sequence_size if settings.ranks else 1,
         )
+        check_heads(module.config, self._facts)
         self.forward_pass = self._forward_pass(module)
         if settings.optim is None:
             module.requires_grad_(False)
@@ -90,40 +94,48 @@ class FSDPEngine(TrainEngine):
     @torch.no_grad()
     def _no_grad_pass(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:
         self.module.eval()
-        out: dict[str, torch.Tensor] = {}
-        for units in self._counted(self._plan(data) if passes is None else passes, len(data)):
-            index = [row for unit in units for row in unit.rows]
-            rows = self._rows(data[index], units)
-            with packed_rows(rows.layout):
+        parts: dict[str, list[torch.Tensor]] = {}
+        passes = self._plan(data) if passes is None else passes
+        order = _order(passes)
+        ordered = data[order]
+        for units, here in self._counted(passes):
+            rows = self._rows(ordered[here], units)
+            with self._computing(rows):
                 found = self._forward(rows, temperature)
             for name, part in found.items() if units else ():
-                whole = out.setdefault(name, part.new_zeros((len(data), part.shape[1]), device="cpu"))
-                whole[index] = part.cpu()
+                parts.setdefault(name, []).append(part)
         if self.settings.ranks is not None:
             drop_whole_weights(self.forward_pass)
-        return out
+        place = torch.empty(len(data), dtype=torch.long)
+        place[order] = torch.arange(len(order))
+        return {name: torch.cat(found).cpu()[place] for name, found in parts.items()}  # the device is waited for once
 
     def _plan(self, data: DataProto) -> Passes:
         """The passes over a batch that this process computes alone."""
         return plan_passes(data, self._facts)
 
-    def _max_rows(self) -> int | None:
-        """Rows of a pass; one, where the model gives other numbers beside padding."""
-        return self.settings.max_rows if self.packed or self.way.padded else 1
-
-    def _counted(self, plan: list[list[Unit]], rows: int) -> Iterator[list[Unit]]:
-        """The plan's passes, each told to whoever shows progress when it is done."""
-        with pulse.work("rows", rows) as work:
-            for units in plan:
-                yield units
-                work.advance(sum(len(unit.rows) for unit in units), sum(unit.tokens for unit in units))
+    def _counted(self, passes: Passes) -> Iterator[tuple[list[Unit], slice]]:
+        """The passes, and where their rows lie if all are in order; each is told to whoever shows progress."""
+        start = 0
+        with pulse.work("rows", len(_order(passes))) as work:
+            for units in passes:
+                end = start + sum(len(unit.rows) for unit in units)
+                yield units, slice(start, end)
+                work.advance(end - start, sum(unit.tokens for unit in units))
+                start = end
 
     def _rows(self, micro: DataProto, units: list[Unit]) -> Rows:
         if not units:
             return dummy_rows(self.settings.device, packed=self.packed)
-        if not self.packed:
-            return padded_rows(micro, self.settings.device)
-        return packed_units(micro, units, self.settings.device)
+        device = self.settings.device
+        rows = packed_units(micro, units, device) if self.packed else padded_rows(micro, device)
+        return rows if self.settings.ranks is None else with_a_place(rows)
+
+    @contextmanager
+    def _computing(self, rows: Rows) -> Iterator[None]:
+        ranks = self.settings.ranks
+        with packed_rows(rows.layout), shared_sequence(ranks.sequence if ranks else None):
+            yield
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         positions = rows.position_ids if self.packed else None  # those of padded rows are every model's own
@@ -151,21 +163,22 @@ class FSDPEngine(TrainEngine):
         """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
         assert self.optimizer is not None
         self.module.eval()  # training mode would switch dropout on, and RL compares passes over the same tokens
-        finite = True
+        finite = torch.ones((), dtype=torch.bool, device=self.settings.device)
         passes = self._plan(data) if passes is None else passes
-        for number, units in enumerate(self._counted(passes, len(data))):
+        ordered = data[_order(passes)]
+        there = ordered[:].to(self.settings.device)
+        for number, (units, here) in enumerate(self._counted(passes)):
             if self.settings.ranks is not None:
                 last_backward(self.forward_pass, number == len(passes) - 1)
-            micro = data[[row for unit in units for row in unit.rows]].to(self.settings.device)
-            rows = self._rows(micro, units)
-            with packed_rows(rows.layout):
+            rows, micro = self._rows(ordered[here], units), there[here]
+            with self._computing(rows):
                 outputs = self._forward(rows, temperature)
                 share = loss(micro, outputs) if units else 0.0 * sum(part.sum() for part in outputs.values())
                 assert isinstance(share, torch.Tensor)
-                finite = finite and bool(torch.isfinite(share))
+                finite = finite & torch.isfinite(share.detach())
                 share.backward()
             self.optimizer.gather_gradients()
-        return finite
+        return bool(finite)
 
     # -- weights --------------------------------------------------------------------------------------------------
     @contextmanager
@@ -231,3 +244,8 @@ class FSDPEngine(TrainEngine):
             yield
         finally:
             self.offload()
+
+
+def _order(passes: Passes) -> list[int]:
+    """All rows in the order in which they are computed."""
+    return [row for units in passes for unit in units for row in unit.rows]

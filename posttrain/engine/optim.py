@@ -56,12 +56,18 @@ class Optimizer:
 
     def gather_gradients(self) -> None:
         """Add the gradients of a micro-batch to the masters' and clear them."""
+        sums, grads = [], []
         for weight, master in zip(self.weights, self.masters, strict=True):
             if master is weight or weight.grad is None:
                 continue
-            grad = weight.grad.to(master.dtype)
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            if master.grad is None:
+                master.grad = weight.grad.to(master.dtype)
+            else:
+                sums.append(master.grad)
+                grads.append(weight.grad)
             weight.grad = None
+        if sums:
+            torch._foreach_add_(sums, grads)
 
     def step(self, *, grad_clip: float, total_steps: int) -> dict[str, float]:
         """Clip, step and clear; a gradient that is not finite changes nothing and is reported."""
@@ -88,9 +94,9 @@ class Optimizer:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight:
-                weight.copy_(master)
+        pairs = [(w.data, m.data) for w, m in zip(self.weights, self.masters, strict=True) if m is not w]
+        if pairs:
+            torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters, which stand for the weights, moments and step counts by the weights' names."""

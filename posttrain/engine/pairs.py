@@ -37,12 +37,13 @@ class PairEngine(FSDPEngine):
         """Pairs of each pass, as units that share their beginning or do not."""
         pairs = [self._pair(data, row) for row in range(0, len(data), 2)]
         whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
-        passes = plan_micro_batches(whole, token_budget=self.settings.token_budget, max_rows=self._max_rows())
+        passes = plan_micro_batches(whole, token_budget=self.settings.token_budget, max_rows=self._facts.max_rows)
         return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
     def _pair(self, data: DataProto, first: int) -> list[Unit]:
         facts, pair = self._facts, data[[first, first + 1]]
-        units = plan_units(pair, share=facts.shares_prompts, width=facts.width, all_pairs=facts.all_pairs)
+        costs = {"width": facts.width, "all_pairs": facts.all_pairs, "joining": facts.joining}
+        units = plan_units(pair, share=facts.shares_prompts, **costs)
         return [replace(unit, rows=[first + row for row in unit.rows]) for unit in units]
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:

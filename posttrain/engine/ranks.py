@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from posttrain.engine.facts import EngineFacts
 from posttrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class Ranks:
     sequence: dist.ProcessGroup | None = None
     """The ranks that compute the same rows as this one."""
 
+    @property
+    def sequence_size(self) -> int:
+        return self.sequence.size() if self.sequence else 1
+
 
 def group_ranks(device: torch.device, *, fsdp_size: int = -1, sequence_size: int = 1) -> Ranks | None:
     """The groups of this process's ranks; None where it is alone. `fsdp_size` of -1 is all of them."""
@@ -88,6 +93,26 @@ def _sequence_group(ranks: int, size: int) -> dist.ProcessGroup | None:
     group, _ = dist.new_subgroups(size)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def check_heads(config: Any, facts: EngineFacts) -> None:
+    """Refuses models whose attention the ranks of a sequence cannot share out."""
+    size, setting = facts.sequence_parallel, f"ulysses_sequence_parallel_size={facts.sequence_parallel}"
+    if size == 1:
+        return
+    settings = config.get_text_config()
+    heads = settings.num_attention_heads
+    key_heads = getattr(settings, "num_key_value_heads", None) or heads
+    if heads % size or key_heads % size:
+        raise RanksError(
+            f"{setting}: the ranks of a sequence share out its heads, but the model has {heads} heads of queries and "
+            f"{key_heads} of keys, which is no multiple of it; set a size that divides both"
+        )
+    if not facts.packed:
+        raise RanksError(
+            f"{setting}: a sequence is cut where rows are packed, but those of this model are padded; set it to 1 "
+            "(or model.use_remove_padding=true, where that is what keeps them padded)"
+        )
 
 
 def _check_divides(ranks: int, size: int, setting: str) -> None:

@@ -23,7 +23,8 @@ WIDE = (torch.float32, torch.float64)
 def shard(forward_pass: torch.nn.Module, model: torch.nn.Module, ranks: Ranks) -> None:
     """Cut `model` over the ranks; from now on it computes inside `forward_pass` only.
 
-    Fused layers must have been put in before: a layer that is cut is of a class of its own.
+    Fused layers must have been put in before: a layer that is cut is of a class of its own. Weights in host memory go
+    to the ranks' devices a layer at a time.
     """
     policy = _widen_trained(model)
     whole = {weight for weight in model.parameters() if not weight.is_floating_point()}  # 4 bits: on every rank

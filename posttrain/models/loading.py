@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from posttrain.config.hub import why_not_from_hub
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.config.model_files import broken_files
@@ -62,6 +63,12 @@ def local_or_hub(path: str, setting: str = "model.path", holds: tuple[str, ...] 
     looks_local = expanded.startswith(("/", ".", "~")) or expanded.count("/") > 1 or "\\" in expanded
     if looks_local or Path(expanded).exists():
         raise ModelError(f"{setting}={path}: no such folder; give one, or a hub id such as Qwen/Qwen2.5-0.5B")
+    if (reason := why_not_from_hub(expanded)) is not None:
+        raise ModelError(
+            f"{setting}={path} is neither a folder here nor a model in the hub's cache, and {reason}.\n"
+            f"  Give a local folder, such as /path/to/{Path(path).name} "
+            "(HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
+        )
     return expanded
 
 

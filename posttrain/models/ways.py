@@ -23,6 +23,5 @@ class Way:
 
 def way_of(model: Any) -> Way:
     """The way of a model from `posttrain.models`; one that was not proved goes row by row."""
-    from posttrain.models.forward import without_adapters  # which asks a value model for its way
-
-    return getattr(without_adapters(model), "way", Way())
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(base, "way", Way())

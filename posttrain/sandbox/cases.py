@@ -6,6 +6,7 @@ A test that looks like one and cannot be run is a failure: otherwise every progr
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import unittest
 from collections.abc import Callable
@@ -43,8 +44,14 @@ def exits_well(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run_function(name: str, function: Callable[..., Any]) -> None:
-    if _required(function):
-        raise TypeError(f"{name} takes arguments ({', '.join(_required(function))}), which nobody gives here")
+    for given in _parameters(function):
+        missing = [one for one in _required(function) if one not in given]
+        if missing:
+            raise TypeError(f"{name} takes arguments ({', '.join(missing)}), which nobody gives here")
+        _run_once(name, functools.partial(function, **given))
+
+
+def _run_once(name: str, function: Callable[..., Any]) -> None:
     result = exits_well(function)
     if inspect.iscoroutine(result):
         import asyncio
@@ -52,6 +59,24 @@ def _run_function(name: str, function: Callable[..., Any]) -> None:
         asyncio.run(result)
     elif inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TypeError(f"{name} is a generator, which runs nothing when it is called")
+
+
+def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The arguments of each call, as pytest.mark.parametrize gives them; without it one call without any."""
+    calls: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, rows = mark.args[:2]
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            rows = [_row(row, len(names)) for row in rows]
+            calls = [{**call, **dict(zip(names, row, strict=True))} for call in calls for row in rows]
+    return calls
+
+
+def _row(row: Any, count: int) -> Any:
+    if type(row).__name__ == "ParameterSet":  # pytest.param(...)
+        return row.values
+    return row if count > 1 else (row,)
 
 
 def _run_class(kind: type) -> None:

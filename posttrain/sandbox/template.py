@@ -86,8 +86,9 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
             reason = reason or "timeout"
             os.kill(pid, signal.SIGKILL)
             continue
-        share(proc, descendants(proc)[1:])
-        excess, held = _excess(proc, limits)
+        processes = descendants(proc)
+        share(proc, processes[1:])
+        excess, held = _excess(proc, processes, limits)
         most = max(most, held)
         if excess:
             # The job's first process stays, to tell what the program had written; unless it is the eater.
@@ -109,9 +110,9 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
     }
 
 
-def _excess(proc: int, limits: dict[str, Any]) -> tuple[str | None, int]:
+def _excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tuple[str | None, int]:
     """The limit that a job passes, if it does, and the bytes that it holds."""
-    processes, enough = descendants(proc), limits["memory_mb"] * _MB
+    enough = limits["memory_mb"] * _MB
     held = memory_of(proc, processes, enough, limits["open_files"])
     if len(processes) > limits["processes"] + 1:
         return "processes", held  # only where the kernel's own limit does not bind, as for root

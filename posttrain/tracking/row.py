@@ -58,7 +58,7 @@ class Moment:
             rate = work.all_tokens / max(work.seconds, 1e-9)
             parts |= {"tokens": f"{work.all_tokens:,} tokens", "rate": f"{rate:,.0f} tok/s"}
         left = work.seconds_left
-        return parts | {"stage_left": "" if left is None else f"{clock(left)} left"}
+        return parts | {"stage_left": clock(self.stage_seconds) if left is None else f"{clock(left)} left"}
 
     def sentence(self) -> str:
         """The same for a log: one line without a bar."""

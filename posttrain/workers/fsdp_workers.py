@@ -232,11 +232,8 @@ class ActorRolloutRefWorker:
             *adapter_notes(self.engine.facts(), self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
-        about_model = (
-            self.engine.facts().note,
-            self.position_note,
-            end_token_note(self.end_ids, self.engine.facts().vocabulary),
-        )
+        no_end = end_token_note(self.end_ids, self.engine.facts().vocabulary)
+        about_model = (self.engine.facts().note, self.position_note, no_end)
         return [note for note in (*about_model, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(to_all)

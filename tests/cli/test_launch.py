@@ -213,7 +213,7 @@ def test_D_21_the_reward_beside_train_sh_serves_unless_another_is_named(tmp_path
 )
 def test_wrong_flags_are_answered_together_with_the_nearest(args: list[str], parts: list[str]):
     with pytest.raises(ConfigError) as caught:
-        launch.parse(args)
+        resolve(*args)
     for part in parts:
         assert part in str(caught.value)
 

@@ -3,7 +3,8 @@
     python rank_runs.py FOLDER MODEL
 
 Ranks are forked after everything is imported. Each world writes `world_N.pt`: what every check found there. All worlds
-go over the same rows with the same weights, dealt out unevenly, so that some ranks have passes without any.
+go over the same rows with the same weights; the rows are dealt out unevenly, so that some ranks have passes
+without any.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from posttrain.config.optim import OptimConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.pairs import PairEngine
 from posttrain.engine.ranks import group_ranks, join_ranks, leave_ranks, this_rank, world_size
+from posttrain.engine.sharding import sharded_parts
+from posttrain.errors import UserError
 from posttrain.models import fused_layer
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.scorer import load_scorer
 from posttrain.models.value import ValueModel
 from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
 
 CPU = torch.device("cpu")
 WORLDS = (4, 2, 1)
@@ -132,7 +137,7 @@ def float32_fused(world: World) -> Any:
 
 
 def clipped(world: World) -> Any:
-    return train(world.engine(world.language_model(torch.float64), grad_clip=0.05), torch.float64)
+    return train(world.engine(world.language_model(torch.float64), grad_clip=0.05), torch.float64, steps=3)
 
 
 def checkpointed_layers(world: World) -> Any:
@@ -147,19 +152,38 @@ def padded(world: World) -> Any:
 def bfloat16(world: World) -> Any:
     engine = world.engine(world.language_model(torch.bfloat16))
     found = train(engine, torch.float32, steps=3)
-    return {**found, "held": {str(weight.dtype) for weight in engine.optimizer.masters}}
+    return {**found, "held": sorted({str(weight.dtype) for weight in engine.optimizer.masters})}
 
 
 def copies(world: World) -> Any:
     """HSDP: two ranks hold a model, the pairs are copies."""
-    size = 2 if world_size() == 4 else -1
-    engine = world.engine(world.language_model(torch.float64), fsdp_size=size)
-    reduced = count_all_reduces(engine) if world_size() > 1 else None
-    return {**train(engine, torch.float64), "reduced": reduced}
+    if world_size() < 4:
+        return None
+    engine = world.engine(world.language_model(torch.float64), fsdp_size=2, token_budget=60)
+    return {"reduced": count_all_reduces(engine), **train(engine, torch.float64)}
 
 
-def count_all_reduces(engine: FSDPEngine) -> tuple[int, int]:
-    """(passes of an update, all-reduces of gradients in it)."""
+def sequence(world: World) -> Any:
+    """Ulysses: neighbouring ranks share the tokens of the same rows."""
+    if world_size() == 1:
+        return None
+    engine = world.engine(world.language_model(torch.float64), sequence_size=2)
+    return train(engine, torch.float64, groups=2)
+
+
+def sequence_float32(world: World) -> Any:
+    if world_size() != 2:
+        return None
+    engine = world.engine(world.language_model(torch.float32), sequence_size=2, gradient_checkpointing=True)
+    return train(engine, torch.float32, groups=2, steps=3)
+
+
+def sequence_pairs(world: World) -> Any:
+    return pairs(world, sequence_size=2) if world_size() == 2 else None
+
+
+def count_all_reduces(engine: FSDPEngine) -> tuple[int, int, int]:
+    """(passes of an update, all-reduces of gradients in it, parts whose gradients are reduced)."""
     loss, plain, count = objective(), torch.distributed.all_reduce, 0
     rows, passes = dealt(loss.prepare(batches(torch.float64, 1)[0]), engine)
 
@@ -173,7 +197,7 @@ def count_all_reduces(engine: FSDPEngine) -> tuple[int, int]:
         engine.trial_pass(rows, loss, passes=passes)
     finally:
         torch.distributed.all_reduce = plain
-    return len(passes), count
+    return len(passes), count, len(sharded_parts(engine.forward_pass))
 
 
 def adapters(world: World) -> Any:
@@ -183,7 +207,7 @@ def adapters(world: World) -> Any:
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.02)
     engine = world.engine(module)
-    found = train(engine, torch.float64)
+    found = train(engine, torch.float64, steps=4)
     rows, passes = dealt(batches(torch.float64, 1)[0], engine)
     with engine.base_only():
         found["base"] = summed(float(engine.log_probs(rows, passes=passes)["log_probs"].sum()))
@@ -198,7 +222,7 @@ def value_head(world: World) -> Any:
     torch.nn.init.normal_(module.value_head.weight, std=0.1)
     engine = world.engine(module)
     norms = []
-    for batch in batches(torch.float64, 4):
+    for batch in batches(torch.float64, 3):
         batch.batch["weights"] = batch.batch["response_mask"] / float(batch.batch["response_mask"].sum())
         rows, passes = dealt(batch, engine)
         goal = lambda micro, out: (micro.batch["weights"] * (out["values"] - micro.batch["advantages"]) ** 2).sum()  # noqa: E731
@@ -207,13 +231,13 @@ def value_head(world: World) -> Any:
     return {"norms": norms, "values": summed(float(engine.values(rows, passes=passes).sum()))}
 
 
-def pairs(world: World) -> Any:
+def pairs(world: World, sequence_size: int = 1) -> Any:
     module = load_scorer(str(world.model), CPU, torch.float64, pad_token_id=0, new_head=True)
-    engine = world.engine(module, kind=PairEngine)
+    engine = world.engine(module, kind=PairEngine, sequence_size=sequence_size)
     assert isinstance(engine, PairEngine)
     norms, losses = [], []
     for batch in batches(torch.float64, 3):
-        rows, passes = dealt(batch, engine)
+        rows, passes = dealt(batch, engine, groups=sequence_size)
         total = 0.0
 
         def loss(micro, out):
@@ -223,7 +247,7 @@ def pairs(world: World) -> Any:
             return share
 
         norms.append(engine.update(rows, loss, passes=passes)["grad_norm"])
-        losses.append(summed(total))
+        losses.append(summed(total) / sequence_size)
     return {"norms": norms, "losses": losses}
 
 
@@ -241,9 +265,9 @@ def not_finite(world: World) -> Any:
 
 
 def checkpoint(world: World) -> Any:
-    """5 steps, saved and 5 more; and 5 more from what a world before saved."""
+    """Steps 3 to 5 from what this world saved after 2, and from what larger ones did."""
     engine = world.engine(world.language_model(torch.float64))
-    train(engine, torch.float64, steps=5)
+    train(engine, torch.float64, steps=2)
     manager = CheckpointManager(world.folder / "checkpoints")
     step = world_size()
     if step == 1:
@@ -258,9 +282,40 @@ def checkpoint(world: World) -> Any:
     for saved in (size for size in WORLDS if size >= world_size()):
         other = world.engine(world.language_model(torch.float64))
         other.load(manager.role_folder(manager.path_of(saved), "actor"))
-        found[f"from_{saved}"] = train(other, torch.float64, first=5)
+        found[f"from_{saved}"] = train(other, torch.float64, steps=5, first=2)
     other.export_hf(world.folder / f"exported_{world_size()}", None, merged=False)
     return found
+
+
+def without_answers(world: World) -> Any:
+    """A rank whose rows have no response token at all."""
+    answers = [[1, 2, 3], [], [4], [], [9, 9], []]
+    outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]
+    whole = to_batch([[7, 8], [5]] * 3, outputs, pad_token_id=0)
+    engine = world.engine(world.language_model(torch.float64))
+    rows = whole[list(range(this_rank() % 2, 6, 2))] if world_size() == 2 else whole
+    passes = engine._plan(rows) if this_rank() < 2 else [[]]
+    shares = lambda micro, out: (out["log_probs"] * micro.batch["response_mask"]).sum()  # noqa: E731
+    return {"norm": engine.update(rows, shares, passes=passes)["grad_norm"]} if world_size() < 4 else None
+
+
+def refusals(world: World) -> Any:
+    if world_size() < 4:
+        return None
+    model = world.language_model(torch.float32)
+    return {
+        "fsdp": words(lambda: group_ranks(CPU, fsdp_size=3)),
+        "heads": words(lambda: world.engine(model, sequence_size=4)),
+        "padded": words(lambda: world.engine(model, sequence_size=2, pack=False)),
+    }
+
+
+def words(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
 
 
 def staged(world: World, step: int) -> Path:
@@ -269,7 +324,8 @@ def staged(world: World, step: int) -> Path:
 
 CHECKS: list[Callable[[World], Any]] = [
     float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, copies, adapters, value_head, pairs,
-    not_finite, checkpoint,
+    sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
+    without_answers, refusals,
 ]  # fmt: skip
 
 

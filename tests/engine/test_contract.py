@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_tools import VOCABULARY, gradient, objective, ragged_batch
+from engine_tools import TEMPERATURE, VOCABULARY, gradient, objective, ragged_batch
 
 import posttrain
 from posttrain.engine.packing import plan_micro_batches, plan_passes, plan_units
@@ -41,7 +41,7 @@ def test_given_passes_are_the_ones_that_are_computed(make_engine, monkeypatch):
     assert len(seen) == len(plan_passes(batch, engine.facts())) == 1
     engine.optimizer.adam.zero_grad()
     loss = objective()
-    engine._backward(loss.prepare(batch), loss, 1.0, [[unit] for unit in plan_units(batch, share=False)])
+    engine._backward(loss.prepare(batch), loss, TEMPERATURE, [[unit] for unit in plan_units(batch, share=False)])
     assert len(seen) == 1 + len(batch)
     rows = torch.cat([weight.grad.flatten() for weight in engine.module.parameters()])
     torch.testing.assert_close(rows, one, rtol=0, atol=1e-12)

@@ -242,6 +242,14 @@ def test_values_are_compared_as_json_knows_them():
     assert not same_value(10**20, 10**20 + 1) and not same_value([1], [1, 2]) and not same_value({1}, [1, 1])
 
 
+def test_keys_that_json_writes_alike_are_no_match_and_what_cannot_be_printed_is_wrong_all_the_same():
+    assert not same_value({1: 1, "1": 2}, {"1": 2}) and same_value({1: 2}, {"1": 2})
+    calls = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}
+    for program in ("def f(x): return 10**5000", "def f(x): return {10**5000: 1}"):
+        found = score(program, calls)
+        assert found["score"] == 0.0 and "that cannot be printed" in found["failure"]
+
+
 def test_truths_without_tests_are_refused_with_what_to_do():
     for truth in ("", [], {}, {"inputs": [], "outputs": []}, 42, "the answer is 42", {"inputs": [1], "outputs": []}):
         with pytest.raises(RewardError, match="truth of a coding task") as caught:

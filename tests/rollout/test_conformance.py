@@ -8,7 +8,7 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.rollout.base import Request, Sampling
-from posttrain.rollout.generate import generate, to_batch
+from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
 
@@ -117,11 +117,11 @@ def test_stop_tokens_and_stop_strings_end_a_response_and_are_kept(make, prompts,
 
 
 def test_outputs_come_as_soon_as_they_end(make, prompts):
-    order = []
-    settings = [Sampling(max_tokens=n) for n in (9, 2, 5, 1)]
-    generate(
-        make(), prompts, settings, range(4), on_outputs=lambda ended: order.append([output.id for output in ended])
-    )
+    engine, order = make(), []
+    for row, tokens in enumerate((9, 2, 5, 1)):
+        engine.submit(Request(row, prompts[row], Sampling(max_tokens=tokens), row))
+    while engine.has_work():
+        order.append([output.id for output in advance(engine)])
     assert order == [[3], [1], [2], [0]]
 
 

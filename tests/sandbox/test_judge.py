@@ -223,6 +223,27 @@ def test_what_looks_like_a_test_and_cannot_be_run_fails(box, test, error):
     assert not outcome["passed"] and error in outcome["error"]
 
 
+PARAMETRISED = """
+import pytest
+@pytest.mark.parametrize("pair", [(1, 2), pytest.param((2, 3), id="two")])
+def test_pair(pair):
+    assert f(pair[0]) == pair[1]
+@pytest.mark.parametrize(["x", "y"], [(1, 2), (5, 6)])
+def test_both(x, y): assert f(x) == y
+class TestF:
+    def setup_method(self): self.n = 3
+    @pytest.mark.parametrize("more", [0, 1])
+    def test(self, more): assert f(self.n + more) == 4 + more
+"""
+
+
+def test_parameters_of_pytest_are_given_to_the_tests(box):
+    wrong = [f"def f(x): return x + 1 if x != {x} else 0" for x in (1, 2, 3, 4, 5)]
+    assert [verdicts(box, program, PARAMETRISED) for program in ["def f(x): return x + 1", *wrong]] == [[True]] + [
+        [False]
+    ] * 5
+
+
 def test_helpers_whose_names_begin_with_test_are_called_by_the_tests_alone(box):
     code = "def test_one(x, y):\n    assert f(x) == y\ntest_one(1, 1)\ndef test():\n    test_one(2, 1)"
     assert verdicts(box, "def f(x): return 1", code, code.replace("2, 1", "2, 2")) == [True, False]

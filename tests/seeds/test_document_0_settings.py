@@ -21,7 +21,6 @@ import posttrain
 from posttrain.algorithms import AdvantageEstimator
 from posttrain.config import ConfigError, load_config
 from posttrain.config.schema import leaves
-from posttrain.models.loading import ModelError
 from posttrain.trainer import main_ppo as entry
 from posttrain.trainer.ppo.sizes import fit_sizes
 
@@ -300,7 +299,7 @@ def test_S0_48_model_and_tokenizer_come_from_the_folder_and_a_wrong_one_stops_th
     assert all(bool((reference[name] == tensor).all()) for name, tensor in stored.items()) and len(stored) > 10
     with pytest.raises(ConfigError, match=r"model\.path`: the folder /nowhere/m does not exist"):
         posttrain.train(settings(Path("/nowhere/m"), parquet, tmp_path / "a"), reward=parity_reward)
-    with pytest.raises(ModelError, match=r"org/no-such-model: the tokenizer could not be loaded[\s\S]*local folder"):
+    with pytest.raises(ConfigError, match=r"org/no-such-model is neither a folder here nor a model in the hub's cache"):
         posttrain.train(settings(Path("org/no-such-model"), parquet, tmp_path / "b"), reward=parity_reward)
 
 

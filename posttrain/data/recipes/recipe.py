@@ -1,6 +1,6 @@
 """What a recipe is: where a data set lies, and how one of its rows becomes one of ours; `prepare` does the rest.
 
-A recipe is one short file that makes a `Recipe` and one line in `table.py`.
+A recipe is one short file that makes a `Recipe`, a line in `table.py`, and its name in `config/environment.py`.
 """
 
 from __future__ import annotations

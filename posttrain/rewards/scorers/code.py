@@ -120,7 +120,10 @@ def _error_text(error: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value.strip() if isinstance(value, str) else value)
+    try:
+        text = repr(value.strip() if isinstance(value, str) else value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints
+        text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 

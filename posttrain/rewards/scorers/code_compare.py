@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
+_PRINTED = 10**4000
 
 
 def same_text(got: str, expected: str) -> bool:
@@ -45,11 +46,19 @@ def _same(got: Any, expected: Any) -> bool:
     if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
         return len(got) == len(expected) and all(map(_same, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
-        got, expected = ({str(key): value for key, value in one.items()} for one in (got, expected))
-        return got.keys() == expected.keys() and all(_same(got[key], expected[key]) for key in got)
+        by_text = {_key(key): value for key, value in got.items()}
+        others = {_key(key): value for key, value in expected.items()}
+        if len(by_text) < len(got) or by_text.keys() != others.keys():  # {1: a, "1": b} is no object of JSON
+            return False
+        return all(_same(value, others[key]) for key, value in by_text.items())
     if type(got).__module__ == "numpy":
         return _same(got.tolist(), expected)  # pyright: ignore
     return type(got) is type(expected) and got == expected
+
+
+def _key(key: Any) -> str:
+    """A key as JSON writes it; integers of more digits than Python prints in another way."""
+    return hex(key) if isinstance(key, int) and abs(key) > _PRINTED else str(key)
 
 
 def _same_members(got: list[Any], expected: list[Any]) -> bool:

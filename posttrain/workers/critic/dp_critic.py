@@ -55,7 +55,7 @@ class DataParallelPPOCritic:
         measures.tell("critic/lr", made["lr"])
         measures.tell("critic/bad_steps", made["skipped"], steps="sum")
         measures.tell("critic/optimizer_steps", 1.0, steps="sum")
-        return measures
+        return measures.settle()
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch = micro.batch
@@ -74,4 +74,4 @@ class DataParallelPPOCritic:
         return share
 
     def _add(self, name: str, value: torch.Tensor) -> None:
-        self.measures.add(name, float(value.detach()))
+        self.measures.add(name, value)

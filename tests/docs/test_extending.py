@@ -1,0 +1,107 @@
+"""Adding something takes the places that docs/extending.md names; these tests say which one was forgotten."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.algorithms import registry
+from posttrain.config import choices, environment
+from posttrain.data.recipes.recipe import Recipe
+from posttrain.data.recipes.table import RECIPES
+from posttrain.rewards.scorers import SCORERS
+from posttrain.rollout.base import RolloutEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "posttrain"
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+def modules(folder: str) -> list[str]:
+    return sorted(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (PACKAGE / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    )
+
+
+def decorated(folder: str, decorator: str) -> dict[str, str]:
+    """Names that the files of a folder give to a decorator -> the file."""
+    found = {}
+    for path in sorted((PACKAGE / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == decorator:
+                found |= {given_name(arg): path.name for arg in node.args[:1]}
+    return found
+
+
+def given_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):  # AdvantageEstimator.GRPO
+        return str(registry.AdvantageEstimator[node.attr].value)
+    return ast.literal_eval(node)
+
+
+KINDS = {
+    "loss": ("algorithms/losses", "register_policy_loss", registry.POLICY_LOSSES, "POLICY_LOSSES"),
+    "estimator": ("algorithms/advantages", "register_adv_est", registry.ADV_ESTIMATORS, "ESTIMATORS"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_algorithm_that_has_a_file_is_imported_and_can_be_chosen(kind):
+    folder, decorator, registered, setting = KINDS[kind]
+    found = decorated(folder, decorator)
+    assert len(found) >= 10
+    for name, file in found.items():
+        assert name in registered, f"import {folder}/{file} in posttrain/algorithms/__init__.py"
+        assert name in getattr(choices, setting), f"add {name!r} to {setting} in posttrain/config/choices.py"
+    left = set(getattr(choices, setting)) - set(found)
+    assert not left, f"{setting} in posttrain/config/choices.py names {left}, which no file of {folder} registers"
+
+
+def test_a_scorer_that_has_a_file_is_found_by_a_data_source():
+    used = {inspect.getmodule(scorer).__name__ for scorer in SCORERS.values()}  # pyright: ignore
+    having = [name for name in modules("rewards/scorers") if hasattr(importlib.import_module(name), "score")]
+    forgotten = [name for name in having if name not in used]
+    assert not forgotten, f"add lines for {forgotten} to SCORERS in posttrain/rewards/scorers/__init__.py"
+
+
+def test_a_recipe_that_has_a_file_is_in_the_table_and_known_to_the_hints():
+    made = {
+        value.name
+        for name in modules("data/recipes")
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, Recipe)
+    }
+    assert made <= set(RECIPES), f"add {made - set(RECIPES)} to posttrain/data/recipes/table.py"
+    hinted = {*environment.RECIPES, "gsm8k"}  # which has its own hint
+    assert set(RECIPES) == hinted, f"RECIPES of posttrain/config/environment.py differs: {set(RECIPES) ^ hinted}"
+
+
+def test_a_rollout_engine_that_has_a_file_can_be_named_and_passes_the_conformance_suite():
+    for name in modules("rollout"):
+        importlib.import_module(name)
+    kinds = {kind for kind in RolloutEngine.__subclasses__() if kind.__module__.startswith("posttrain.")}
+    builder = (PACKAGE / "rollout" / "engines.py").read_text()
+    suite = (ROOT / "tests" / "rollout" / "test_conformance.py").read_text()
+    joined = re.search(r"^ENGINES = \{(.*?)\}", suite, re.M | re.S)
+    assert joined is not None
+    for kind in kinds:
+        name = kind.__module__.split(".")[2]  # posttrain.rollout.NAME...
+        assert name in choices.ROLLOUT_ENGINES, f"add {name!r} to ROLLOUT_ENGINES in posttrain/config/choices.py"
+        assert f'"{name}"' in builder, f"give {name!r} a branch in posttrain/rollout/engines.py"
+        assert f'"{name}"' in joined[1], f"let {name!r} join ENGINES of tests/rollout/test_conformance.py"
+
+
+def test_the_page_names_at_most_three_places_and_they_are_there():
+    rows = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ") and "| 1 |" not in line]
+    assert {row[0].strip() for row in rows} >= {"policy loss", "scorer of a data source", "logger", "setting", "metric"}
+    for row in rows:
+        paths = [path for cell in row[1:] for path in re.findall(r"`((?:posttrain|tests|examples)/[\w/.]+)`", cell)]
+        missing = [path for path in paths if not (ROOT / path).exists() and "NAME" not in path]
+        assert len(row) == 5 and paths and missing == [], row
