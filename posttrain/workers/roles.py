@@ -56,6 +56,11 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     return FSDPEngine(module, replace(settings, pack=pack, gradient_checkpointing=checkpointing))
 
 
+def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
+    """A whole model of this process's own, to decode with where the trained one is cut over ranks."""
+    return _language_model(config, device).requires_grad_(False).to(device)
+
+
 def check_vocabulary(size: int, tokens: int, path: str | None) -> None:
     """The critic reads the policy's token ids; a model that has none for some of them cannot."""
     if size < tokens:
