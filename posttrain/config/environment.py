@@ -193,6 +193,9 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
         yield Problem(what, resolved.where(key), f"set {key} to {most} or less")
+    elif wanted > 1 and not hasattr(resolved.config, "actor_rollout_ref"):
+        what = f"`{key}={wanted}`: supervised training has one worker process in this version."
+        yield Problem(what, resolved.where(key), f"set {key}=1")
     elif wanted > 1 and importlib.util.find_spec("ray") is None:
         what = f"`{key}={wanted}` asks for {wanted} workers, which Ray starts; the package ray is not installed."
         yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')

@@ -67,6 +67,8 @@ class RayCluster:
         self.ranks, self.address = ranks, os.environ.get(ADDRESS)
         self._watcher: subprocess.Popen[bytes] | None = None
         self._connected = False
+        self.folder = ""
+        """Of the Ray that was started here."""
 
     def start(self) -> None:
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
@@ -74,15 +76,15 @@ class RayCluster:
             self._connected = True
             ray.init(address=self.address, **settings)
             return
-        mark, folder = f"{MARK}={secrets.token_hex(8)}", _folder()
-        self._watcher = _watch(mark, folder)
+        mark, self.folder = f"{MARK}={secrets.token_hex(8)}", _folder()
+        self._watcher = _watch(mark, self.folder)
         self._connected = True
         with _environment(mark):
             ray.init(
                 address="local",
                 num_cpus=self.ranks,
                 include_dashboard=False,
-                _temp_dir=folder,
+                _temp_dir=self.folder,
                 _node_ip_address="127.0.0.1",
                 **settings,
             )
