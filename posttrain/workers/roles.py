@@ -58,7 +58,7 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
 
 def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
     """A whole model of this process's own, to decode with where the trained one is cut over ranks."""
-    return _language_model(config, device, whole=True).requires_grad_(False)
+    return _language_model(config, device).requires_grad_(False).to(device)
 
 
 def check_vocabulary(size: int, tokens: int, path: str | None) -> None:
@@ -77,17 +77,16 @@ def _language_model(
     path: str | None = None,
     quantization: str | None = None,
     headless: bool = False,
-    whole: bool = False,
 ) -> torch.nn.Module:
     """The policy's model, or another one, which its `override_config` is not meant for; `headless` leaves out the part
-    that predicts tokens, and `whole` keeps all of it on the device however many ranks there are."""
+    that predicts tokens."""
     model = config.actor_rollout_ref.model
     if path is not None and path != model.path:
         model = replace(model, override_config={})
     dtype = resolve_dtype(model.dtype, device)
     role = "actor_rollout_ref." if path is None else "critic."
     options: Any = {"path": path, "quantization": quantization, "headless": headless, "role": role}
-    home = device if whole or world_size() == 1 else torch.device("cpu")  # ranks take their parts from host memory
+    home = device if world_size() == 1 else torch.device("cpu")  # ranks take their parts from host memory
     return load_causal_lm(model, dtype=dtype, device=home, **options)
 
 
