@@ -51,7 +51,7 @@ class WorkerGroup(ABC):
 
     def once(self, name: str) -> Any:
         """The result of a call without arguments that never changes; it is made once."""
-        known = self.__dict__.setdefault("_known", {})
+        known = vars(self).setdefault("_known", {})  # pyright: ignore
         if name not in known:
             known[name] = self.start(name, ()).result()
         return known[name]

@@ -67,7 +67,7 @@ class Optimizer:
                 grads.append(weight.grad)
             weight.grad = None
         if sums:
-            torch._foreach_add_(sums, grads)
+            torch._foreach_add_(sums, grads)  # pyright: ignore
 
     def step(self, *, grad_clip: float, total_steps: int) -> dict[str, float]:
         """Clip, step and clear; a gradient that is not finite changes nothing and is reported."""
@@ -96,7 +96,7 @@ class Optimizer:
     def _write_back(self) -> None:
         pairs = [(w.data, m.data) for w, m in zip(self.weights, self.masters, strict=True) if m is not w]
         if pairs:
-            torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
+            torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])  # pyright: ignore
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters, which stand for the weights, moments and step counts by the weights' names."""

@@ -109,8 +109,8 @@ class _CudaHead(torch.autograd.Function):
         grad_weight = None
         for number, part in enumerate(ctx.chunks):
             logits = ctx.kept[number] if ctx.kept else _wide_product(hidden_NE[part], weight_VE.T)
-            columns = (labels_N, logsum_N, entropy_N, grad_logp_N, grad_entropy_N)
-            grad = gradient(logits, *(x[part] for x in columns), ctx.temperature, hidden_NE.dtype)
+            columns = [x[part] for x in (labels_N, logsum_N, entropy_N, grad_logp_N, grad_entropy_N)]
+            grad = gradient(logits, columns, ctx.temperature, hidden_NE.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight_VE, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:

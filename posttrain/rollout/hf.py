@@ -102,7 +102,7 @@ class HFEngine(RolloutEngine):
         finished, keep = [], []
         columns = (tokens_B.tolist(), log_probs_B.tolist(), drawn_B.tolist())
         for place, (row, *made) in enumerate(zip(self.rows, *columns, strict=True)):
-            row.add(*made, self.version)
+            row.add(*made, self.version)  # pyright: ignore
             reason = self._finish_reason(row)
             if reason:
                 finished.append(row.output(reason))

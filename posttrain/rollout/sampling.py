@@ -124,8 +124,8 @@ def _sample_cuda(logits_NV: torch.Tensor, source_B, temperature_B, greedy_B, see
     from posttrain.kernels.cuda.sampling import sample_rows
 
     arrays = (source_B, temperature_B, greedy_B, seed_B.view(np.int64), place_B)
-    found = sample_rows(logits_NV, *(torch.from_numpy(array).to(logits_NV.device) for array in arrays))
-    return tuple(x.cpu().numpy() for x in found)
+    tokens_B, log_probs_B = sample_rows(logits_NV, *(torch.from_numpy(array).to(logits_NV.device) for array in arrays))
+    return tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()
 
 
 def log_probs_of(

@@ -5,6 +5,8 @@ Shapes: N tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -57,10 +59,15 @@ def _gradient(LOGITS, LABELS, LOGSUM, ENTROPY, GRAD_LOGP, GRAD_ENTROPY, OUT, V, 
     tl.store(OUT + base + at, grad.to(OUT.dtype.element_ty), mask=real)
 
 
-def gradient(logits_NV, labels_N, logsum_N, entropy_N, grad_logp_N, grad_entropy_N, temperature: float, dtype):
-    """The gradient of the logits, in `dtype`: d logp = onehot - p; d entropy = -p * (log p + entropy)."""
+def gradient(
+    logits_NV: torch.Tensor, columns: Sequence[torch.Tensor], temperature: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """The gradient of the logits, in `dtype`: d logp = onehot - p; d entropy = -p * (log p + entropy).
+
+    `columns`: labels, logarithms of sums, entropies, and the gradients of log-probs and entropies.
+    """
     rows, size = logits_NV.shape
     out = torch.empty(rows, size, dtype=dtype, device=logits_NV.device)
-    tensors = (logits_NV, labels_N, logsum_N, entropy_N, grad_logp_N.contiguous(), grad_entropy_N.contiguous(), out)
+    tensors = (logits_NV, *(column.contiguous() for column in columns), out)
     _gradient[(rows, triton.cdiv(size, 4096))](*tensors, size, 1.0 / temperature, 4096, num_warps=8)
     return out

@@ -148,7 +148,7 @@ class Session:
     def _sampling(self, module: torch.nn.Module) -> Sampling:
         rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
         end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
-        size = getattr(module.config.get_text_config(), "vocab_size", None)
+        size = getattr(module.config.get_text_config(), "vocab_size", None)  # pyright: ignore
         if not rollout.ignore_eos and (note := end_token_note(end_ids, size)):
             say(f"note: {note}")
         return Sampling(
