@@ -12,5 +12,5 @@ for argument in "$@"; do
   fi
 done
 
-prepare_python
+prepare_python "$(wants_ray "$@")"
 exec "$RUN_PYTHON" -m posttrain.cli train --train-sh="$ROOT" "$@"

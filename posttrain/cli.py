@@ -187,6 +187,9 @@ def _answer(args: list[str]) -> int:
         as_console(sys.stdout).lose()
         return 141
     except UserError as error:
+        if interrupted():
+            print("interrupted", file=sys.stderr)
+            return 130
         print(error, file=sys.stderr)
         return 2
     except Exception as error:

@@ -263,9 +263,11 @@ class DataProto:
         return self if self.non_tensor_batch.decoded else self._with_decoder_of(other)
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Moves the tensors in place."""
+        """Moves the tensors in place; to a CUDA device without waiting for what it is doing."""
+        to_cuda = torch.device(device).type == "cuda"
         for name, tensor in list(self.batch.items()):
-            self.batch[name] = tensor.to(device)
+            pinned = tensor.pin_memory() if to_cuda and tensor.device.type == "cpu" else tensor
+            self.batch[name] = pinned.to(device, non_blocking=to_cuda)
         return self
 
     # Disk

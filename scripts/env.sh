@@ -36,6 +36,16 @@ prepare_python() {
   if [[ -n "$extra" ]]; then echo "$want" >"$venv/.installed"; fi
 }
 
+# Ray (240 MB) is for several workers: the extra `ray` where an argument asks for a second one, otherwise nothing.
+wants_ray() {
+  local argument before=""
+  for argument in "$@"; do
+    if [[ "$before" =~ ^--n[_-]gpus$ && "$argument" =~ ^[0-9]+$ && "$argument" -gt 1 ]]; then echo ray; return; fi
+    if [[ "$argument" =~ ^(--n[_-]gpus|trainer\.(n_workers|n_gpus_per_node|nnodes))=([0-9]+)$ && "${BASH_REMATCH[3]}" -gt 1 ]]; then echo ray; return; fi
+    before="$argument"
+  done
+}
+
 install_into() {
   local venv="$1" extra="$2" lacks="$3" constraint=(-c "$ROOT/constraints.txt") index=()
   echo "posttrain: $PYTHON_BIN lacks some requirements:"

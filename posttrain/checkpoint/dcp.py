@@ -11,7 +11,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.verify import read_manifest
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -68,13 +69,17 @@ class _TensorsOnly(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write `tensors` into the new folder `folder`, from this process alone; not yet synced to the disk."""
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, together: bool = False) -> None:
+    """Write `tensors` into the new folder `folder`; not yet synced to the disk.
+
+    This process alone writes all of them, or `together` all ranks write what they hold of tensors that are cut over
+    them, and one of them what all have alike.
+    """
     odd = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise TypeError(f"only tensors can be saved; these are not: {', '.join(odd)}")
     with _quiet():
-        save(dict(tensors), storage_writer=_Writer(folder, sync_files=False), no_dist=True)
+        save(dict(tensors), storage_writer=_Writer(folder, sync_files=False), no_dist=not together)
 
 
 def read_metadata(folder: Path, listed: Collection[str]) -> Metadata:
@@ -111,6 +116,51 @@ def read_tensors(folder: Path, metadata: Metadata, into: dict[str, torch.Tensor]
             load(dict(into), storage_reader=_Reader(folder, metadata), planner=_TensorsOnly(), no_dist=True)
     except CheckpointException as error:  # a BaseException, which would pass every `except Exception`
         raise CheckpointError(f"Reading {folder} failed: {error}") from error
+
+
+def listed_metadata(folder: Path) -> Metadata:
+    """What a folder of a checkpoint holds, if it refers to no file but those that the checkpoint's manifest lists."""
+    try:
+        names = (PurePosixPath(name) for name in read_manifest(folder.parent)["files"])
+    except ValueError as error:
+        raise CheckpointError(f"The checkpoint {folder.parent} is not loaded: {error}.") from error
+    role = folder.name
+    return read_metadata(folder, {str(name.relative_to(role)) for name in names if name.is_relative_to(role)})
+
+
+def read_checked(folder: Path, into: dict[str, torch.Tensor], *, partial: bool = False) -> None:
+    """Fill the tensors of `into` in place from a folder of a checkpoint; of those that are cut over ranks, this rank's
+    part.
+
+    Every one must be there with its shape and dtype, and with `partial=False` no others; otherwise nothing is changed
+    and the error names them. Files that the checkpoint's manifest does not list are not read.
+    """
+    metadata = listed_metadata(folder)
+    if differences := _differences(describe(metadata), into, partial):
+        raise CheckpointError(
+            f"The checkpoint {folder} does not fit this run: {few(differences)}. "
+            "Resume with the model and optimizer settings that it was saved with, or start a new run."
+        )
+    read_tensors(folder, metadata, into)
+
+
+def _differences(
+    stored: dict[str, tuple[torch.Size, torch.dtype]], wanted: Mapping[str, torch.Tensor], partial: bool
+) -> list[str]:
+    found = [f"{name} is not in it" for name in wanted if name not in stored]
+    for name, tensor in wanted.items():
+        if name in stored and stored[name] != (tensor.shape, tensor.dtype):
+            shape, dtype = stored[name]
+            found.append(f"{name} is {dtype} {tuple(shape)} there and {tensor.dtype} {tuple(tensor.shape)} here")
+    if not partial:
+        found += [f"{name} is in it and not in this run" for name in stored if name not in wanted]
+    return found
+
+
+def few(items: list[str], most: int = 8) -> str:
+    """The first of these in a sentence."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return "; ".join(items[:most]) + more
 
 
 def _quiet() -> warnings.catch_warnings:

@@ -27,7 +27,8 @@ def write_failure(target: Path, error: BaseException, needed_bytes: int) -> Chec
         return CheckpointError(f"Writing the checkpoint {target} failed: {type(error).__name__}: {error}")
     if system.errno in _FULL:
         advice = (
-            f"There is no room for it: about {_gib(needed_bytes)} GiB are needed, {_free(target)} are free. Make room, "
+            f"There is no room for it: {f'about {_gib(needed_bytes)} GiB are needed, ' * bool(needed_bytes)}"
+            f"{_free(target)} are free. Make room, "
             "set trainer.max_ckpt_to_keep lower, or put the run elsewhere with trainer.default_local_dir"
         )
     elif system.errno in _CLOSED:
@@ -61,13 +62,19 @@ def disk_words(error: OSError, folder: Path) -> str | None:
 
 def find_os_error(error: BaseException) -> OSError | None:
     """The operating system's error that `error` is, wraps or was raised from."""
+    found = find_error(error, OSError)
+    return found if isinstance(found, OSError) else None
+
+
+def find_error(error: BaseException, kind: type[BaseException]) -> BaseException | None:
+    """The error of a kind that `error` is, wraps or was raised from."""
     pending, seen = [error], set()
     while pending:
         current = pending.pop()
         if id(current) in seen:
             continue
         seen.add(id(current))
-        if isinstance(current, OSError):
+        if isinstance(current, kind):
             return current
         # torch.distributed.checkpoint hands over one (exception, stack) pair per rank.
         pending += [pair[0] for pair in getattr(current, "failures", {}).values()]

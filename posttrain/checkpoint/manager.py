@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from posttrain.checkpoint import dcp, state_json
-from posttrain.checkpoint.errors import CheckpointError, write_failure
-from posttrain.checkpoint.files import sync_folder, sync_tree
+from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
+from posttrain.checkpoint.files import files_below, sync_folder, sync_tree
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
 from posttrain.tracking.atomic import replace_file
 
@@ -39,6 +39,9 @@ LATEST = "latest_checkpointed_iteration.txt"
 _WRITING = ".writing-"
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"global_step_(\d+)")
+
+
+WriteRole = Callable[[Path], object]
 
 
 class CheckpointManager:
@@ -67,7 +70,7 @@ class CheckpointManager:
         self,
         step: int,
         *,
-        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        tensors: Mapping[str, Mapping[str, torch.Tensor] | WriteRole],
         state: dict[str, Any],
         rng: Mapping[str, torch.Tensor],
         extra: Callable[[Path], None] | None = None,
@@ -75,16 +78,16 @@ class CheckpointManager:
     ) -> Path:
         """Write `global_step_<step>` and return it; then remove checkpoints past `keep`.
 
-        `tensors` maps a role (`actor`, `critic`) to its tensors by name, `state` is plain JSON, `extra` writes further
-        files into the folder it is given. After an error nothing of the new checkpoint is left.
+        `tensors` maps a role (`actor`, `critic`) to its tensors by name, or to what writes them into the folder it is
+        given, be it one process or many; `state` is plain JSON, `extra` writes further files. Only when all have
+        written is the folder synced, listed and put in its place. After an error nothing of the new checkpoint is left.
         """
         target = self.folder / f"global_step_{step}"
         text = state_json.dump(state)  # a state that cannot be stored fails before anything is written
-        needed = sum(t.numel() * t.element_size() for role in tensors.values() for t in role.values())
         try:
             with self._temporary(target) as folder:
-                for role, named in tensors.items():
-                    dcp.write_tensors(folder / role, named)
+                for role, held in tensors.items():
+                    held(folder / role) if callable(held) else dcp.write_tensors(folder / role, held)
                 (folder / STATE).write_bytes(text)
                 (folder / RNG).write_bytes(save_safetensors({k: v.contiguous().cpu() for k, v in rng.items()}))
                 if extra is not None:
@@ -96,11 +99,20 @@ class CheckpointManager:
         except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
             raise
         except BaseException as error:
-            raise write_failure(target, error, needed) from error
+            if find_error(error, KeyboardInterrupt):  # the library wraps it, too
+                raise KeyboardInterrupt from None
+            raise write_failure(target, error, self._needed(tensors)) from error
         self._verified.discard(target)
         self._name_latest(step)
         self._prune()
         return target
+
+    def _needed(self, tensors: Mapping[str, Mapping[str, torch.Tensor] | WriteRole]) -> int:
+        """Bytes of a checkpoint of these: as many as the newest has, where others write; 0 if nobody knows."""
+        if not any(callable(held) for held in tensors.values()):
+            return sum(t.numel() * t.element_size() for role in tensors.values() for t in role.values())  # pyright: ignore
+        steps = self.steps()
+        return sum(file.stat().st_size for file in files_below(self.path_of(steps[-1]))) if steps else 0
 
     @contextmanager
     def _temporary(self, target: Path) -> Iterator[Path]:
@@ -156,12 +168,12 @@ class CheckpointManager:
             if not problems:
                 self._verified.add(path)
                 return path
-            damaged.append(f"{path.name}: {_few(problems)}")
-            self._note(f"The checkpoint {path} is damaged and is skipped: {_few(problems)}.")
+            damaged.append(f"{path.name}: {dcp.few(problems)}")
+            self._note(f"The checkpoint {path} is damaged and is skipped: {dcp.few(problems)}.")
         if damaged:
             raise CheckpointError(
-                f"No checkpoint in {self.folder} can be loaded: {_few(damaged)}. The run does not start over, as that "
-                "would replace them. Bring one back from a copy; or move the folder away, or choose another "
+                f"No checkpoint in {self.folder} can be loaded: {dcp.few(damaged)}. The run does not start over, as "
+                "that would replace them. Bring one back from a copy; or move the folder away, or choose another "
                 "trainer.experiment_name, to begin anew."
             )
         return None
@@ -190,7 +202,7 @@ class CheckpointManager:
 
     def describe(self, path: str | os.PathLike[str], role: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Name -> (shape, dtype) of the tensors of `role`."""
-        return dcp.describe(self._metadata(path, role))
+        return dcp.describe(dcp.listed_metadata(self.role_folder(path, role)))
 
     def load_tensors(
         self, path: str | os.PathLike[str], role: str, into: dict[str, torch.Tensor], *, partial: bool = False
@@ -200,31 +212,23 @@ class CheckpointManager:
         Every one must be in the checkpoint with its shape and dtype, and with `partial=False` the checkpoint must
         hold no others; otherwise nothing is changed and the error names them.
         """
-        metadata = self._metadata(path, role)
-        differences = _differences(dcp.describe(metadata), into, partial)
-        if differences:
-            raise CheckpointError(
-                f"The checkpoint {Path(path) / role} does not fit this run: {_few(differences)}. "
-                "Resume with the model and optimizer settings that it was saved with, or start a new run."
-            )
-        dcp.read_tensors(Path(path) / role, metadata, into)
+        dcp.read_checked(self.role_folder(path, role), into, partial=partial)
 
-    def _metadata(self, path: str | os.PathLike[str], role: str) -> Any:
-        folder = self._checked(path, f"{role}/.metadata").parent
-        names = (PurePosixPath(name) for name in read_manifest(Path(path))["files"])
-        return dcp.read_metadata(folder, {str(name.relative_to(role)) for name in names if name.is_relative_to(role)})
+    def role_folder(self, path: str | os.PathLike[str], role: str) -> Path:
+        """The folder of a role's tensors, for those who read it themselves; the whole checkpoint is verified."""
+        return self._checked(path, f"{role}/.metadata").parent
 
     def _checked(self, path: str | os.PathLike[str], name: str) -> Path:
         """The file `name` of a checkpoint that was verified (once per manager), if its manifest lists it."""
         folder = Path(path)
         if not folder.is_dir():
             there = [f"global_step_{step}" for step in _steps_in(folder.parent)]
-            raise CheckpointError(f"There is no checkpoint {folder}; {folder.parent} holds {_few(there) or 'none'}.")
+            raise CheckpointError(f"There is no checkpoint {folder}; {folder.parent} holds {dcp.few(there) or 'none'}.")
         if folder not in self._verified:
             problems = verify(folder)
             if problems:
                 raise CheckpointError(
-                    f"The checkpoint {folder} is damaged and is not loaded: {_few(problems)}. "
+                    f"The checkpoint {folder} is damaged and is not loaded: {dcp.few(problems)}. "
                     "Name another one with trainer.resume_from_path, or let trainer.resume_mode=auto find a good one."
                 )
             self._verified.add(folder)
@@ -288,29 +292,11 @@ def _metric_of(path: Path) -> float | None:
     return metric if isinstance(metric, int | float) and math.isfinite(metric) else None
 
 
-def _differences(
-    stored: dict[str, tuple[torch.Size, torch.dtype]], wanted: Mapping[str, torch.Tensor], partial: bool
-) -> list[str]:
-    found = [f"{name} is not in it" for name in wanted if name not in stored]
-    for name, tensor in wanted.items():
-        if name in stored and stored[name] != (tensor.shape, tensor.dtype):
-            shape, dtype = stored[name]
-            found.append(f"{name} is {dtype} {tuple(shape)} there and {tensor.dtype} {tuple(tensor.shape)} here")
-    if not partial:
-        found += [f"{name} is in it and not in this run" for name in stored if name not in wanted]
-    return found
-
-
 def _steps_in(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
-
-
-def _few(items: list[str], most: int = 8) -> str:
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return "; ".join(items[:most]) + more
 
 
 def _free_name(path: Path) -> Path:

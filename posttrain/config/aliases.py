@@ -71,6 +71,7 @@ RENAMED: dict[str, str] = {
     "data.train_path": "data.train_files",
     "data.val_path": "data.val_files",
     "trainer.save_steps": "trainer.save_freq",
+    "trainer.n_workers": "trainer.n_gpus_per_node",
     "trainer.micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
     "trainer.gradient_accumulation_steps": "trainer.gradient_accumulation",
 }

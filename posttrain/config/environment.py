@@ -188,10 +188,17 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
 def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     wanted, present = resolved.value(key), gpus_present()
-    if wanted > 1:
-        kind = "the CPU (no GPU)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
+    most = (os.cpu_count() or 1) if runs_on_cpu(resolved.config) else present
+    if wanted > most:
+        kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
-        yield Problem(what, resolved.where(key), f"set {key}=1: this version trains with one worker process")
+        yield Problem(what, resolved.where(key), f"set {key} to {most} or less")
+    elif wanted > 1 and not hasattr(resolved.config, "actor_rollout_ref"):
+        what = f"`{key}={wanted}`: supervised training has one worker process in this version."
+        yield Problem(what, resolved.where(key), f"set {key}=1")
+    elif wanted > 1 and importlib.util.find_spec("ray") is None:
+        what = f"`{key}={wanted}` asks for {wanted} workers, which Ray starts; the package ray is not installed."
+        yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')
     if nodes > 1:
         what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, but no cluster or head address is given."
         yield Problem(what, resolved.where("trainer.nnodes"), _THREE_FORMS)

@@ -38,6 +38,11 @@ def first(results: list[Any], calls: Calls) -> Any:
     return results[0]
 
 
+def largest(results: list[dict[str, float]], calls: Calls) -> dict[str, float]:
+    """By name, the largest number of any rank."""
+    return {name: max(part[name] for part in results if name in part) for name in results[0]}
+
+
 def register(spread: Spread, join: Join = first) -> Callable[[Method], Method]:
     """Make a method callable through a worker group."""
 

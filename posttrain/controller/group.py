@@ -49,6 +49,13 @@ class WorkerGroup(ABC):
         parts = [self._send(rank, name, own) for rank, own in enumerate(calls.arguments)]
         return self._joined(parts, lambda results: method.join(results, calls))
 
+    def once(self, name: str) -> Any:
+        """The result of a call without arguments that never changes; it is made once."""
+        known = self.__dict__.setdefault("_known", {})
+        if name not in known:
+            known[name] = self.start(name, ()).result()
+        return known[name]
+
     @property
     def later(self) -> Any:
         return _View(self, lambda name, arguments: self.start(name, arguments))

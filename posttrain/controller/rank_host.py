@@ -51,9 +51,11 @@ class RankHost:
         return self._answer(self._connect, address)
 
     def _connect(self, address: str) -> None:
-        from posttrain.engine.ranks import join
+        import torch
 
-        join(self.rank, self.ranks, address, self.device)
+        from posttrain.engine.ranks import join_ranks
+
+        join_ranks(self.rank, self.ranks, address, torch.device(self.device))
 
     def build(self, role: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Make the worker of a role."""

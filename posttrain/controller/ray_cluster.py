@@ -32,7 +32,11 @@ def ours(process):
     with open(f"{process}/environ", "rb") as file:
         if mark in file.read().split(b"\\0"):
             return True
-    # A process that gave itself a title has written over its environment; its log lies in the folder.
+    # A process that gave itself a title has written over its environment; its log lies in the folder. (So does one of
+    # the run's own process, which must not be taken for one of Ray's.)
+    with open(f"{process}/cmdline", "rb") as file:
+        if not file.read().startswith(b"ray::"):
+            return False
     return any(os.readlink(f"{process}/fd/{fd}").startswith(folder + "/") for fd in os.listdir(f"{process}/fd"))
 def marked():
     for name in os.listdir("/proc"):
@@ -63,6 +67,8 @@ class RayCluster:
         self.ranks, self.address = ranks, os.environ.get(ADDRESS)
         self._watcher: subprocess.Popen[bytes] | None = None
         self._connected = False
+        self.folder = ""
+        """Of the Ray that was started here."""
 
     def start(self) -> None:
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
@@ -70,15 +76,15 @@ class RayCluster:
             self._connected = True
             ray.init(address=self.address, **settings)
             return
-        mark, folder = f"{MARK}={secrets.token_hex(8)}", _folder()
-        self._watcher = _watch(mark, folder)
+        mark, self.folder = f"{MARK}={secrets.token_hex(8)}", _folder()
+        self._watcher = _watch(mark, self.folder)
         self._connected = True
         with _environment(mark):
             ray.init(
                 address="local",
                 num_cpus=self.ranks,
                 include_dashboard=False,
-                _temp_dir=folder,
+                _temp_dir=self.folder,
                 _node_ip_address="127.0.0.1",
                 **settings,
             )

@@ -88,11 +88,12 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class RayWorkers(Workers):
-    """`ranks` processes, each with its share of the cores, or with a GPU of its own."""
+    """`ranks` processes, each with its share of the cores, or with a GPU of its own. They live in a Ray that is started
+    for them, or in `cluster`, which they leave running."""
 
-    def __init__(self, ranks: int, device: Any) -> None:
-        self.world_size = ranks
-        self.cluster = RayCluster(ranks)
+    def __init__(self, ranks: int, device: Any, cluster: RayCluster | None = None) -> None:
+        self.world_size, self.hosts = ranks, []
+        self.cluster, self._shared = cluster or RayCluster(ranks), cluster is not None
         try:
             self.hosts = self._start(ranks, device)
         except BaseException:
@@ -100,7 +101,8 @@ class RayWorkers(Workers):
             raise
 
     def _start(self, ranks: int, device: Any) -> list[Any]:
-        self.cluster.start()
+        if not self._shared:
+            self.cluster.start()
         threads = max(1, (os.cpu_count() or 1) // ranks)
         resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
         actor = ray.remote(RankHost).options(max_concurrency=1, **resources)
@@ -122,4 +124,8 @@ class RayWorkers(Workers):
         return f"{self.world_size} processes in Ray {ray.__version__}, {self.cluster.words()}"
 
     def close(self) -> None:
-        self.cluster.stop()
+        if not self._shared:
+            self.cluster.stop()
+            return
+        for host in self.hosts:
+            ray.kill(host)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from posttrain.config.optim import OptimConfig
+
+STEPS = "optim.steps_done"
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -21,6 +24,11 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     if config.lr_scheduler_type == "cosine":
         return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
     return config.lr
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, also of one that is cut over ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Optimizer:
@@ -48,16 +56,22 @@ class Optimizer:
 
     def gather_gradients(self) -> None:
         """Add the gradients of a micro-batch to the masters' and clear them."""
+        sums, grads = [], []
         for weight, master in zip(self.weights, self.masters, strict=True):
             if master is weight or weight.grad is None:
                 continue
-            grad = weight.grad.to(master.dtype)
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            if master.grad is None:
+                master.grad = weight.grad.to(master.dtype)
+            else:
+                sums.append(master.grad)
+                grads.append(weight.grad)
             weight.grad = None
+        if sums:
+            torch._foreach_add_(sums, grads)
 
     def step(self, *, grad_clip: float, total_steps: int) -> dict[str, float]:
         """Clip, step and clear; a gradient that is not finite changes nothing and is reported."""
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip if grad_clip > 0 else math.inf)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.masters, grad_clip if grad_clip > 0 else math.inf))
         rate = learning_rate(self.config, self.steps_done, total_steps)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -80,16 +94,15 @@ class Optimizer:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight:
-                weight.copy_(master)
+        pairs = [(w.data, m.data) for w, m in zip(self.weights, self.masters, strict=True) if m is not w]
+        if pairs:
+            torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters (where they are not the weights), moments and step counts by the weights' names."""
-        found: dict[str, torch.Tensor] = {"optim.steps_done": torch.tensor(self.steps_done)}
-        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
-            if master is not weight:
-                found[f"optim.master.{name}"] = master.detach()
+        """Masters, which stand for the weights, moments and step counts by the weights' names."""
+        found: dict[str, torch.Tensor] = {STEPS: torch.tensor(self.steps_done)}
+        for name, master in zip(self.names, self.masters, strict=True):
+            found[f"model.{name}"] = master.detach()
             for key, value in self._moments(master).items():
                 found[f"optim.{key}.{name}"] = value
         return found
@@ -103,12 +116,10 @@ class Optimizer:
             state["exp_avg_sq"] = torch.zeros_like(master)
         return state
 
-    @torch.no_grad()
-    def load(self, saved: dict[str, torch.Tensor]) -> None:
-        self.steps_done = int(saved["optim.steps_done"])
-        for key, tensor in self.state().items():
-            if key != "optim.steps_done":
-                tensor.copy_(saved[key])
+    def loaded(self, state: dict[str, torch.Tensor]) -> None:
+        """The tensors that `state` gave have been filled."""
+        self.steps_done = int(state[STEPS])
+        self._write_back()
 
     def move(self, device: torch.device | str) -> None:
         """Moments (and separate masters) to `device`; weights are the engine's to move."""

@@ -6,10 +6,12 @@ pairs of a place and the token that it predicts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from posttrain.engine.facts import EngineFacts
+from posttrain.kernels.cuda import to_device
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.protocol import DataProto
 
@@ -33,6 +35,7 @@ def plan_units(
     share: bool,
     width: int = 0,
     all_pairs: bool = True,
+    joining: float = 0.0,
     max_rows: int | None = None,
 ) -> list[Unit]:
     """Units of the batch, as `packed_units` packs them.
@@ -40,7 +43,8 @@ def plan_units(
     Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
 
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
-    pairs of a sequence takes more of them; one that skips what is not seen takes fewer.
+    pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
+    token saw of its prompt and of its response, at the cost of `joining` tokens per token.
     """
     computed = _computed(data)
     units: list[Unit] = []
@@ -48,10 +52,26 @@ def plan_units(
         size = max_rows or len(rows)
         for start in range(0, len(rows), size):
             together = _unit(rows[start : start + size], computed)
-            apart = [_unit([row], computed) for row in together.rows] if all_pairs else []
-            dearer = all_pairs and _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+            apart = [_unit([row], computed) for row in together.rows] if all_pairs or joining else []
+            if all_pairs:
+                dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+            else:
+                dearer = joining > 0 and together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
             units += apart if dearer else [together]
     return units
+
+
+def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
+    """The units of each forward pass over a batch that one process computes alone."""
+    units = plan_units(
+        data,
+        share=facts.shares_prompts,
+        width=facts.width,
+        all_pairs=facts.all_pairs,
+        joining=facts.joining,
+        max_rows=facts.max_rows,
+    )
+    return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
 
 
 def _computed(data: DataProto) -> list[tuple[int, bytes]]:
@@ -134,46 +154,42 @@ class Rows:
         flat = values_U.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.slot_N,), self.of_tokens(values_U)).view(self.shape)
 
-    def states(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Hidden states at these places, from a pass that gave those of all tokens or of the wanted ones only."""
-        flat = hidden.flatten(0, 1)
-        if self.layout is not None and self.layout.wanted_T is not None and len(flat) < self.layout.total:
-            places = torch.searchsorted(self.layout.wanted_T, places)
-        return flat.index_select(0, places)
-
 
 def padded_rows(data: DataProto, device: torch.device) -> Rows:
     """The rows side by side, each from the left, padded on the right only: there no model's real token sees padding,
     whatever it makes of masks and positions."""
-    ids_BS, mask_BS, _, real_BR = _tensors(data, device)
+    ids_BS, mask_BS, _, real_BR = _tensors(data)
     rows, width = real_BR.shape
     order_BS = mask_BS.long().argsort(dim=1, descending=True, stable=True)
     length_B = mask_BS.sum(-1)
     longest = int(length_B.max())
     left_BL = ids_BS.gather(1, order_BS[:, :longest])
-    kept_BL = torch.arange(longest, device=device) < length_B[:, None]
+    kept_BL = torch.arange(longest) < length_B[:, None]
     prompt_B = length_B - real_BR.sum(-1)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
     predict_N = row_N * longest + prompt_B[row_N] + real_BR.long().cumsum(-1)[real_BR] - 2
     labels, slots = ids_BS[:, -width:][real_BR], row_N * width + col_N
-    position_BL = torch.arange(longest, device=device).expand(rows, -1)
-    return Rows(left_BL, position_BL, kept_BL.long(), None, predict_N, labels, None, slots, (rows, width))
+    position_BL = torch.arange(longest).expand(rows, -1)
+    tensors = (left_BL, position_BL, kept_BL.long(), predict_N, labels, slots)
+    ids, positions, mask, places, labels, slots = (to_device(x, device) for x in tensors)
+    return Rows(ids, positions, mask, None, places, labels, None, slots, (rows, width))
 
 
 def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Rows:
     """The rows packed; the rows of `data` are those of the units, end to end.
 
-    The last token of a response is predicted, but predicts nothing, and no other token looks at it: it is left out. A
-    response that another one of its unit begins with is read off that one.
+    All of it happens on the host, so that a device that still computes is not waited for. The last token of a response
+    is predicted, but predicts nothing, and no other token looks at it: it is left out. A response that another one of
+    its unit begins with is read off that one.
     """
-    ids_BS, mask_BS, position_BS, real_BR = _tensors(data, device)
+    ids_BS, mask_BS, position_BS, real_BR = _tensors(data)
     rows, width = real_BR.shape
     start = ids_BS.shape[1] - width
-    sizes = torch.tensor([len(unit.rows) for unit in units], device=device)
+    sizes = torch.tensor([len(unit.rows) for unit in units])
     leader_B = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-    row_B = torch.arange(rows, device=device)
+    row_B = torch.arange(rows)
     number_B = row_B - leader_B + 1  # of a response among those that share its prompt
-    source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources], device=device)
+    source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources])
     kept_BS = mask_BS.clone()
     kept_BS[:, :start] &= (number_B == 1)[:, None]
     kept_BS[:, start:] &= (source_B == row_B)[:, None]
@@ -189,8 +205,8 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
         segment_BS = torch.zeros_like(ids_BS)
         segment_BS[:, start:] = number_B[:, None]
         segment_T = segment_BS[kept_BS]
-    lengths = torch.zeros(len(units), dtype=torch.long, device=device)
-    lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units), device=device), sizes), kept_BS.sum(-1))
+    lengths = torch.zeros(len(units), dtype=torch.long)
+    lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units)), sizes), kept_BS.sum(-1))
     position_T = position_BS[kept_BS]
     predict_N = before_BR[real_BR]
     layout = PackedLayout(
@@ -198,9 +214,32 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     )
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
     pairs = (predict_N, labels, None)
-    if bool((source_B != row_B).any()):
+    if len(labels) and bool((source_B != row_B).any()):
         pairs = _distinct(predict_N, labels)
-    return Rows(ids_BS[kept_BS][None], position_T[None], None, layout, *pairs, slots, (rows, width))
+    tensors = (ids_BS[kept_BS][None], position_T[None], *pairs, slots)
+    ids, positions, *rest = (None if x is None else to_device(x, device) for x in tensors)
+    return Rows(ids, positions, None, layout, *rest, (rows, width))  # pyright: ignore
+
+
+def with_a_place(rows: Rows) -> Rows:
+    """Rows without any response token ask for one at their first place, which nobody reads: so every weight has a
+    gradient, as it has on the ranks that this one adds its own to."""
+    if len(rows.predict_U):
+        return rows
+    first = rows.predict_U.new_zeros(1)
+    if rows.layout is not None:
+        rows.layout.wanted_T = first
+    return replace(rows, predict_U=first, label_U=first, source_N=rows.slot_N)
+
+
+def dummy_rows(device: torch.device, *, packed: bool) -> Rows:
+    """One token and the one after it, for a pass that counts nothing."""
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    if packed:
+        layout = PackedLayout([1], device, position_T=zero, wanted_T=zero)
+        return Rows(zero[None], zero[None], None, layout, zero, zero, None, zero, (1, 1))
+    two = torch.arange(2, device=device)[None]
+    return Rows(torch.zeros_like(two), two, torch.ones_like(two), None, zero, zero, None, zero, (1, 1))
 
 
 def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -210,7 +249,7 @@ def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Ten
     return pair_U // size, pair_U % size, source_N
 
 
-def _tensors(data: DataProto, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids_BS, mask_BS = data.batch["input_ids"].to(device), data.batch["attention_mask"].to(device).bool()
+def _tensors(data: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids_BS, mask_BS = data.batch["input_ids"].cpu(), data.batch["attention_mask"].cpu().bool()
     position_BS = (mask_BS.long().cumsum(-1) - 1).clamp(min=0)
     return ids_BS, mask_BS, position_BS, mask_BS[:, -data.batch["responses"].shape[1] :]

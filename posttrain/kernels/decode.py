@@ -1,7 +1,8 @@
 """The parts of a decode step between its matrix products: norms, attention over a paged cache, gating, sampling.
 
-Each is one call of a compiled kernel (cpu/decode.cpp) on a CPU and its torch twin elsewhere. The cache of a layer is a
-pool of blocks of BLOCK tokens; keys lie as (blocks, heads, size, BLOCK), values as (blocks, heads, BLOCK, size).
+Each is one call of a compiled kernel (cpu/decode.cpp) on a CPU, of Triton kernels (cuda/) on a CUDA device, and its
+torch twin elsewhere. The cache of a layer is a pool of blocks of BLOCK tokens; values lie as (blocks, heads, BLOCK,
+size), keys as (blocks, heads, size, BLOCK), or like the values where Triton reads them.
 
 Shapes: T tokens of one step, H heads of queries, K heads of keys, D head size, E width of the model, R rows of the
 block table, N blocks of a row.
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from posttrain.kernels import cuda
 from posttrain.kernels.compiled import AttentionLayout, kernel
 from posttrain.kernels.pages import zeros_in_large_pages
 
@@ -78,6 +80,27 @@ class StepTokens:
             starts.append(len(self.rows_T))
         return torch.tensor(starts, dtype=torch.int32)
 
+    @cached_property
+    def wide_tiles(self) -> torch.Tensor:
+        """The same for Triton's tiles, on the device."""
+        from posttrain.kernels.cuda.attention import TILE as WIDE
+
+        starts = [at for start, end in self.runs for at in range(start, end, WIDE)]
+        return torch.tensor([*starts, len(self.rows_T)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block, place in it) of each token."""
+        starts_TN = self.starts_RN[self.rows_T.long()]
+        last_T = (starts_TN <= self.positions_T[:, None]).sum(-1) - 1
+        blocks_T = self.table_RN[self.rows_T.long(), last_T].long()
+        return blocks_T, self.positions_T.long() - starts_TN.gather(1, last_T[:, None]).squeeze(1)
+
+    @cached_property
+    def slots_T(self) -> torch.Tensor:
+        blocks_T, places_T = self.places
+        return blocks_T * BLOCK + places_T
+
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 
@@ -87,13 +110,19 @@ def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: to
     shapes = (blocks, heads, size, BLOCK), (blocks, heads, BLOCK, size)
     if device.type == "cpu":
         return zeros_in_large_pages(shapes[0], dtype), zeros_in_large_pages(shapes[1], dtype)
-    return torch.zeros(shapes[0], dtype=dtype, device=device), torch.zeros(shapes[1], dtype=dtype, device=device)
+    values = torch.zeros(shapes[1], dtype=dtype, device=device)
+    keys = torch.zeros_like(values) if cuda.runs_here(values) else torch.zeros(shapes[0], dtype=dtype, device=device)
+    return keys, values
 
 
 def add_rms_norm(
     residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """The norm of `residual + added`; the sum stays in `residual`."""
+    if cuda.runs_here(residual_TE):
+        from posttrain.kernels.cuda import elementwise
+
+        return elementwise.add_rms_norm(residual_TE, added_TE, weight_E, epsilon)
     function = kernel("add_rms_norm", residual_TE)
     if function is None:
         if added_TE is not None:
@@ -109,6 +138,10 @@ def add_rms_norm(
 
 def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of rows that hold both."""
+    if cuda.runs_here(gate_up_T2I):
+        from posttrain.kernels.cuda import elementwise
+
+        return elementwise.silu_mul(gate_up_T2I)
     tokens, both = gate_up_T2I.shape
     function = kernel("silu_mul", gate_up_T2I)
     if function is None:
@@ -137,6 +170,8 @@ def attention(
     `rotation` (cosines and sines by position, float32) and `norms` (weights of query and key norms) are applied to the
     heads first where given. The queries' memory may be overwritten.
     """
+    if cuda.runs_here(query_THD):
+        return _attention_cuda(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
     function = kernel("paged_attention", query_THD)
     if function is None:
         return _attention_twin(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
@@ -155,19 +190,26 @@ def attention(
     return out
 
 
+def _attention_cuda(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
+    from posttrain.kernels.cuda.attention import prefill_attention
+    from posttrain.kernels.cuda.elementwise import rotate_and_store
+
+    query_THD = rotate_and_store(
+        query, key, value, cache, step.positions_T, step.slots_T, rotation=rotation, norms=norms, epsilon=epsilon
+    )
+    tables = (step.wide_tiles, step.rows_T, step.positions_T, step.table_RN, step.starts_RN)
+    return prefill_attention(query_THD, cache, *tables, scale=scale, window=window, far=FAR)
+
+
 def _attention_twin(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
     if norms is not None:
         query = F.rms_norm(query, query.shape[-1:], norms[0], epsilon)
         key = F.rms_norm(key, key.shape[-1:], norms[1], epsilon)
-    positions_T, rows_T = step.positions_T.long(), step.rows_T.long()
     if rotation is not None:
-        cosine, sine = (table[positions_T][:, None].to(query.dtype) for table in rotation)
+        cosine, sine = (table[step.positions_T.long()][:, None].to(query.dtype) for table in rotation)
         query, key = (x * cosine + _half_turn(x) * sine for x in (query, key))
     keys, values = cache
-    starts_TN = step.starts_RN[rows_T]
-    last_T = (starts_TN <= positions_T[:, None]).sum(-1) - 1
-    blocks_T = step.table_RN[rows_T, last_T].long()
-    places_T = positions_T - starts_TN.gather(1, last_T[:, None]).squeeze(1)
+    blocks_T, places_T = step.places
     keys[blocks_T, :, :, places_T] = key
     values[blocks_T, :, places_T] = value
     out = torch.empty_like(query)

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 import torch
 
+from posttrain.kernels import cuda
+
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
+DEVICE_SHARE = 1 / 64  # of a CUDA device's memory for the logits of a chunk: products of few tokens waste it
+KEPT_SHARE = 1 / 16  # of it for logits that wait for the backward pass, so as not to be computed twice
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
+def chunk_elements(device: torch.device) -> int:
+    """Logits held at once."""
+    if device.type != "cuda":
+        return CHUNK_ELEMENTS
+    return max(CHUNK_ELEMENTS, int(torch.cuda.get_device_properties(device).total_memory * DEVICE_SHARE / 4))
+
+
+def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
+    size = max(1, chunk_elements(device) // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
@@ -70,6 +81,58 @@ class _LogProbHead(torch.autograd.Function):
         return grad_hidden, as_weight, as_bias, None, None, None
 
 
+class _CudaHead(torch.autograd.Function):
+    """The same with Triton between the products; logits are as the matrix units summed them up, in float32."""
+
+    @staticmethod
+    def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks):
+        from posttrain.kernels.cuda.logprob import statistics
+
+        parts, ctx.kept = [], []
+        keep = any(ctx.needs_input_grad) and _may_keep(hidden_NE, weight_VE)
+        for part in chunks:
+            logits = _wide_product(hidden_NE[part], weight_VE.T)
+            parts.append(statistics(logits, labels_N[part], temperature))
+            if keep:
+                ctx.kept.append(logits)
+        logp_N, entropy_N, logsum_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.chunks, ctx.temperature = chunks, temperature
+        ctx.save_for_backward(hidden_NE, weight_VE, labels_N, logsum_N, entropy_N)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logp_N, grad_entropy_N):  # pyright: ignore[reportIncompatibleMethodOverride]
+        from posttrain.kernels.cuda.logprob import gradient
+
+        hidden_NE, weight_VE, labels_N, logsum_N, entropy_N = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden_NE) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        for number, part in enumerate(ctx.chunks):
+            logits = ctx.kept[number] if ctx.kept else _wide_product(hidden_NE[part], weight_VE.T)
+            columns = (labels_N, logsum_N, entropy_N, grad_logp_N, grad_entropy_N)
+            grad = gradient(logits, *(x[part] for x in columns), ctx.temperature, hidden_NE.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight_VE, out=grad_hidden[part])
+            if ctx.needs_input_grad[1]:
+                share = _wide_product(grad.T, hidden_NE[part])
+                grad_weight = share if grad_weight is None else grad_weight.add_(share)
+        ctx.kept = []
+        as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
+        return grad_hidden, as_weight, None, None, None
+
+
+def _may_keep(hidden_NE: torch.Tensor, weight_VE: torch.Tensor) -> bool:
+    memory = torch.cuda.get_device_properties(hidden_NE.device).total_memory
+    return 4 * len(hidden_NE) * len(weight_VE) <= memory * KEPT_SHARE
+
+
+def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right in float32."""
+    if left.dtype is torch.float32:
+        return left @ right
+    return torch.mm(left, right, out_dtype=torch.float32)  # pyright: ignore
+
+
 def _grad_scores(scores, labels, logsumexp, entropy, grad_logp, grad_entropy) -> torch.Tensor:
     """d logp / d score = onehot - p;  d entropy / d score = -p * (log p + entropy)."""
     log_p = scores.sub_(logsumexp[:, None])
@@ -87,10 +150,12 @@ def logprob_head(
     bias_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probs, entropies), each (N,), in float32 or better."""
-    chunks = _chunks(hidden_NE.shape[0], weight_VE.shape[0])
+    chunks = _chunks(hidden_NE.shape[0], weight_VE.shape[0], hidden_NE.device)
     if not chunks:
         empty = hidden_NE.sum(-1).to(torch.promote_types(hidden_NE.dtype, torch.float32))
         return empty, empty
+    if cuda.runs_here(hidden_NE) and bias_V is None:
+        return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks)  # pyright: ignore
     return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks)  # pyright: ignore
 
 

@@ -4,7 +4,7 @@ Every row attends to itself only; responses to one prompt may share it, so that 
 into a few rectangles of similar length, and each rectangle is one call of torch's own attention: rows are padded on
 the right there, and under a causal mask padding on the right is never seen by a real token, so no mask is built for
 rows that share nothing. Linear layers around it work on the packed tokens alone. In float32 on a CPU a compiled kernel
-takes the packed tokens as they are.
+takes the packed tokens as they are, and so does flash attention in half precision on a CUDA device.
 
 Shapes: T packed tokens, H heads, D head size; a rectangle has R rows of length L; S slots are the places of all
 rectangles, padding included.
@@ -19,7 +19,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from posttrain.kernels.train import PackedAttention, Sight, can_train
+from posttrain.kernels.cuda import to_device
+from posttrain.kernels.train import PackedAttention, Sight, can_attend
 
 SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length opens the next rectangle
 
@@ -43,29 +44,55 @@ class PackedLayout:
         wanted_T: torch.Tensor | None = None,
     ) -> None:
         self.answered = 0
-        self.lengths = torch.tensor(lengths)
+        self.lengths, self.device = torch.tensor(lengths), torch.device(device)
         self.total = int(self.lengths.sum())
+        self.segment_T, self.position_T = segment_T, position_T
+        self.wanted_T = None if wanted_T is None else to_device(wanted_T, self.device)
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, length) of each rectangle."""
+        return [(len(rows), int(self.lengths[rows[0]])) for rows in self._similar()]
+
+    @cached_property
+    def _slots(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         starts = self.lengths.cumsum(0) - self.lengths
-        by_length = torch.argsort(self.lengths, descending=True, stable=True)
-        self.shapes: list[tuple[int, int]] = []
         tokens, real = [], []
-        for rows in self._similar(by_length):
-            longest = int(self.lengths[rows[0]])
-            self.shapes.append((len(rows), longest))
-            places_L = torch.arange(longest)
+        for rows in self._similar():
+            places_L = torch.arange(int(self.lengths[rows[0]]))
             tokens.append((starts[rows, None] + places_L).clamp(max=self.total - 1).flatten())
             real.append((places_L < self.lengths[rows, None]).flatten())
         token_S, real_S = torch.cat(tokens), torch.cat(real)
         slot_T = torch.empty(self.total, dtype=torch.long)
         slot_T[token_S[real_S]] = real_S.nonzero().squeeze(1)
-        self.token_S, self.slot_T = token_S.to(device), slot_T.to(device)
-        self.real_S = None if bool(real_S.all()) else real_S.to(device)
-        self.segment_T, self.wanted_T = segment_T, wanted_T
-        self.segment_S = None if segment_T is None else segment_T.to(device)[self.token_S]
-        self.position_S = None if position_T is None else position_T.to(device)[self.token_S]
+        all_real = None if bool(real_S.all()) else real_S.to(self.device)
+        return token_S.to(self.device), all_real, slot_T.to(self.device)
 
-    def _similar(self, by_length: torch.Tensor) -> Iterator[torch.Tensor]:
+    @property
+    def token_S(self) -> torch.Tensor:
+        """The token in each slot; padding repeats one."""
+        return self._slots[0]
+
+    @property
+    def real_S(self) -> torch.Tensor | None:
+        """Which slots hold a token; None if all do."""
+        return self._slots[1]
+
+    @property
+    def slot_T(self) -> torch.Tensor:
+        return self._slots[2]
+
+    @cached_property
+    def segment_S(self) -> torch.Tensor | None:
+        return None if self.segment_T is None else self.segment_T.to(self.device)[self.token_S]
+
+    @cached_property
+    def position_S(self) -> torch.Tensor | None:
+        return None if self.position_T is None else self.position_T.to(self.device)[self.token_S]
+
+    def _similar(self) -> Iterator[torch.Tensor]:
         """Rows from long to short, cut where the padding would grow too large."""
+        by_length = torch.argsort(self.lengths, descending=True, stable=True)
         start = 0
         while start < len(by_length):
             lengths = self.lengths[by_length[start:]]
@@ -150,7 +177,7 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attention output (T, H, D). Keys and values may have fewer heads than queries (grouped-query attention)."""
     narrow = sliding_window is not None and sliding_window < int(layout.lengths.max())
-    if can_train(query_THD) and not narrow:
+    if can_attend(query_THD.shape[-1], query_THD) and not narrow:
         factor = query_THD.shape[-1] ** -0.5 if scale is None else scale
         return PackedAttention.apply(query_THD, key_THD, value_THD, layout.sight, factor)  # pyright: ignore
     slots = [_ToSlots.apply(x, layout) for x in (query_THD, key_THD, value_THD)]

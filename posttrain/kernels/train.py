@@ -1,7 +1,8 @@
-"""The parts of a decoder layer's training pass between its matrix products, as compiled kernels (cpu/train.cpp).
+"""The parts of a decoder layer's training pass between its matrix products, as compiled kernels.
 
-Float32 on a CPU. The twins are torch's own operations: those of `packed_attention` for attention, and transformers'
-layer for the rest (`posttrain/models/fused_layer.py` chooses).
+Float32 on a CPU (cpu/train.cpp), bfloat16 and float16 on a CUDA device (cuda/layers.py, cuda/flash.py). The twins are
+torch's own operations: those of `packed_attention` for attention, and transformers' layer for the rest
+(`posttrain/models/fused_layer.py` chooses).
 
 Shapes: T packed tokens, H heads of queries, K heads of keys, D head size, E width of the model, I of the gated layer.
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
+from posttrain.kernels import cuda
 from posttrain.kernels.compiled import kernel, why_not
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
@@ -43,6 +47,7 @@ class Sight:
     unit_starts: np.ndarray  # (units + 1,) int64
     prompts: np.ndarray  # (units,) int64, length of the prompt that responses share; 0 for a plain row
     first: np.ndarray  # (T,) int32, where the token's own response (or its unit) starts
+    state: Any = None  # of the flash kernels' random numbers, which there are none of, but which they ask for
 
     @classmethod
     def of(cls, lengths: Sequence[int], segment_T: np.ndarray | None) -> Sight:
@@ -58,6 +63,13 @@ class Sight:
         prompts = np.bincount(unit_T, weights=segment_T == 0, minlength=len(lengths))
         return cls(starts, np.where(shared, prompts, 0).astype(np.int64), first.astype(np.int32))
 
+    @cached_property
+    def pieces(self):
+        """The same for the flash kernels of the CUDA device."""
+        from posttrain.kernels.cuda.flash import Pieces
+
+        return Pieces.of(self.unit_starts, self.prompts, self.first, torch.device("cuda"))
+
     def pointers(self) -> _Sight:
         return _Sight(*(array.ctypes.data for array in (self.unit_starts, self.prompts, self.first)))
 
@@ -65,9 +77,21 @@ class Sight:
 def can_train(tensor: torch.Tensor) -> bool:
     """Whether these kernels serve tensors of this type and device on this machine; meta tensors stand for those of a
     CPU."""
+    if on_cuda(tensor):
+        return True
     if tensor.dtype is not torch.float32:
         return False
     return why_not() is None if tensor.is_meta else kernel("train_attention", tensor) is not None
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether Triton's kernels serve: flash attention knows the half types only."""
+    return tensor.dtype is not torch.float32 and cuda.runs_here(tensor)
+
+
+def can_attend(size: int, tensor: torch.Tensor) -> bool:
+    """Whether attention over heads of this size can be trained by these kernels."""
+    return can_train(tensor) and (not tensor.is_cuda or (size % 8 == 0 and size <= 256))
 
 
 def _call(name: str, like: torch.Tensor, *arguments) -> None:
@@ -89,6 +113,11 @@ def _shape(query_THD: torch.Tensor, key_heads: int, units: int, scale: float) ->
 
 def attention_forward(query_THD, key_TKD, value_TKD, sight: Sight, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs, logarithms of the sums of exponentials), (T, H, D) and (T, H). All tensors are contiguous."""
+    if on_cuda(query_THD):
+        from posttrain.kernels.cuda import flash
+
+        out, logsum, sight.state = flash.attention_forward(query_THD, key_TKD, value_TKD, sight.pieces, scale)
+        return out, logsum
     out, logsum = torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[:2])
     shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.prompts), scale), sight.pointers()
     where = (ctypes.addressof(shape), ctypes.addressof(see))
@@ -100,6 +129,11 @@ def attention_backward(
     grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_TH, sight: Sight, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value."""
+    if on_cuda(query_THD):
+        from posttrain.kernels.cuda import flash
+
+        tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_TH)
+        return flash.attention_backward(grad_THD, *tensors, sight.pieces, scale, sight.state)
     grads = (torch.empty_like(query_THD), torch.zeros_like(key_TKD), torch.zeros_like(value_TKD))
     shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.prompts), scale), sight.pointers()
     tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_TH, grad_THD.contiguous(), *grads)
@@ -109,6 +143,10 @@ def attention_backward(
 
 def norm_forward(x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / rms(x) * weight, 1 / rms(x))."""
+    if on_cuda(x_TE):
+        from posttrain.kernels.cuda import layers
+
+        return layers.norm_forward(x_TE, weight_E, epsilon)
     out, inverse = torch.empty_like(x_TE), x_TE.new_empty(len(x_TE))
     _call("norm_forward", x_TE, x_TE, weight_E, out, inverse, *x_TE.shape, epsilon, _threads(x_TE.numel()))
     return out, inverse
@@ -116,6 +154,10 @@ def norm_forward(x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> 
 
 def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of x, plus `added`, and of the weight)."""
+    if on_cuda(grad_TE):
+        from posttrain.kernels.cuda import layers
+
+        return layers.norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE)
     grad_x, grad_weight = torch.empty_like(x_TE), torch.empty_like(weight_E)
     tensors = (grad_TE, x_TE, weight_E, inverse_T, added_TE, grad_x, grad_weight)
     _call("norm_backward", x_TE, *tensors, *x_TE.shape, _threads(x_TE.numel()))
@@ -124,6 +166,10 @@ def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[to
 
 def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
     """Rotated queries and keys, and values, each contiguous, of rows that hold all three."""
+    if on_cuda(qkv_TC):
+        from posttrain.kernels.cuda import layers
+
+        return layers.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
     size = cosine_TD.shape[1]
     parts = tuple(qkv_TC.new_empty(len(qkv_TC), count, size) for count in (heads, key_heads, key_heads))
     shape = _shape(parts[0], key_heads, 0, 0.0)
@@ -133,6 +179,10 @@ def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple
 
 def join_heads(query_THD, key_TKD, value_TKD, cosine_TD, sine_TD) -> torch.Tensor:
     """The gradient of what `split_heads` took, from those of what it gave."""
+    if on_cuda(query_THD):
+        from posttrain.kernels.cuda import layers
+
+        return layers.join_heads(query_THD, key_TKD, value_TKD, cosine_TD, sine_TD)
     tokens, heads, size = query_THD.shape
     qkv = query_THD.new_empty(tokens, (heads + 2 * key_TKD.shape[1]) * size)
     shape = _shape(query_THD, key_TKD.shape[1], 0, 0.0)
@@ -143,6 +193,10 @@ def join_heads(query_THD, key_TKD, value_TKD, cosine_TD, sine_TD) -> torch.Tenso
 
 def gate_backward(grad_TI: torch.Tensor, gate_up_T2I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(silu(gate) * up once more, gradient of gate_up)."""
+    if on_cuda(grad_TI):
+        from posttrain.kernels.cuda import layers
+
+        return layers.gate_backward(grad_TI, gate_up_T2I)
     product, grad = torch.empty_like(grad_TI), torch.empty_like(gate_up_T2I)
     _call("gate_backward", grad_TI, grad_TI, gate_up_T2I, product, grad, *grad_TI.shape, _threads(grad.numel()))
     return product, grad

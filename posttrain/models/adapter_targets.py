@@ -93,9 +93,10 @@ def stacked_words(model: torch.nn.Module) -> str | None:
     return f"{', '.join(names)} ({sum(weight.numel() for weight in stacked.values()) / whole:.0%} of the base)"
 
 
-def stacked_note(model: torch.nn.Module, shape: AdapterShape, key: str) -> str | None:
-    """A sentence on the weights that `all-linear` leaves without adapters; `key` is the setting's."""
-    words = stacked_words(model) if shape.lora_rank > 0 and shape.target_modules == "all-linear" else None
+def stacked_note(words: str | None, shape: AdapterShape, key: str) -> str | None:
+    """A sentence on the weights that `all-linear` leaves without adapters: `stacked_words` names them; `key` is the
+    setting's."""
+    words = words if shape.lora_rank > 0 and shape.target_modules == "all-linear" else None
     return words and (
         f"{key}=all-linear: experts that lie in one tensor are no linear modules and get no adapters. {words} stay as "
         "they are; lora_rank=0 would train all weights."

@@ -60,6 +60,13 @@ class Projection:
             reorder = _reorder()
             self.packed = reorder(self.weight) if reorder else None
 
+    def wide(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """The product as it was summed up, in float32, where the device's matrix units give it away: logits."""
+        narrow = x_TE.is_cuda and x_TE.dtype in (torch.bfloat16, torch.float16)
+        if not narrow or self.adapters or self.bias is not None:
+            return self(x_TE)
+        return torch.mm(x_TE, self.weight.T, out_dtype=torch.float32)  # pyright: ignore
+
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             y = F.linear(x_TE, self.weight, self.bias)

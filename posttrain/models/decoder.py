@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from posttrain.kernels.decode import LayerCache, StepTokens, add_rms_norm, attention, silu_mul
+from posttrain.kernels import cuda
+from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm, attention, silu_mul
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import Arena, Projection, base_layer
 from posttrain.models.forward import head_of, without_adapters
@@ -89,6 +90,7 @@ class FastDecoder:
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
         self.whole: WholeStep | None = None
+        self.graphs: Any = None  # on a CUDA device: captured steps
         self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
 
     def _named(self, name: str) -> torch.Tensor:
@@ -132,11 +134,52 @@ class FastDecoder:
 
     def decode(self, rows: DecodeRows, caches: Caches) -> bool:
         """Let the rows decode for their number of steps, if weights are laid out for it; whether that was done."""
+        if cuda.runs_here(self.embedding):
+            return self._decode_captured(rows, caches)
         if self.whole is None:
             return False
         found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
         self.whole.decode(rows, found, self._rotation(rows.longest, self.embedding.device))
         return True
+
+    def _decode_captured(self, rows: DecodeRows, caches: Caches) -> bool:
+        """Steps captured as graphs hold the addresses of weights, cache and rotation; captured anew when one moves."""
+        from posttrain.kernels.cuda.graphs import GraphedSteps
+
+        if self.arena.left_behind():
+            self._bind()
+        rotation = self._rotation(rows.longest, self.embedding.device)
+        found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
+        if self.graphs is None:
+            sizes = {"vocabulary": self.head.weight.shape[0], "key_heads": self.key_heads, "block": BLOCK}
+            self.graphs = GraphedSteps(self._next_logits, **sizes, device=self.embedding.device)
+        held = [tensor.data_ptr() for tensor in (*found[0], rotation[0], self.embedding)]
+        if held != self.captured_over:
+            self.graphs.forget()
+            self.captured_over, self.captured_caches = held, found
+        self.graphs.decode(rows)
+        return True
+
+    captured_over: list[int] | None = None
+    captured_caches: list[LayerCache]
+
+    def _next_logits(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
+        """Logits after each row's newest token, which enters the cache; all that is called here is captured."""
+        from posttrain.kernels.cuda.elementwise import rotate_and_store
+
+        residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
+        for layer, cache in zip(self.layers, self.captured_caches, strict=True):
+            x_BE = add_rms_norm(residual_BE, added_BE, layer.before, self.epsilon)
+            heads = layer.qkv(x_BE).unflatten(1, (-1, self.size))
+            query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
+            query = rotate_and_store(
+                query, key, value, cache, rows.positions, rows.slots,
+                rotation=self.rotation, norms=layer.heads, epsilon=self.epsilon,
+            )  # fmt: skip
+            added_BE = layer.out(rows.attend(query, cache, self.scale, layer.window))
+            x_BE = add_rms_norm(residual_BE, added_BE, layer.between, self.epsilon)
+            added_BE = layer.down(silu_mul(layer.gate_up(x_BE)))
+        return self.logits(add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon))
 
     def _attend(self, layer: _Layer, qkv: torch.Tensor, cache: LayerCache, step: StepTokens, rotation) -> torch.Tensor:
         heads = qkv.unflatten(1, (-1, self.size))
@@ -147,7 +190,7 @@ class FastDecoder:
         )  # fmt: skip
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden_NE)
+        return self.head.wide(hidden_NE)
 
     def _rotation(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by position, from the model's own embedding and in its own precision."""

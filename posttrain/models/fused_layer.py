@@ -1,4 +1,5 @@
-"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation, for float32 on a CPU.
+"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation: float32 on a CPU, half precision
+on a CUDA device.
 
 transformers' layer over packed rows is about thirty operations forward and fifty backward, each of which walks through
 memory and is called from Python. Here the matrix products are torch's, what lies between them is a handful of compiled
@@ -18,9 +19,10 @@ import torch
 from posttrain.kernels import train
 from posttrain.kernels.decode import silu_mul
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
+from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import end_to_end
+from posttrain.models.forward import LAYERS
 
-LAYERS = {"Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"}
 _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
 
@@ -57,11 +59,13 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
         mlp.gate_proj.weight,
         mlp.up_proj.weight,
         mlp.down_proj.weight,
-    )[None]  # pyright: ignore
+    )  # pyright: ignore
 
 
 def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
-    if hidden.shape[0] != 1 or not train.can_train(hidden):
+    if hidden.shape[0] != 1 or sequence_group() is not None:
+        return False
+    if not train.can_attend(layer.self_attn.head_dim, hidden):
         return False
     window = getattr(layer.self_attn, "sliding_window", None) or getattr(layer.self_attn.config, "sliding_window", None)
     if window and window < int(layout.lengths.max()):
@@ -92,7 +96,8 @@ class _FusedLayer(torch.autograd.Function):
         middle_TE = torch.addmm(residual, attended, out.T)
         gated_TE, middle_inverse_T = train.norm_forward(middle_TE, between, epsilon)
         gate_up_T2I = _product(gated_TE, (gate, up))
-        result_TE = torch.addmm(middle_TE, silu_mul(gate_up_T2I), down.T)
+        result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # no view: sharding hooks into what a layer returns
+        torch.addmm(middle_TE, silu_mul(gate_up_T2I), down.T, out=result_1TE[0])
         ctx.sight, ctx.scale, ctx.heads, ctx.wanted = sight, scale, (heads, key_heads, size), wanted
         ctx.weights = (before, q, k, v, q_norm, k_norm, out, between, gate, up, down)
         ctx.has_bias = q_bias is not None
@@ -100,17 +105,17 @@ class _FusedLayer(torch.autograd.Function):
             x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *parts, attended_THD, logsum_TH,
             middle_TE, gated_TE, middle_inverse_T, gate_up_T2I, *raw,
         )  # fmt: skip
-        return result_TE
+        return result_1TE
 
     @staticmethod
-    def backward(ctx, grad_TE):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_1TE):  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *rest = ctx.saved_tensors
         *attention, middle_TE, gated_TE, middle_inverse_T, gate_up_T2I = rest[:9]
         raw, attended_THD, wanted = rest[9:], attention[3], ctx.wanted
         before, q, k, v, q_norm, k_norm, out, between, gate, up, down = ctx.weights
         heads, key_heads, size = ctx.heads
         trained = any(ctx.needs_input_grad[5:])
-        grad_TE = grad_TE.contiguous()
+        grad_TE = grad_1TE[0].contiguous()
         product_TI, grad_gate_up = train.gate_backward(grad_TE @ down, gate_up_T2I)
         grad_middle, grad_between = train.norm_backward(
             _product_back(grad_gate_up, (gate, up)), middle_TE, between, middle_inverse_T, grad_TE

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -201,35 +201,49 @@ def own_attention(settings: Any) -> dict[str, str]:
     return {"attn_implementation": "eager"} if plain else {}
 
 
-def check_positions(model: Any, longest: int, setting: str | None = None) -> str | None:
+class Positions(NamedTuple):
+    """How far a model's positions go: up to `limit`, if it has one; `learned` ones go no further, in no way."""
+
+    limit: int | None
+    learned: bool
+
+
+def positions_of(model: Any) -> Positions:
+    learned = any(name.endswith(("wpe", "embed_positions")) for name, _ in model.named_modules())
+    return Positions(getattr(model.config, "max_position_embeddings", None) or None, learned)
+
+
+def check_positions(positions: Positions, longest: int, setting: str | None = None) -> str | None:
     """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them.
     `setting` is a supervised row's length in words."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = positions.limit
     if not limit or longest <= limit:
         return None
     advice = "lower data.max_length" if setting else "lower one of the two"
     setting = setting or f"data.max_prompt_length + data.max_response_length allow {longest} tokens"
-    if any(name.endswith(("wpe", "embed_positions")) for name, _ in model.named_modules()):
+    if positions.learned:
         raise ModelError(f"{setting}, but this model has learned positions for {limit} only; {advice}")
     return f"{setting}, but the model was made for {limit}."
 
 
-def end_token_ids(tokenizer: Any, model_settings: Any, generation_settings: Any = None) -> tuple[int, ...]:
-    """All ids that end a response: the tokenizer's, the model's and the generation config's."""
+def end_token_ids(tokenizer: Any, of_model: Iterable[int]) -> tuple[int, ...]:
+    """All ids that end a response: the tokenizer's and those of the model (`model_end_ids`)."""
+    own = tokenizer.eos_token_id
+    return tuple(sorted({*of_model, *([] if own is None else [own])}))
+
+
+def model_end_ids(model: Any) -> tuple[int, ...]:
+    """Ids that end a response by a model's config and its generation config."""
     found: set[int] = set()
-    for value in (
-        tokenizer.eos_token_id,
-        getattr(model_settings, "eos_token_id", None),
-        getattr(generation_settings, "eos_token_id", None),
-    ):
+    for settings in (model.config, getattr(model, "generation_config", None)):
+        value = getattr(settings, "eos_token_id", None)
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
     return tuple(sorted(found))
 
 
-def end_token_note(end_ids: tuple[int, ...], model_settings: Any) -> str | None:
-    """A sentence if no token that the model can write ends a response."""
-    size = getattr(model_settings.get_text_config(), "vocab_size", None)
+def end_token_note(end_ids: tuple[int, ...], size: int | None) -> str | None:
+    """A sentence if no token that the model can write ends a response; `size` is its vocabulary's, where known."""
     if any(size is None or token < size for token in end_ids):
         return None
     found = f"the end tokens {list(end_ids)} are not among the model's {size}" if end_ids else "there is no end token"

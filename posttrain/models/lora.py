@@ -99,10 +99,12 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_merged(model: Any, folder: Path) -> None:
-    """A Hugging Face folder of the whole model, adapters folded in; a base of 4 bits is written in the compute type."""
+def save_merged(model: Any, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    """A Hugging Face folder of the whole model, adapters folded in; a base of 4 bits is written in the compute type.
+
+    `state` is the merged weights, where they do not all lie in the model."""
     base = model.get_base_model()
-    state = merged_state(model)
+    state = merged_state(model) if state is None else dict(state)
     hidden = {name: base.__dict__.pop(name) for name in ("hf_quantizer", "hf_device_map") if name in base.__dict__}
     config, base.config = base.config, copy.deepcopy(base.config)
     try:
@@ -117,11 +119,20 @@ def save_merged(model: Any, folder: Path) -> None:
         base.__dict__.update(hidden)
 
 
-def save_model(model: Any, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
-    """A folder of the trained model. With adapters, whose settings are `adapter`: the merged model, or they alone."""
+def save_model(
+    model: Any,
+    folder: Path,
+    adapter: Mapping[str, Any] | None,
+    *,
+    merged: bool,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """A folder of the trained model. With adapters, whose settings are `adapter`: the merged model, or they alone.
+
+    `state` is what is written, where it does not all lie in the model."""
     if adapter is None:
-        model.save_pretrained(folder, state_dict=model.state_dict())
+        model.save_pretrained(folder, state_dict=model.state_dict() if state is None else dict(state))
     elif merged:
-        save_merged(model, folder)
+        save_merged(model, folder, state)
     else:
-        write_adapter(folder, trained_parameters(model), adapter)
+        write_adapter(folder, trained_parameters(model) if state is None else state, adapter)

@@ -19,7 +19,7 @@ from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.completeness import check_weights, outside
 from posttrain.models.finite import few, not_finite
-from posttrain.models.forward import hidden_states, without_adapters
+from posttrain.models.forward import at_places, hidden_states, own_logits, without_adapters
 from posttrain.models.loading import (
     ModelError,
     explain_failure,
@@ -156,6 +156,30 @@ def head_scores(model: Any, hidden_BE: torch.Tensor) -> torch.Tensor:
     return widened(without_adapters(model).score(hidden_BE).squeeze(-1))
 
 
+class ScorePass(torch.nn.Module):
+    """From token ids to one score per row, as one module (see `models/forward.py`)."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
+        """(B,) scores of packed rows that end at these places."""
+
+        def head(hidden_NE: torch.Tensor, numbers: Any) -> dict[str, torch.Tensor]:
+            return {"scores": head_scores(self.model, hidden_NE).clone()}
+
+        return at_places(self.model, input_ids, position_ids, None, ends_B, head)["scores"]
+
+
+class PaddedScorePass(ScorePass):
+    """The same for models whose rows are not packed."""
+
+    def forward(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(B,) scores of rows of token ids."""
+        return own_scores(self.model, rows).clone()
+
+
 def widened(scores: torch.Tensor) -> torch.Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
@@ -227,5 +251,5 @@ def padded_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     for number, row in enumerate(rows):
         ids[number, : len(row)] = torch.tensor(row)
         mask[number, : len(row)] = 1
-    output = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
-    return widened(output.logits.squeeze(-1))
+    # Without a cache: layers that are computed again for the gradient would find their own keys in it.
+    return widened(own_logits(model, ids.to(model.device), mask.to(model.device)).squeeze(-1))

@@ -21,5 +21,5 @@ class ValueModel(torch.nn.Module):
 
     def token_values(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """(N,) values in float32 or better."""
-        values = self.value_head(hidden_NE).squeeze(-1)
+        values = self.value_head(hidden_NE)[:, 0].clone()  # a tensor of its own: what wraps the pass hooks into it
         return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.models.forward import without_adapters
-
 
 @dataclass(frozen=True)
 class Way:
@@ -25,4 +23,5 @@ class Way:
 
 def way_of(model: Any) -> Way:
     """The way of a model from `posttrain.models`; one that was not proved goes row by row."""
-    return getattr(without_adapters(model), "way", Way())
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(base, "way", Way())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from posttrain.kernels import cuda
 from posttrain.kernels.compiled import kernel
 from posttrain.rollout.base import Sampling
 
@@ -94,9 +95,14 @@ def sample_plain(
     source_B: np.ndarray,
     temperature_B: np.ndarray,
     greedy_B: np.ndarray,
-    uniform_B: np.ndarray,
+    seed_B: np.ndarray,
+    place_B: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, log-probs) without filters or penalties; row b samples from logits `source_B[b]`."""
+    """(tokens, log-probs) without filters or penalties; row b samples from logits `source_B[b]` with the number of
+    `uniforms(seed_B, place_B)`."""
+    if cuda.runs_here(logits_NV):
+        return _sample_cuda(logits_NV, source_B, temperature_B, greedy_B.astype(np.int32), seed_B, place_B)
+    uniform_B = uniforms(seed_B, place_B)
     function = kernel("sample", logits_NV)
     if function is not None:
         rows, size = len(source_B), logits_NV.shape[1]
@@ -112,6 +118,14 @@ def sample_plain(
     log_p_BV = torch.log_softmax(_wide(logits_NV)[source] / temperature[:, None], -1)
     tokens = torch.where(greedy, log_p_BV.argmax(-1), _inverse_cdf(log_p_BV.exp(), uniform))
     return tokens.cpu().numpy(), log_p_BV.gather(1, tokens[:, None]).squeeze(1).cpu().numpy()
+
+
+def _sample_cuda(logits_NV: torch.Tensor, source_B, temperature_B, greedy_B, seed_B, place_B):
+    from posttrain.kernels.cuda.sampling import sample_rows
+
+    arrays = (source_B, temperature_B, greedy_B, seed_B.view(np.int64), place_B)
+    found = sample_rows(logits_NV, *(torch.from_numpy(array).to(logits_NV.device) for array in arrays))
+    return tuple(x.cpu().numpy() for x in found)
 
 
 def log_probs_of(

@@ -41,7 +41,8 @@ def _from_command_line(args: list[str]) -> Any:
 
 
 def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
-    """Run one training. With one worker Ray is not needed and the runner works in this process.
+    """Run one training. The runner works in this process: rewards, signals and the console are its own. With one
+    worker Ray is not needed; several live in processes that Ray starts.
 
     `config` is what `load_config` gave, a PPOConfig, or a nested mapping of settings.
     """
@@ -57,7 +58,8 @@ class TaskRunner:
 
         apply_environment()
         resolved = as_resolved(config)
-        print("One worker: Ray is not needed, the run works in this process.")
+        if resolved.value("trainer.n_gpus_per_node") * resolved.value("trainer.nnodes") == 1:
+            print("One worker: Ray is not needed, the run works in this process.")
         from posttrain.trainer.ppo.runner import run_training
 
         return run_training(resolved)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from posttrain.checkpoint.manager import CheckpointManager
+from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
 from posttrain.tracking.every import Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
@@ -79,7 +79,7 @@ class RunWriter:
         self,
         step: int,
         *,
-        tensors: dict[str, dict[str, torch.Tensor]],
+        tensors: Mapping[str, Mapping[str, torch.Tensor] | WriteRole],
         state: dict[str, Any],
         export: Callable[[Path], None] | None,
     ) -> Path:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import Calls, register, to_all, to_first
+from posttrain.controller.dispatch import Calls, largest, register, to_all, to_first
+from posttrain.engine.base import Passes
+from posttrain.engine.facts import EngineFacts
 from posttrain.engine.fsdp import FSDPEngine
+from posttrain.engine.ranks import this_rank
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note
-from posttrain.models.lora import base_only, save_model
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.engines import build_engine
@@ -23,11 +25,11 @@ from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objecti
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
 from posttrain.workers.lora_state import adapter_notes, lora_state, policy_notes
 from posttrain.workers.measures import Measures
-from posttrain.workers.plan import UpdatePlan, join_updates, one_rank_plan
+from posttrain.workers.plan import UpdatePlan, join_updates, planned
 from posttrain.workers.probe import WeightProbe
 from posttrain.workers.reward_model.worker import RewardModelWorker
-from posttrain.workers.roles import actor_engine, check_vocabulary, critic_engine, reference_engine
-from posttrain.workers.spread import by_groups, in_row_order
+from posttrain.workers.roles import actor_engine, check_vocabulary, critic_engine, reference_engine, rollout_model
+from posttrain.workers.spread import by_groups, by_passes, in_row_order
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
 
@@ -37,13 +39,13 @@ SHARED_PROOF_FREQ = 10
 def planned_actor_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
     """The optimizer steps of a batch, planned for every rank by whoever calls the group."""
     objective, schedule = actor_objective(group.config), actor_schedule(group.config)
-    return Calls([(one_rank_plan(arguments[0], schedule, objective.prepare),)])
+    return planned(group, arguments[0], schedule, objective.prepare)
 
 
 def planned_critic_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
     """As the actor's."""
     schedule = critic_schedule(group.config)
-    return Calls([(one_rank_plan(arguments[0], schedule, lambda mini: prepare_values(group.config, mini)),)])
+    return planned(group, arguments[0], schedule, lambda mini: prepare_values(group.config, mini))
 
 
 class ActorRolloutRefWorker:
@@ -65,19 +67,22 @@ class ActorRolloutRefWorker:
     @register(to_all)
     def init_model(self) -> None:
         """Load weights and build the optimizer; with adapters the base itself is the reference."""
+        torch.manual_seed(self.config.trainer.seed)  # what is drawn, such as adapters, is the same on every rank
         self.engine = actor_engine(self.config, self.device, self.total_updates)
         self.actor = DataParallelPPOActor(self.config, self.engine)
         model = self.config.actor_rollout_ref.model
-        self.adapters = lora_state(self.engine.module, model)
+        facts = self.engine.facts()
+        self.adapters = lora_state(facts, model)
         if self.with_reference and self.adapters is None:
             self.reference = reference_engine(self.config, self.device)
-        rollout, module = self.config.actor_rollout_ref.rollout, self.engine.module
+        rollout, live = self.config.actor_rollout_ref.rollout, self.engine.live_model()
+        self.rollout_is_apart = live is None
+        module = live if live is not None else rollout_model(self.config, self.device)
         with self.engine.on_device():  # the engine is tried when it is made
             self.rollout, self.engine_name = build_engine(rollout, module, self.tokenizer, device=self.device)
         data = self.config.data
-        self.position_note = check_positions(self.engine.module, data.max_prompt_length + data.max_response_length)
-        generation = getattr(self.engine.module, "generation_config", None)
-        self.end_ids = end_token_ids(self.tokenizer, self.engine.module.config, generation)
+        self.position_note = check_positions(facts.positions, data.max_prompt_length + data.max_response_length)
+        self.end_ids = end_token_ids(self.tokenizer, facts.end_ids)
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
 
     @register(by_groups)
@@ -144,17 +149,17 @@ class ActorRolloutRefWorker:
             stop=tuple(rollout.stop),
         )
 
-    @register(by_groups, in_row_order)
-    def compute_log_prob(self, data: DataProto) -> DataProto:
+    @register(by_passes, in_row_order)
+    def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         """`old_log_probs` and `entropy` under the weights as they are."""
         with self.engine.on_device():
-            out = self.actor.compute_log_prob(data)
-        return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
+            out = self.actor.compute_log_prob(data, passes)
+        return _fields(old_log_probs=out.get("log_probs"), entropy=out.get("entropy"))
 
     compute_log_probs = compute_log_prob
 
-    @register(by_groups, in_row_order)
-    def compute_sum_pi_squared(self, data: DataProto) -> DataProto:
+    @register(by_passes, in_row_order)
+    def compute_sum_pi_squared(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         """`sum_pi_squared`: the sum of the squared probabilities of all next tokens; `data` has `old_log_probs`.
 
         At half the temperature every probability is squared and normalised anew, so the norm is what it was divided by:
@@ -162,21 +167,23 @@ class ActorRolloutRefWorker:
         """
         temperature = self.config.actor_rollout_ref.rollout.temperature
         with self.engine.on_device():
-            sharper = self.engine.log_probs(data, temperature=temperature / 2)["log_probs"]
-            usual = self.engine.log_probs(data, temperature=temperature)["log_probs"]
-        return DataProto.from_dict(tensors={"sum_pi_squared": (2 * usual - sharper).exp()})
+            sharper = self.engine.log_probs(data, temperature=temperature / 2, passes=passes)
+            usual = self.engine.log_probs(data, temperature=temperature, passes=passes)
+        if not usual:
+            return DataProto()
+        return _fields(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
 
-    @register(by_groups, in_row_order)
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+    @register(by_passes, in_row_order)
+    def compute_ref_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         """`ref_log_prob`: of the frozen copy, or of the base with its adapters off."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
         if self.reference is None:
-            with self.engine.on_device(), base_only(self.engine.module):
-                out = self.engine.log_probs(data, temperature=temperature)
+            with self.engine.on_device(), self.engine.base_only():
+                out = self.engine.log_probs(data, temperature=temperature, passes=passes)
         else:
             with self.reference.on_device():
-                out = self.reference.log_probs(data, temperature=temperature)
-        return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+                out = self.reference.log_probs(data, temperature=temperature, passes=passes)
+        return _fields(ref_log_prob=out.get("log_probs"))
 
     @register(planned_actor_updates, join_updates)
     def update_actor(self, plan: UpdatePlan) -> list[Measures]:
@@ -184,13 +191,13 @@ class ActorRolloutRefWorker:
         with self.engine.on_device(optimizer=True):
             return self.actor.execute(plan)
 
-    @register(to_all)
+    @register(to_all, largest)
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the new weights to the rollout engine, and prove that it computes with them.
 
         An engine that reads the trainer's own tensors is given nothing: it is tried at first and then now and again.
         """
-        shared = self.rollout.shares_weights
+        shared = self.rollout.shares_weights and not self.rollout_is_apart
         with self.engine.on_device():
             self.rollout.load_weights(() if shared else self.engine.export_weights(), version)
             if shared and version > 1 and version % SHARED_PROOF_FREQ:
@@ -209,52 +216,48 @@ class ActorRolloutRefWorker:
         return self.engine_name
 
     @register(to_first)
+    def engine_facts(self) -> EngineFacts:
+        """About the policy's model."""
+        return self.engine.facts()
+
+    @register(to_first)
     def vocabulary(self) -> int:
         """Tokens that the policy's model has weights for."""
-        return self.engine.module.config.get_text_config().vocab_size  # pyright: ignore
-
-    @register(to_first)
-    def weights_dtype(self) -> torch.dtype:
-        return next(self.engine.module.parameters()).dtype
-
-    @register(to_first)
-    def parameters(self) -> int:
-        """Numbers that the policy's model consists of."""
-        return sum(weight.numel() for weight in self.engine.module.parameters())
+        return self.engine.facts().vocabulary
 
     @register(to_first)
     def notes(self) -> list[str]:
         """Sentences for the user that only the loaded model or the first update could tell."""
         about_adapters = [
-            *adapter_notes(self.engine.module, self.config.actor_rollout_ref.model),
+            *adapter_notes(self.engine.facts(), self.config.actor_rollout_ref.model),
             *policy_notes(self.config, self.engine_name),
         ]
-        about_model = (
-            self.engine.way.note,
-            self.position_note,
-            end_token_note(self.end_ids, self.engine.module.config),
-        )
+        no_end = end_token_note(self.end_ids, self.engine.facts().vocabulary)
+        about_model = (self.engine.facts().note, self.position_note, no_end)
         return [note for note in (*about_model, *about_adapters, *self.actor.objective.notes) if note]
 
     @register(to_all)
-    def state(self) -> dict[str, torch.Tensor]:
-        return self.engine.save()
+    def save(self, folder: Path) -> None:
+        """Write this role's part of a checkpoint."""
+        self.engine.save(folder)
 
     @register(to_all)
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.engine.load(state)
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        self.engine.load(folder)
 
     @register(to_first)
     def lora_state(self) -> dict[str, Any] | None:
         """The adapters' settings and the identity of their base, for the checkpoint; None where all is trained."""
         return self.adapters
 
-    @register(to_first)
+    @register(to_all)
     def export_hf(self, folder: Path) -> None:
         """A Hugging Face folder with tokenizer: the model, or under LoRA what `trainer.export_lora` says."""
         adapter = self.adapters["adapter"] if self.adapters else None
-        save_model(self.engine.module, folder, adapter, merged=self.config.trainer.export_lora == "merged")
-        self.tokenizer.save_pretrained(folder)
+        self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
+        if this_rank() == 0:
+            self.tokenizer.save_pretrained(folder)
 
 
 class CriticWorker:
@@ -265,16 +268,18 @@ class CriticWorker:
 
     @register(to_all)
     def init_model(self) -> None:
+        torch.manual_seed(self.config.trainer.seed)  # as the actor's
         self.engine = critic_engine(self.config, self.device, self.total_updates)
-        check_vocabulary(self.engine.module, self.tokens, self.config.critic.model.path)
+        facts = self.engine.facts()
+        check_vocabulary(facts.vocabulary, self.tokens, self.config.critic.model.path)
         self.critic = DataParallelPPOCritic(self.config, self.engine)
         model = self.config.actor_rollout_ref.model
-        self.adapters = lora_state(self.engine.module, model, path=self.config.critic.model.path)
+        self.adapters = lora_state(facts, model, path=self.config.critic.model.path)
 
     @register(to_first)
     def notes(self) -> list[str]:
         """As the actor's."""
-        note = stacked_note(self.engine.module, self.config.critic.model, "critic.model.target_modules")
+        note = stacked_note(self.engine.facts().stacked, self.config.critic.model, "critic.model.target_modules")
         return [note] if note else []
 
     @register(to_first)
@@ -282,10 +287,15 @@ class CriticWorker:
         """As the actor's; a critic is not exported, so that its base alone is named."""
         return self.adapters
 
-    @register(by_groups, in_row_order)
-    def compute_values(self, data: DataProto) -> DataProto:
+    @register(by_passes, in_row_order)
+    def compute_values(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         with self.engine.on_device():
-            return DataProto.from_dict(tensors={"values": self.critic.compute_values(data)})
+            return DataProto.from_dict(tensors={"values": self.critic.compute_values(data, passes)})
+
+    @register(to_first)
+    def engine_facts(self) -> EngineFacts:
+        """About the critic's model."""
+        return self.engine.facts()
 
     @register(planned_critic_updates, join_updates)
     def update_critic(self, plan: UpdatePlan) -> list[Measures]:
@@ -293,9 +303,16 @@ class CriticWorker:
             return self.critic.execute(plan)
 
     @register(to_all)
-    def state(self) -> dict[str, torch.Tensor]:
-        return self.engine.save()
+    def save(self, folder: Path) -> None:
+        """Write this role's part of a checkpoint."""
+        self.engine.save(folder)
 
     @register(to_all)
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.engine.load(state)
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        self.engine.load(folder)
+
+
+def _fields(**tensors: torch.Tensor | None) -> DataProto:
+    """A batch of these; a rank without rows has none to give."""
+    return DataProto.from_dict(tensors={name: tensor for name, tensor in tensors.items() if tensor is not None})

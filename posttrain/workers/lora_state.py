@@ -7,25 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from posttrain.config import needs_reference
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
-from posttrain.models.adapter_files import adapter_settings
-from posttrain.models.adapter_targets import stacked_note, stacked_words
+from posttrain.engine.facts import EngineFacts
+from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.identity import fingerprint
-from posttrain.models.lora import has_adapters
 
 
-def lora_state(module: torch.nn.Module, model: ModelConfig, path: str | None = None) -> dict[str, Any] | None:
+def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) -> dict[str, Any] | None:
     """The policy's adapter settings and the identity of the base, as plain JSON; None for a model without adapters."""
-    if not has_adapters(module):
+    if facts.adapters is None:
         return None
     base = path or str(model.path)
-    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-    shape = {"adapter": adapter_settings(module, base)} if hasattr(module, "peft_config") else {}
+    dtype = str(facts.dtype).removeprefix("torch.")
+    shape = {"adapter": facts.adapters | {"base_model_name_or_path": base}} if facts.adapters else {}
     return shape | {
         "base": {
             "path": base,
@@ -57,12 +54,12 @@ def base_problem(stored: Mapping[str, Any], present: Mapping[str, Any] | None, s
     return None
 
 
-def adapter_notes(module: torch.nn.Module, model: ModelConfig) -> list[str]:
+def adapter_notes(facts: EngineFacts, model: ModelConfig) -> list[str]:
     """What a user of adapters should know about them: another base than theirs, weights that get none."""
-    notes = [note for note in [stacked_note(module, model, "model.target_modules")] if note]
-    if model.quantization is not None and (words := stacked_words(module)):
+    notes = [note for note in [stacked_note(facts.stacked, model, "model.target_modules")] if note]
+    if model.quantization is not None and facts.stacked:
         notes.append(
-            f"model.quantization={model.quantization} holds linear modules in 4 bits; {words} keep model.dtype."
+            f"model.quantization={model.quantization} holds linear modules in 4 bits; {facts.stacked} keep model.dtype."
         )
     if model.lora_adapter_path is not None:
         made_for = json.loads((Path(model.lora_adapter_path) / ADAPTER_CONFIG).read_bytes()).get(

@@ -6,8 +6,10 @@ A mean over tokens is a sum here: every rank adds its tokens with the weights th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
 
 Ranks = Literal["sum", "max", "first"]
 Steps = Literal["mean", "sum", "first"]
@@ -17,21 +19,24 @@ Steps = Literal["mean", "sum", "first"]
 class Measure:
     """A number, how it is joined with those of other passes and ranks, and with those of other optimizer steps."""
 
-    value: float
+    value: Any  # a number; while it is being gathered on a CUDA device, a tensor
     ranks: Ranks
     steps: Steps = "mean"
 
 
 class Measures(dict[str, Measure]):
-    """The metrics of one optimizer step on one rank, as they are gathered pass by pass."""
+    """The metrics of one optimizer step on one rank, as they are gathered pass by pass.
 
-    def add(self, name: str, share: float, steps: Steps = "mean") -> None:
+    Tensors of a CUDA device stay there until `settle`: to read one is to wait for all that the device has to do.
+    """
+
+    def add(self, name: str, share: float | torch.Tensor, steps: Steps = "mean") -> None:
         """A share of a sum or of a mean over the whole mini-batch."""
-        self._join(name, Measure(share, "sum", steps))
+        self._join(name, Measure(_gathered(share), "sum", steps))
 
-    def most(self, name: str, value: float, steps: Steps = "mean") -> None:
+    def most(self, name: str, value: float | torch.Tensor, steps: Steps = "mean") -> None:
         """The largest of all passes and ranks."""
-        self._join(name, Measure(value, "max", steps))
+        self._join(name, Measure(_gathered(value), "max", steps))
 
     def tell(self, name: str, value: float, steps: Steps = "mean") -> None:
         """What every rank knows alike."""
@@ -41,15 +46,36 @@ class Measures(dict[str, Measure]):
         own = self.get(name)
         self[name] = new if own is None else _joined(own, new)
 
+    def settle(self) -> Measures:
+        """All values are numbers from now on."""
+        waiting = {name: measure.value for name, measure in self.items() if isinstance(measure.value, torch.Tensor)}
+        if waiting:
+            for name, value in zip(waiting, torch.stack(list(waiting.values())).tolist(), strict=True):
+                self[name] = replace(self[name], value=value)
+        return self
+
     def numbers(self) -> dict[str, float]:
+        self.settle()
         return {name: measure.value for name, measure in self.items()}
 
 
 def _joined(one: Measure, other: Measure) -> Measure:
     if one.ranks == "first":
         return one
-    value = one.value + other.value if one.ranks == "sum" else max(one.value, other.value)
+    value = one.value + other.value if one.ranks == "sum" else _larger(one.value, other.value)
     return Measure(value, one.ranks, one.steps)
+
+
+def _larger(one: float | torch.Tensor, other: float | torch.Tensor) -> Any:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.maximum(one, other)
+    return max(one, other)
+
+
+def _gathered(value: float | torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().double() if value.is_cuda else float(value.detach())
 
 
 def over_ranks(parts: Sequence[Measures]) -> Measures:

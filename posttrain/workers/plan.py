@@ -15,8 +15,10 @@ import torch
 from posttrain.controller.dispatch import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, over_ranks, over_steps
+from posttrain.workers.spread import ranked_parts
 
 Prepare = Callable[[DataProto], DataProto]
+UNUSED = ("prompts", "token_level_scores", "token_level_rewards", "reward_baselines")  # in a step
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,19 @@ def one_rank_plan(batch: DataProto, schedule: Schedule, prepare: Prepare) -> Upd
     """The plan of a rank that computes everything."""
     rows = len(batch) * schedule.epochs
     return UpdatePlan(rows, lambda: (MiniBatch(prepare(mini)) for mini in mini_batches(batch, schedule)))
+
+
+def planned(group: Any, batch: DataProto, schedule: Schedule, prepare: Prepare) -> Calls:
+    """The optimizer steps of a batch for every rank of a group: all of them, with parts that balance their tokens."""
+    if group.world_size == 1:
+        return Calls([(one_rank_plan(batch, schedule, prepare),)])
+    plans = [UpdatePlan(len(batch) * schedule.epochs) for _ in range(group.world_size)]
+    for mini in mini_batches(batch, schedule):
+        whole = prepare(mini)
+        sent = whole.select([name for name in whole.batch if name not in UNUSED], [])
+        for plan, part in zip(plans, ranked_parts(whole, group), strict=True):
+            plan.steps.append(MiniBatch(sent[part.rows], part.passes))
+    return Calls([(plan,) for plan in plans])
 
 
 def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:

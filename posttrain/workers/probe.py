@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from posttrain.engine.fsdp import FSDPEngine
+from posttrain.engine.base import TrainEngine
 from posttrain.errors import UserError
 from posttrain.models.finite import few, not_finite
 from posttrain.protocol import DataProto
@@ -33,16 +33,16 @@ class WeightProbe:
         self.pad = tokenizer.pad_token_id
         self.batch = _rows_batch([row[:1] for row in self.rows], [row[1:] for row in self.rows], self.pad)
 
-    def compare(self, trainer: FSDPEngine, rollout: RolloutEngine) -> dict[str, float]:
+    def compare(self, trainer: TrainEngine, rollout: RolloutEngine) -> dict[str, float]:
         """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
         theirs = torch.stack(rollout.score(self.rows))
         ours = trainer.log_probs(self.batch)["log_probs"]
         gap = float((ours - theirs).abs().max())
-        dtype = next(trainer.module.parameters()).dtype
+        dtype = trainer.facts().dtype
         tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.5
         if not gap <= tolerance:
             if not bool(torch.isfinite(ours).all()):
-                lost = not_finite(trainer.module.named_parameters())
+                lost = not_finite(trainer.export_weights())
                 where = f" (NaN or infinite: {few(lost)})" if lost else ""
                 raise SyncError(
                     f"the update left weights with which the trainer itself computes no numbers{where}: it was too "
@@ -54,14 +54,14 @@ class WeightProbe:
             )
         return {"sync/probe_max": gap}
 
-    def dry_run(self, engine: FSDPEngine, actor: Any, lengths: Sequence[int], prompt_length: int) -> None:
+    def dry_run(self, engine: TrainEngine, actor: Any, lengths: Sequence[int], prompt_length: int) -> None:
         prompts = [[0] * min(prompt_length, length - 1) for length in lengths]
         responses = [[0] * (length - len(prompt)) for length, prompt in zip(lengths, prompts, strict=True)]
         batch = _rows_batch(prompts, responses, self.pad)
         zeros = torch.zeros_like(batch.batch["rollout_log_probs"])
         batch.union(DataProto.from_dict(tensors={"advantages": zeros}))
         prepared = actor.objective.prepare(batch)
-        engine.backward_only(prepared, actor.objective)
+        engine.trial_pass(prepared, actor.objective)
 
 
 def _rows_batch(prompts: list[list[int]], responses: list[list[int]], pad: int) -> DataProto:

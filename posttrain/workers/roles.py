@@ -10,6 +10,7 @@ import torch
 from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.ranks import group_ranks, world_size
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
 from posttrain.models.value import ValueModel
@@ -55,9 +56,13 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     return FSDPEngine(module, replace(settings, pack=pack, gradient_checkpointing=checkpointing))
 
 
-def check_vocabulary(module: torch.nn.Module, tokens: int, path: str | None) -> None:
+def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
+    """A whole model of this process's own, to decode with where the trained one is cut over ranks."""
+    return _language_model(config, device).requires_grad_(False).to(device)
+
+
+def check_vocabulary(size: int, tokens: int, path: str | None) -> None:
     """The critic reads the policy's token ids; a model that has none for some of them cannot."""
-    size = module.config.get_text_config().vocab_size  # pyright: ignore
     if size < tokens:
         raise ModelError(
             f"critic.model.path={path}: the model knows {size} tokens, but the policy {tokens}; the "
@@ -81,7 +86,8 @@ def _language_model(
     dtype = resolve_dtype(model.dtype, device)
     role = "actor_rollout_ref." if path is None else "critic."
     options: Any = {"path": path, "quantization": quantization, "headless": headless, "role": role}
-    return load_causal_lm(model, dtype=dtype, device=device, **options)
+    home = device if world_size() == 1 else torch.device("cpu")  # ranks take their parts from host memory
+    return load_causal_lm(model, dtype=dtype, device=home, **options)
 
 
 def _settings(
@@ -99,4 +105,5 @@ def _settings(
         gradient_checkpointing=model.enable_gradient_checkpointing,
         param_offload=offload.param_offload,
         optimizer_offload=offload.optimizer_offload,
+        ranks=group_ranks(device),
     )

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.controller.dispatch import Calls
+from posttrain.engine.balance import RankPart, plan_ranks
 from posttrain.protocol import DataProto
+
+COMPUTED = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
 
 def by_groups(group: Any, arguments: tuple[Any, ...]) -> Calls:
@@ -19,6 +22,25 @@ def by_groups(group: Any, arguments: tuple[Any, ...]) -> Calls:
         return Calls([arguments])
     rows = split_rows(_groups(data), _tokens(data), group.world_size)
     return Calls([(data[own], *arguments[1:]) for own in rows], rows)
+
+
+def by_passes(group: Any, arguments: tuple[Any, ...]) -> Calls:
+    """Rows and equal numbers of passes for every rank; ranks that compute the same rows together get the same ones. A
+    rank alone plans for itself."""
+    data: DataProto = arguments[0]
+    if group.world_size == 1:
+        return Calls([(*arguments, None)])
+    parts = ranked_parts(data, group)
+    needed = data.select([name for name in COMPUTED if name in data.batch], [], [])
+    calls = [(needed[part.rows], *arguments[1:], part.passes) for part in parts]
+    return Calls(calls, [part.rows for part in parts])
+
+
+def ranked_parts(data: DataProto, group: Any) -> list[RankPart]:
+    """A part for every rank."""
+    facts = group.once("engine_facts")
+    together = getattr(facts, "sequence_parallel", 1)
+    return [part for part in plan_ranks(data, facts, group.world_size // together) for _ in range(together)]
 
 
 def split_rows(groups: Sequence[Hashable], tokens: Sequence[int], ranks: int) -> list[list[int]]:
@@ -51,6 +73,8 @@ def in_row_order(results: list[DataProto], calls: Calls) -> DataProto:
     """The ranks' rows as one batch, in the order of the caller's."""
     if calls.rows is None:
         return results[0]
-    given = [part for part, rows in zip(results, calls.rows, strict=True) if len(rows)]
-    joined = DataProto.concat(given)
-    return joined.reorder(np.argsort(np.concatenate([rows for rows in calls.rows if len(rows)]), kind="stable"))
+    parts = [(part, rows) for part, rows in zip(results, calls.rows, strict=True) if len(rows)]
+    joined = DataProto.concat([part for part, _ in parts])
+    rows = np.concatenate([rows for _, rows in parts])
+    _, first = np.unique(rows, return_index=True)  # what several ranks computed together is taken once
+    return joined[first]

@@ -367,3 +367,15 @@ def test_error_in_the_export_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="RuntimeError: no such layer"):
         save(CheckpointManager(tmp_path), 1, extra=broken)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_tensors_are_written_is_ctrl_c_and_no_failed_write(tmp_path, monkeypatch):
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def interrupted(*args, **kwargs):
+        raise CheckpointException("write", {0: (KeyboardInterrupt(), None)})  # pyright: ignore
+
+    monkeypatch.setattr("posttrain.checkpoint.dcp.save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(CheckpointManager(tmp_path), 1)
+    assert list(tmp_path.iterdir()) == []

@@ -86,11 +86,13 @@ def test_a_division_by_the_micro_batch_would_be_seen(make_engine):
 
 
 def test_a_prompt_is_computed_once_for_all_its_responses_where_that_is_cheaper(make_engine, monkeypatch):
-    from posttrain.engine import fsdp
+    from posttrain.models import forward
 
     seen = []
-    plain = fsdp.hidden_states
-    monkeypatch.setattr(fsdp, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest))
+    plain = forward.hidden_states
+    monkeypatch.setattr(
+        forward, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest)
+    )
     batch = ragged_batch(prompts=4)
     mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[1]
     prompt, response = int(mask[::4, :-width].sum()), int(mask[:, -width:].sum())
@@ -123,11 +125,13 @@ def test_responses_that_begin_alike_are_computed_once(make_engine, share):
 
 
 def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):
-    from posttrain.engine import fsdp
+    from posttrain.models import forward
 
     seen = []
-    plain = fsdp.hidden_states
-    monkeypatch.setattr(fsdp, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest))
+    plain = forward.hidden_states
+    monkeypatch.setattr(
+        forward, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest)
+    )
     batch = ragged_batch()
     lengths = batch.batch["attention_mask"].sum(-1)
     real, padded = int(lengths.sum()), len(batch) * int(lengths.max())  # rows are padded to the longest of them

@@ -182,6 +182,6 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on():
 
 def test_packed_attention_takes_the_kernel_only_where_it_can(monkeypatch):
     tensor = torch.zeros(1, dtype=torch.float64)
-    assert not packed_attention.can_train(tensor)
+    assert not packed_attention.can_attend(8, tensor)
     monkeypatch.setattr(compiled, "_functions", lambda: None)
-    assert not packed_attention.can_train(tensor.float())
+    assert not packed_attention.can_attend(8, tensor.float())

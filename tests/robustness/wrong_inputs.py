@@ -20,7 +20,7 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.config.sandbox import SandboxConfig
 from posttrain.data.dataset import PromptDataset
-from posttrain.models.loading import check_positions, load_tokenizer
+from posttrain.models.loading import check_positions, load_tokenizer, positions_of
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward, score_by_source
 from posttrain.rewards.scorers import code
 from posttrain.tracking.rundir import RunDirectory
@@ -123,7 +123,7 @@ def longer_than_the_model(place):
             super().__init__()
             self.wpe = torch.nn.Embedding(64, 2)
 
-    return place.refused(check_positions, Learned(), 100)
+    return place.refused(check_positions, positions_of(Learned()), 100)
 
 
 def closed_folder(place):

@@ -95,7 +95,7 @@ def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_inp
 
 
 def test_S0_83_S0_114_the_reward_function_puts_each_score_on_the_last_response_token(trainer, generated):
-    trainer._score(generated)  # of the responses that were scored while they were generated
+    trainer.experience.scored(generated)  # while they were generated
     scores = trainer.reward_fn(generated)
     texts = trainer.tokenizer.batch_decode(generated.batch["responses"], skip_special_tokens=True)
     assert scores.shape == generated.batch["responses"].shape

@@ -164,7 +164,7 @@ def test_S4_47_the_models_scores_are_the_rewards_and_the_function_is_recorded(pp
         torch.testing.assert_close(scores, again, rtol=0, atol=1e-5)
         assert line["reward_mean"] == pytest.approx(line["reward_model/mean"]) != 0
         assert line["reward_model/failures"] == line["reward_model/truncated"] == 0 < line["reward_model/std"]
-        assert line["reward/function/mean"] == line["right/mean"] == 0
+        assert line["reward/function/mean"] == line["right/mean"] < 0.2  # an untrained model is right by chance
     parts = [json.loads(row["reward_parts"]) for row in ppo.samples()]
     assert all({"reward_model", "function", "acc"} <= set(part) for part in parts)
     assert [row["score"] for row in ppo.samples()] == pytest.approx([part["reward_model"] for part in parts])

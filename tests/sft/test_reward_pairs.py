@@ -172,11 +172,13 @@ def test_gradient_equals_the_plain_formula_in_every_split_into_passes(tiny_model
 
 
 def test_pairs_stay_together_and_a_common_beginning_is_computed_once(tiny_model, monkeypatch):
-    from posttrain.engine import pairs
+    from posttrain.models import forward
 
     seen = []
-    plain = pairs.hidden_states
-    monkeypatch.setattr(pairs, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest))
+    plain = forward.hidden_states
+    monkeypatch.setattr(
+        forward, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest)
+    )
     engine = PairEngine(scorer(tiny_model), EngineSettings(device=CPU, max_rows=1))
     assert all(
         sorted(row // 2 for unit in units for row in unit.rows) == [number] * 2

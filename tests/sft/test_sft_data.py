@@ -7,7 +7,7 @@ import json
 import pytest
 from chat_templates import CHATML, tokenizer_with, trained_texts
 
-from posttrain.config.sft import SFTDataConfig
+from posttrain.config.sft import MultiturnConfig, SFTDataConfig
 from posttrain.data.rows import DataError
 from posttrain.data.supervised import SFTDataset
 
@@ -46,13 +46,12 @@ def test_columns_are_chosen_by_keys_also_inside_mappings():
         "response_dict_keys": ["answer", "short"],
     }
     assert text([row], **keys) == [["4<|im_end|>"]]
+    assert text([{"q": "2 + 2?", "a": "4"}], prompt_key="q", response_key="a") == [["4<|im_end|>"]]
     with pytest.raises(DataError, match=r"has no 'long' \(data\.response_dict_keys\); it has: short"):
         dataset([row], **{**keys, "response_dict_keys": ["answer", "long"]})
 
 
 def test_conversations_are_recognised_by_their_column_or_asked_for():
-    from posttrain.config.sft import MultiturnConfig
-
     assert text([TALK]) == [["yes<|im_end|>"]]
     renamed = {"chat": TALK["messages"], "response": "unused"}
     asked = MultiturnConfig(enable=True, messages_key="chat")
@@ -66,6 +65,9 @@ def test_tools_and_system_prompt_reach_the_template():
     tokenizer = tokenizer_with(template)
     row = {**TALK, "tools": json.dumps([{"name": "search"}])}
     [made] = dataset([row], tokenizer)
+    assert tokenizer.decode(made.ids).startswith("search<|im_start|>user")
+    named = MultiturnConfig(tools_key="functions")
+    [made] = dataset([{**TALK, "functions": [{"name": "search"}]}], tokenizer, multiturn=named)
     assert tokenizer.decode(made.ids).startswith("search<|im_start|>user")
     [made] = dataset([ROW], tokenizer, system_prompt="Be brief.")
     assert "system\nBe brief." in tokenizer.decode(made.ids)

@@ -189,7 +189,7 @@ def test_updates_that_are_not_finite_stop_the_run(tiny_model, tmp_path, monkeypa
     monkeypatch.setattr(
         sft_task, "sft_step", lambda engine, batch: {"loss": float("nan"), "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
     )
-    with pytest.raises(TrainingStopped, match=r"2 updates in a row.*max_bad_steps.*optim\.lr"):
+    with pytest.raises(TrainingStopped, match=r"2 steps in a row.*max_bad_steps.*optim\.lr"):
         sft(tiny_model, tmp_path, trainer__max_bad_steps=2)
 
 

@@ -18,7 +18,7 @@ from posttrain.config.reward_trainer import PairDataConfig
 from posttrain.config.sft import SFTConfig, SFTDataConfig
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
-from posttrain.engine import fsdp, pairs
+from posttrain.models import forward, scorer
 from posttrain.models.loading import load_tokenizer
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError
 from posttrain.trainer.supervised import pair_task, sft_task
@@ -32,7 +32,7 @@ KINDS = {"sft": sft, "reward model": reward_model}
 def seen(monkeypatch):
     """Shapes of the passes of the next runs, and how often their first attention was computed."""
     found = SimpleNamespace(tokens=[], rows=[], attention=0)
-    hidden, padded, fit = fsdp.hidden_states, pairs.padded_scores, SupervisedTrainer.fit
+    hidden, padded, fit = forward.hidden_states, scorer.own_scores, SupervisedTrainer.fit
 
     def count(*_: Any) -> None:
         found.attention += 1
@@ -47,9 +47,8 @@ def seen(monkeypatch):
         found.tokens.append(ids.numel())
         return hidden(module, ids, *rest)
 
-    for room in (fsdp, pairs):
-        monkeypatch.setattr(room, "hidden_states", states)
-    monkeypatch.setattr(pairs, "padded_scores", lambda m, rows: found.rows.append(len(rows)) or padded(m, rows))
+    monkeypatch.setattr(forward, "hidden_states", states)
+    monkeypatch.setattr(scorer, "own_scores", lambda m, rows: found.rows.append(len(rows)) or padded(m, rows))
     monkeypatch.setattr(SupervisedTrainer, "fit", watched)
     return found
 
@@ -142,12 +141,13 @@ def test_settings_of_the_model_reach_the_loading_of_both_kinds(tiny_model, tmp_p
 
     monkeypatch.setattr(pair_task, "load_scorer", load)
     monkeypatch.setattr(sft_task, "load_causal_lm", load)
-    rank = {"model__lora_rank": 2, "model__quantization": "nf4"}
+    rank = {"model__lora_rank": 2, "model__quantization": "nf4", "model__allow_other_weights": True}
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
     for make in (sft, reward_model):
         with pytest.raises(InterruptedError):
             make(tiny_model, tmp_path / make.__name__, model__trust_remote_code=True, **rank)
     assert [named["quantization"] for named in told] == ["nf4", "nf4"] and told[1]["trust_remote_code"] is True
+    assert told[1]["allow_other_weights"] is True
 
 
 def test_values_laid_over_a_reward_models_configuration_reach_it(tiny_model, tmp_path):

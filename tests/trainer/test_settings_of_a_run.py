@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,14 @@ def samples(path: Path, step: int = 1) -> list[dict[str, Any]]:
 def due(tiny_model, sums, tmp_path_factory):
     """A run of 7 steps whose checkpoints, validations, samples and lines come at frequencies of their own."""
     validated: list[int] = []
-    plain = ActorRolloutRefWorker.generate_sequences
+    plain = ActorRolloutRefWorker.submit
 
-    def generate(self: Any, prompts: DataProto, on_outputs: Any = None) -> DataProto:
+    @functools.wraps(plain)
+    def submit(self: Any, prompts: DataProto) -> None:
         if prompts.meta_info.get("validate"):
             validated.append(len(prompts))
-        return plain(self, prompts, on_outputs)
+        plain(self, prompts)
 
-    generate.dispatch = plain.dispatch  # pyright: ignore
     more = {
         "trainer__total_training_steps": 7,
         "trainer__save_freq": 2,
@@ -70,8 +71,10 @@ def due(tiny_model, sums, tmp_path_factory):
         "actor_rollout_ref__rollout__val_kwargs__do_sample": True,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ActorRolloutRefWorker, "generate_sequences", generate)
-        result = run(tiny_model, sums, tmp_path_factory.mktemp("due"), **more)
+        patch.setattr(ActorRolloutRefWorker, "submit", submit)
+        folder = tmp_path_factory.mktemp("due")
+        result = run(tiny_model, sums, folder, **more)
+    assert result.path == folder / "test" / "run"  # default_local_dir, project_name and experiment_name
     return result, validated
 
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 from engine_tools import ragged_batch
 
 from posttrain.algorithms import AGGREGATION_MODES
+from posttrain.checkpoint import CheckpointManager
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
 from posttrain.controller.local import LocalWorkerGroup
@@ -206,12 +207,13 @@ def test_offloading_moves_weights_and_moments_and_changes_no_number(critic):
     assert torch.equal(weights(plain), weights(moved))
 
 
-def test_what_is_saved_continues_exactly(critic):
+def test_what_is_saved_continues_exactly(critic, tmp_path):
     straight, stopped = critic(), critic()
     for group in (straight, stopped):
         group.update_critic(batch())
-    resumed = critic()
-    resumed.load_state({name: tensor.clone() for name, tensor in stopped.state().items()})
+    resumed, manager = critic(), CheckpointManager(tmp_path)
+    path = manager.save(1, tensors={"critic": stopped.save}, state={}, rng={})
+    resumed.load(manager.role_folder(path, "critic"))
     for group in (straight, resumed):
         group.update_critic(batch())
     assert torch.equal(weights(straight), weights(resumed))

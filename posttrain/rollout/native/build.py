@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.config.rollout import RolloutConfig
+from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
 from posttrain.models.decoder import FastDecoder, can_decode_fast
 from posttrain.models.paged import PagedDecoder
@@ -17,6 +18,7 @@ from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
+MOST, UNSEEN = 64, 16  # tokens of a row in one step: at most, and on a CUDA device where it may end meanwhile
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 
 
@@ -41,12 +43,15 @@ def build_native(
     device = device or weight.device
     limit = cache_limit(config, device.type, device_memory(device))
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
+    captured = fast and _on_triton(weight.dtype, device)
+    together = MOST if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     engine = NativeEngine(
         decoder,
         pool,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        tokens_per_step=max(1, min(64, TOGETHER // sum(p.numel() for p in module.parameters()))),
+        tokens_per_step=together,
+        tokens_unseen=UNSEEN if captured else None,
         decode=decode,
         shares_weights=share or not fast,
     )
@@ -54,10 +59,16 @@ def build_native(
 
 
 def _kernels(dtype: torch.dtype, device: torch.device) -> str:
+    if _on_triton(dtype, device):
+        return "Triton kernels"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return "torch kernels"
     problem = why_not()
     return f"torch kernels: {problem}" if problem else "compiled kernels"
+
+
+def _on_triton(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" and cuda.runs_here(torch.empty(0, dtype=dtype, device=device))
 
 
 def device_memory(device: torch.device) -> int:

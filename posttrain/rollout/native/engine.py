@@ -57,10 +57,14 @@ class NativeEngine(RolloutEngine):
         max_num_seqs: int = 1024,
         max_num_batched_tokens: int = 8192,
         tokens_per_step: int = 1,
+        tokens_unseen: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
         shares_weights: bool = True,
     ) -> None:
+        """`tokens_unseen`: where a row that ends within a step of many tokens stands still until the step is over, the
+        length of a step in which rows may end."""
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
+        self.tokens_unseen = tokens_unseen
         self.tokens_per_step, self.settled_in = tokens_per_step, False
         self.settles = False  # whether requests are long enough for weights to be laid out anew
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
@@ -97,26 +101,32 @@ class NativeEngine(RolloutEngine):
         pieces = self.queue.next_pieces(max(self.budget - len(decoding), BLOCK))
         if sum(end - start for _, start, end in pieces) <= FEW:
             self._settle(request for prompt, _, _ in pieces for request in prompt.waiting)
-        logits_NV = self._forward(decoding, pieces)
+        # Where many tokens go in one captured step, the running rows wait for it rather than take one here.
+        moved = decoding[:0] if self.tokens_unseen is not None and self._plain(decoding) else decoding
+        logits_NV = self._forward(moved, pieces)
         new, prompts = self._start_rows()
-        logits_NV, source_B = _sources(logits_NV, len(decoding), prompts)
+        logits_NV, source_B = _sources(logits_NV, len(moved), prompts)
         for prompt in (*prompts, *(prompt for prompt, _, _ in pieces if prompt.ready)):
             if prompt.waiting and prompt.logits_V is None and prompt.place >= 0:
                 prompt.logits_V = logits_NV[prompt.place].clone()  # pyright: ignore
             prompt.place = -1
-        slots_B = np.concatenate([decoding, new])
-        self.slots.active = slots_B
+        self.slots.active = np.concatenate([decoding, new])
+        slots_B = np.concatenate([moved, new])
+        self.settled_in = len(moved) < len(decoding) or (not pieces and not len(new))
         if not len(slots_B):
             return []
         assert logits_NV is not None
         self._sample(slots_B, logits_NV, source_B)
-        self.settled_in = not pieces and not len(new)
-        return self._finish(self._ended(slots_B))
+        return self._finish(self._ended(slots_B), settled=len(moved) < len(decoding))
 
     def _alone(self, decoding: np.ndarray) -> bool:
         """Whether nothing can happen to these rows but their own next tokens, plainly sampled."""
         if self.tokens_per_step == 1 or not len(decoding) or (self.queue.prompts and not self.settled_in):
             return False
+        return self._plain(decoding)
+
+    def _plain(self, decoding: np.ndarray) -> bool:
+        """Whether these rows need nothing but their next tokens, plainly sampled."""
         return not (self.slots.special[decoding].any() or self.slots.by_text[decoding].any())
 
     def _go_on(self, decoding: np.ndarray) -> dict[int, str] | None:
@@ -129,7 +139,7 @@ class NativeEngine(RolloutEngine):
             starts=slots.starts[decoding],
             stop_sets=slots.stop_sets,
             next_history=slots.next_history,
-            steps=min(self.tokens_per_step, int((slots.limit[decoding] - before).max())),
+            steps=self._steps(decoding),
             stop_at_end=bool(self.queue.prompts),
         )
         if not self.decoder.decode(rows, self.pool.layer):
@@ -143,6 +153,16 @@ class NativeEngine(RolloutEngine):
         self.response_tokens += int(slots.next_history[0]) - known  # each that was computed got a history
         reasons = {1: "stop", 2: "length"}
         return {int(decoding[place]): reasons[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
+
+    def _steps(self, decoding: np.ndarray) -> int:
+        """How many tokens the rows may make before anybody looks."""
+        slots = self.slots
+        left = slots.limit[decoding] - slots.count[decoding]
+        most = min(self.tokens_per_step, int(left.max()))
+        if self.tokens_unseen is None:
+            return most
+        may_stop = any(slots.stop_sets[kind] for kind in np.unique(slots.stops[decoding]))
+        return min(most, self.tokens_unseen if may_stop else max(self.tokens_unseen, int(left.min())))
 
     def _forward(self, decoding: np.ndarray, pieces: list[Piece]) -> torch.Tensor | None:
         """Logits of the decoding rows, then of the prompts that this step completes."""
@@ -186,16 +206,16 @@ class NativeEngine(RolloutEngine):
         """The next token of every row."""
         slots = self.slots
         places_B = slots.count[slots_B]
-        uniform_B = uniforms(slots.seed[slots_B], places_B)
         tokens_B, log_probs_B = sample_plain(
-            logits_NV, source_B, slots.temperature[slots_B], slots.greedy[slots_B], uniform_B
+            logits_NV, source_B, slots.temperature[slots_B], slots.greedy[slots_B], slots.seed[slots_B], places_B
         )
         special = np.flatnonzero(slots.special[slots_B])
         if len(special):
             requests: list[Request] = [slots.requests[slot] for slot in slots_B[special]]  # pyright: ignore
             seen = [(r.prompt_ids, slots.written(slot)) for r, slot in zip(requests, slots_B[special], strict=True)]
             logits_BV = logits_NV[torch.from_numpy(source_B[special]).to(logits_NV.device)]
-            some = sample(logits_BV, [r.sampling for r in requests], torch.from_numpy(uniform_B[special]), seen)
+            uniform_B = torch.from_numpy(uniforms(slots.seed[slots_B[special]], places_B[special]))
+            some = sample(logits_BV, [r.sampling for r in requests], uniform_B, seen)
             tokens_B[special], log_probs_B[special], drawn = (x.cpu().numpy() for x in some)
             for slot, value in zip(slots_B[special].tolist(), drawn.tolist(), strict=True):
                 slots.drawn.setdefault(slot, []).append(value)
@@ -222,11 +242,11 @@ class NativeEngine(RolloutEngine):
         text = self.decode(self.slots.written(slot)[-(longest + 8) :])
         return any(stop in text for stop in request.sampling.stop)
 
-    def _finish(self, ended: dict[int, str]) -> list[Output]:
-        """Outputs of these rows; their slots and blocks are free again."""
+    def _finish(self, ended: dict[int, str], *, settled: bool = False) -> list[Output]:
+        """Outputs of these rows; their slots and blocks are free again, for others now or (`settled`) a step later."""
         if not ended:
             return []
-        slots, self.settled_in = self.slots, False
+        slots, self.settled_in = self.slots, settled
         outputs = slots.outputs(ended, self.version)
         for slot in ended:
             prompt = slots.prompts[slot]

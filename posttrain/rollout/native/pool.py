@@ -12,6 +12,7 @@ from posttrain.errors import UserError
 from posttrain.kernels.decode import BLOCK, LayerCache, new_cache
 
 KEPT = 2**30  # bytes of host memory that a sleeping pool keeps: faulting them in again each time costs more
+KEPT_SHARE = 1 / 8  # of a CUDA device's memory: steps captured over a cache that goes away must be captured again
 
 
 def blocks_for(tokens: int) -> int:
@@ -21,6 +22,13 @@ def blocks_for(tokens: int) -> int:
 def with_slack(blocks: int) -> int:
     """Blocks that are taken when so many are needed: a little more, so that the next wave does not grow it again."""
     return blocks + blocks // 8
+
+
+def kept_bytes(device: torch.device) -> int:
+    """What a sleeping pool may keep."""
+    if device.type != "cuda":
+        return KEPT
+    return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE)
 
 
 class Pool:
@@ -36,9 +44,9 @@ class Pool:
         self.size, self.free = 0, []
 
     def sleep(self) -> None:
-        """Give memory back; on the host, where little of it is held, it is kept."""
+        """Give memory back; where little of it is held, it is kept."""
         held = sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
-        if self.device.type != "cpu" or held > KEPT:
+        if held > kept_bytes(self.device):
             self.clear()
 
     @property
@@ -75,7 +83,7 @@ class Pool:
 
     def _grow(self, size: int) -> None:
         for number, old in self.layers.items():
-            heads, width = old[0].shape[1:3]
+            heads, width = old[1].shape[1], old[1].shape[3]
             new = new_cache(size, heads, width, self.dtype, self.device)
             for whole, part in zip(new, old, strict=True):
                 whole[: self.size] = part

@@ -18,7 +18,13 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import RowTable
 from posttrain.errors import UserError
-from posttrain.models.loading import check_positions, end_token_ids, end_token_note
+from posttrain.models.loading import (
+    check_positions,
+    end_token_ids,
+    end_token_note,
+    model_end_ids,
+    positions_of,
+)
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.trainer.generation.loop import Answers, answer
@@ -105,7 +111,7 @@ class Session:
         device = pick_device(self.config.trainer.device)
         module = load_module(self.source, device)
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
-        note = check_positions(module, data.max_prompt_length + data.max_response_length)
+        note = check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
         if note:
             say(f"note: {note}")
         engine, self.engine_name = build_engine(rollout, module, self.tokenizer, device=device)
@@ -141,9 +147,9 @@ class Session:
 
     def _sampling(self, module: torch.nn.Module) -> Sampling:
         rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
-        generation = getattr(module, "generation_config", None)
-        end_ids = end_token_ids(self.tokenizer, module.config, generation)
-        if not rollout.ignore_eos and (note := end_token_note(end_ids, module.config)):
+        end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
+        size = getattr(module.config.get_text_config(), "vocab_size", None)
+        if not rollout.ignore_eos and (note := end_token_note(end_ids, size)):
             say(f"note: {note}")
         return Sampling(
             max_tokens=self.config.data.max_response_length,

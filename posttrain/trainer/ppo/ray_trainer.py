@@ -24,7 +24,7 @@ from posttrain.algorithms import (
 )
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.config.root import PPOConfig
-from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
@@ -130,7 +130,9 @@ class RayPPOTrainer:
         device: torch.device,
         explicit: set[str] | None = None,
         stored_config: PPOConfig | None = None,
+        workers: Workers | None = None,
     ) -> None:
+        self.workers = workers or LocalWorkers()
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
         self.train_dataset, self.reward_fn = train_dataset, reward_fn
         self.estimator = estimator = get_adv_estimator(config.algorithm.adv_estimator)
@@ -167,14 +169,12 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Create the workers and load their models; no step is made."""
-        say(
-            f"Creating workers on {self.device}: actor, rollout" + self._other_roles() + " (one process, no Ray needed)"
-        )
+        say(f"Creating workers on {self.device}: actor, rollout" + self._other_roles() + f" ({self.workers.words()})")
         updates = self.sizes.total_updates
-        worker = ActorRolloutRefWorker(
-            self.config, self.tokenizer, self.device, total_updates=updates, reference=self.use_reference
+        arguments = (self.config, self.tokenizer, self.device)
+        self.actor_rollout_wg = self.workers.create(
+            "actor", ActorRolloutRefWorker, *arguments, total_updates=updates, reference=self.use_reference
         )
-        self.actor_rollout_wg = LocalWorkerGroup(worker)
         self.actor_rollout_wg.init_model()
         say(f"Rollout engine: {self.actor_rollout_wg.rollout_engine()}")
         self.said = self.actor_rollout_wg.notes()
@@ -184,14 +184,15 @@ class RayPPOTrainer:
         if self.use_critic:
             updates = critic_updates(self.config, self.sizes)
             tokens = min(len(self.tokenizer), self.actor_rollout_wg.vocabulary())
-            critic = CriticWorker(self.config, self.device, total_updates=updates, tokens=tokens)
-            self.critic_wg = LocalWorkerGroup(critic)
+            self.critic_wg = self.workers.create(
+                "critic", CriticWorker, self.config, self.device, total_updates=updates, tokens=tokens
+            )
             self.critic_wg.init_model()
             for note in self.critic_wg.notes():
                 say(f"note: {note}")
         self.rm_wg = self.model_reward = None
         if self.config.reward_model.enable:
-            self.rm_wg = LocalWorkerGroup(RewardModelWorker(self.config, self.tokenizer, self.device))
+            self.rm_wg = self.workers.create("reward_model", RewardModelWorker, *arguments)
             self.rm_wg.init_model()
             self.rm_wg.check_prompt(self.train_dataset[0]["raw_prompt"])
             self.model_reward = ModelReward(
@@ -387,7 +388,7 @@ class RayPPOTrainer:
         check_groups(batch, self.config.actor_rollout_ref.rollout.n)
         ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
         sentence, largest = compare_log_probs(
-            batch, ours, tolerance(self.config, self.actor_rollout_wg.weights_dtype())
+            batch, ours, tolerance(self.config, self.actor_rollout_wg.engine_facts().dtype)
         )
         say(sentence)
         corrected = correction_is_on(self.config.algorithm.rollout_correction)
@@ -396,7 +397,7 @@ class RayPPOTrainer:
         if self.step == 0:
             self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
         lengths = largest_rows(self.config, self.sizes)
-        if too_slow_to_try(lengths, self.actor_rollout_wg.parameters(), self.device):
+        if too_slow_to_try(lengths, self.actor_rollout_wg.engine_facts().parameters, self.device):
             say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
         else:
             self.actor_rollout_wg.dry_run(lengths, self.config.data.max_prompt_length)

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward import RewardConfig
 from posttrain.config.root import PPOConfig
+from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.dataset import PromptDataset
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.functions import asks_sources, named_sources
@@ -74,6 +77,7 @@ def _build(
     pool = None
     if named or not config.reward_model.enable or _can_judge(config, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources))
+    workers = stack.enter_context(open_workers(config, device))
     trainer = RayPPOTrainer(
         config,
         tokenizer=tokenizer,
@@ -84,8 +88,20 @@ def _build(
         device=device,
         explicit=resolved.explicit,
         stored_config=stored,
+        workers=workers,
     )
     return trainer
+
+
+def open_workers(config: PPOConfig, device: torch.device) -> Workers:
+    """One worker in this process, or as many as `trainer.n_gpus_per_node` says in processes that Ray starts."""
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if ranks == 1:
+        return LocalWorkers()
+    from posttrain.controller.ray_group import RayWorkers
+
+    say(f"{ranks} workers: starting Ray; the loop, the rewards and Ctrl-C stay in this process.")
+    return RayWorkers(ranks, device)
 
 
 def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None]) -> RewardPool:

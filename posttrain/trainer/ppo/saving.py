@@ -22,9 +22,9 @@ def save(trainer: RayPPOTrainer) -> Path:
         if export_hf == "all" or (export_hf == "last" and last):
             trainer.actor_rollout_wg.export_hf(folder / "huggingface")
 
-    tensors = {"actor": trainer.actor_rollout_wg.state()}
+    tensors = {"actor": trainer.actor_rollout_wg.save}
     if trainer.critic_wg:
-        tensors["critic"] = trainer.critic_wg.state()
+        tensors["critic"] = trainer.critic_wg.save
     state = {
         "step": trainer.step,
         "sampler": trainer.sampler.state_dict(),
@@ -54,13 +54,9 @@ def resume(trainer: RayPPOTrainer) -> None:
         return
     state = checkpoints.load_state(path)
     check_bases(path, state.get("lora", {}), _adapters(trainer))
-    actor = trainer.actor_rollout_wg.state()
-    checkpoints.load_tensors(path, "actor", actor)
-    trainer.actor_rollout_wg.load_state(actor)
+    trainer.actor_rollout_wg.load(checkpoints.role_folder(path, "actor"))
     if trainer.critic_wg:
-        critic = trainer.critic_wg.state()
-        checkpoints.load_tensors(path, "critic", critic)
-        trainer.critic_wg.load_state(critic)
+        trainer.critic_wg.load(checkpoints.role_folder(path, "critic"))
     trainer.step, trainer.bad_steps = int(state["step"]), int(state["bad_steps"])
     trainer.old_from_rollout = bool(state["old_from_rollout"])
     trainer.sampler.load_state_dict(state["sampler"])

@@ -112,7 +112,7 @@ class SupervisedTrainer:
         }
         return self.recorder.save(
             self.step,
-            tensors={ROLE: self.task.engine.save()},
+            tensors={ROLE: self.task.engine.save},
             state=state,
             export=(lambda folder: self.task.export(folder / "huggingface")) if exports else None,
         )
@@ -127,10 +127,9 @@ class SupervisedTrainer:
         path = Path(given) if given else checkpoints.newest() if trainer.resume_mode == "auto" else None
         if path is None:
             return
-        state, tensors = checkpoints.load_state(path), self.task.engine.save()
+        state = checkpoints.load_state(path)
         check_bases(path, state.get("lora", {}), self._adapters())
-        checkpoints.load_tensors(path, ROLE, tensors)
-        self.task.engine.load(tensors)
+        self.task.engine.load(checkpoints.role_folder(path, ROLE))
         self.step, self.bad_steps = int(state["step"]), int(state["bad_steps"])
         self.sampler.load_state_dict(state["sampler"])
         restore_rng(checkpoints.load_rng(path))

@@ -79,8 +79,8 @@ class PairTask(Task):
         self.pad_token_id = module.config.get_text_config().pad_token_id
         if model.lora_rank > 0:
             module = with_adapters(module, model, whole=SCORE_HEADS, role="")
-        self.adapters = lora_state(module, model)
         self.engine = PairEngine(module, engine_settings(config, device, total_steps))
+        self.adapters = lora_state(self.engine.facts(), model)
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = pair_batch([self.train[row] for row in rows], self.pad_token_id)

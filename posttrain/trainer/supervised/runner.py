@@ -12,7 +12,6 @@ import torch
 
 from posttrain.config.resolved import Resolved
 from posttrain.models.loading import check_positions, load_tokenizer
-from posttrain.models.quantized import numbers_in
 from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.trainer.embedded import ensure_embedded
@@ -71,17 +70,17 @@ def run_supervised(
 
 
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:
-    weights = list(task.engine.module.parameters())
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    total = sum(numbers_in(weight) for weight in weights)
-    share = f", {trained:,} of them trained" * (trained < total)
-    packed = "packed rows" if task.engine.packed else "padded rows"
+    facts = task.engine.facts()
+    share = f", {facts.trained:,} of them trained" * (facts.trained < facts.parameters)
+    packed = "packed rows" if facts.packed else "padded rows"
     held = f", its base in 4 bits ({config.model.quantization})" if config.model.quantization else ""
-    say(f"Model: {config.model.path}, {total:,} parameters{share}, {weights[0].dtype} on {device}{held}, {packed}")
-    for note in adapter_notes(task.engine.module, config.model):
+    say(
+        f"Model: {config.model.path}, {facts.parameters:,} parameters{share}, {facts.dtype} on {device}{held}, {packed}"
+    )
+    for note in adapter_notes(facts, config.model):
         say(f"note: {note}")
-    positions = check_positions(task.engine.module, longest, f"the longest row has {longest} tokens")
-    for note in (task.engine.way.note, positions):
+    positions = check_positions(facts.positions, longest, f"the longest row has {longest} tokens")
+    for note in (facts.note, positions):
         if note:
             say(f"note: {note}")
 

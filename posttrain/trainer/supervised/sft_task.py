@@ -42,8 +42,8 @@ class SFTTask(Task):
         module = load_causal_lm(model, dtype=dtype, device=device, quantization=model.quantization)
         if model.lora_rank > 0:
             module = with_adapters(module, model, role="")
-        self.adapters = lora_state(module, model)
         self.engine = FSDPEngine(module, engine_settings(config, device, total_steps))
+        self.adapters = lora_state(self.engine.facts(), model)
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = sft_batch([self.train[row] for row in rows], self.tokenizer.pad_token_id)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.engine.fsdp import FSDPEngine
-from posttrain.models.lora import save_model
 
 Metrics = dict[str, float]
 
@@ -48,5 +47,5 @@ class Task(ABC):
         """A Hugging Face folder with tokenizer and chat template: the model, or under LoRA what `trainer.export_lora`
         says."""
         adapter = self.adapters["adapter"] if self.adapters else None
-        save_model(self.engine.module, folder, adapter, merged=self.config.trainer.export_lora == "merged")
+        self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
         self.tokenizer.save_pretrained(folder)

@@ -6,11 +6,11 @@ import torch
 
 from posttrain import pulse
 from posttrain.config.root import PPOConfig
-from posttrain.engine.base import TrainEngine
+from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.objective import ActorObjective
 from posttrain.workers.measures import Measures, over_steps
-from posttrain.workers.plan import Schedule, UpdatePlan, one_rank_plan
+from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
 def actor_objective(config: PPOConfig) -> ActorObjective:
@@ -40,20 +40,20 @@ class DataParallelPPOActor:
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
         with pulse.work("rows", plan.rows):
-            return [self._step(mini.data) for mini in plan]
+            return [self._step(mini) for mini in plan]
 
-    def _step(self, mini: DataProto) -> Measures:
-        measures = self.objective.begin(mini)
-        made = self.engine.update(mini, self.objective, temperature=self.temperature)
+    def _step(self, mini: MiniBatch) -> Measures:
+        measures = self.objective.begin(mini.data)
+        made = self.engine.update(mini.data, self.objective, temperature=self.temperature, passes=mini.passes)
         measures.tell("actor/grad_norm", made["grad_norm"])
         measures.tell("actor/lr", made["lr"])
         measures.tell("actor/bad_steps", made["skipped"], steps="sum")
         measures.tell("actor/optimizer_steps", 1.0, steps="sum")
-        return measures
+        return measures.settle()
 
-    def compute_log_prob(self, data: DataProto) -> dict[str, torch.Tensor]:
+    def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> dict[str, torch.Tensor]:
         """`log_probs` and `entropy` (rows, response width) under the weights as they are."""
-        return self.engine.log_probs(data, temperature=self.temperature)
+        return self.engine.log_probs(data, temperature=self.temperature, passes=passes)
 
     compute_log_probs = compute_log_prob
 

@@ -88,9 +88,9 @@ class ActorObjective:
         if result.is_scalar and not self.notes:
             self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
         share = result.loss * means.sum() if result.is_scalar else (weights * result.loss).sum()
-        self._add("policy_loss", float(share.detach()))
+        self._add("policy_loss", share)
         share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
-        self._add("actor/loss", float(share.detach()))
+        self._add("actor/loss", share)
         self._measure(result.metrics, means)
         self._agreement(log_prob.detach(), old, batch)
         return share
@@ -99,12 +99,12 @@ class ActorObjective:
         if "ref_log_prob" not in batch or not self.config.use_kl_loss:
             return 0.0
         kl = (weights * kl_penalty(log_prob, batch["ref_log_prob"], self.config.kl_loss_type)).sum()
-        self._add("kl_loss", float(kl.detach()))
-        self._add("actor/kl_term", float(kl.detach()) * self.config.kl_loss_coef)
+        self._add("kl_loss", kl)
+        self._add("actor/kl_term", kl * self.config.kl_loss_coef)
         return kl * self.config.kl_loss_coef
 
     def _entropy(self, entropy, weights, mean_weights) -> torch.Tensor | float:
-        self._add("actor/entropy", float((mean_weights * entropy.detach()).sum()))
+        self._add("actor/entropy", (mean_weights * entropy.detach()).sum())
         if self.config.entropy_coeff == 0:
             return 0.0
         return -self.config.entropy_coeff * (weights * entropy).sum()
@@ -125,29 +125,30 @@ class ActorObjective:
         """How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
         optimizer step, before the weights moved."""
         real = batch["response_mask"].bool()
-        self._max("actor/ratio_deviation", ((log_prob - old).exp() - 1).abs()[real])
+        self._max("actor/ratio_deviation", ((log_prob - old).exp() - 1).abs(), real)
         if "rollout_log_probs" in batch:
             gap = (log_prob - batch["rollout_log_probs"]).abs()
-            self.measures.add("mismatch/logp_mean", float((batch["mean_weights"] * gap).sum()), steps="first")
-            self._max("mismatch/logp_max", gap[real])
+            self.measures.add("mismatch/logp_mean", (batch["mean_weights"] * gap).sum(), steps="first")
+            self._max("mismatch/logp_max", gap, real)
         if "sampling_log_probs" in batch:  # how far filters and penalties are from the policy, whatever computed them
             gap = batch["sampling_log_probs"] - batch["rollout_log_probs"]
-            self.measures.add("mismatch/sampling_kl", float((batch["mean_weights"] * gap).sum()), steps="first")
+            self.measures.add("mismatch/sampling_kl", (batch["mean_weights"] * gap).sum(), steps="first")
 
     def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
         """Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them."""
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
-                self._add(name, float((mean_weights * value.detach()).sum()))
+                self._add(name, (mean_weights * value.detach()).sum())
             else:
-                self._add(name, float(value) * float(mean_weights.sum()))
+                self._add(name, value * mean_weights.sum())
 
-    def _add(self, name: str, value: float) -> None:
+    def _add(self, name: str, value: float | torch.Tensor) -> None:
         self.measures.add(name, value)
 
-    def _max(self, name: str, values: torch.Tensor) -> None:
+    def _max(self, name: str, values: torch.Tensor, real: torch.Tensor) -> None:
+        """The largest of the real values, none of which is below 0."""
         if values.numel():
-            self.measures.most(name, float(values.max()), steps="first")
+            self.measures.most(name, torch.where(real, values, 0.0).max(), steps="first")
 
     def metrics(self) -> dict[str, float]:
         """What was measured of the mini-batch, as far as this rank computed it."""

@@ -7,10 +7,10 @@ import torch
 from posttrain import pulse
 from posttrain.algorithms import aggregation_weights, compute_value_loss
 from posttrain.config.root import PPOConfig
-from posttrain.engine.base import TrainEngine
+from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, over_steps
-from posttrain.workers.plan import Schedule, UpdatePlan, one_rank_plan
+from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
 def critic_schedule(config: PPOConfig) -> Schedule:
@@ -35,8 +35,8 @@ class DataParallelPPOCritic:
         self.config, self.engine = config, engine
         self.measures = Measures()
 
-    def compute_values(self, data: DataProto) -> torch.Tensor:
-        return self.engine.values(data)
+    def compute_values(self, data: DataProto, passes: Passes | None = None) -> torch.Tensor:
+        return self.engine.values(data, passes=passes)
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
@@ -46,16 +46,16 @@ class DataParallelPPOCritic:
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
         with pulse.work("rows", plan.rows):
-            return [self._step(mini.data) for mini in plan]
+            return [self._step(mini) for mini in plan]
 
-    def _step(self, mini: DataProto) -> Measures:
+    def _step(self, mini: MiniBatch) -> Measures:
         self.measures = measures = Measures()
-        made = self.engine.update(mini, self._loss)
+        made = self.engine.update(mini.data, self._loss, passes=mini.passes)
         measures.tell("critic/grad_norm", made["grad_norm"])
         measures.tell("critic/lr", made["lr"])
         measures.tell("critic/bad_steps", made["skipped"], steps="sum")
         measures.tell("critic/optimizer_steps", 1.0, steps="sum")
-        return measures
+        return measures.settle()
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch = micro.batch
@@ -74,4 +74,4 @@ class DataParallelPPOCritic:
         return share
 
     def _add(self, name: str, value: torch.Tensor) -> None:
-        self.measures.add(name, float(value.detach()))
+        self.measures.add(name, value)

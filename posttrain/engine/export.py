@@ -1,0 +1,69 @@
+"""Whole weights out of a model that is cut over ranks: a layer at a time, so that none holds more than one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.engine.optim import whole
+from posttrain.engine.ranks import this_rank
+from posttrain.engine.sharding import Named, owned_modules, whole_weights
+from posttrain.models.adapter_files import trained_parameters
+from posttrain.models.forward import without_adapters
+from posttrain.models.lora import save_model
+from posttrain.models.quantized import plain_weight
+
+
+def whole_state(model: torch.nn.Module, forward_pass: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of all weights under their Hugging Face names, adapters folded in. All ranks must take all of them."""
+    for part, modules in owned_modules(without_adapters(model), forward_pass):
+        with torch.no_grad(), whole_weights(part):
+            copies = _copies(modules)
+        yield from copies.items()
+
+
+def _copies(modules: Named) -> dict[str, torch.Tensor]:
+    """Weights and persistent buffers of these modules; tied ones are one copy."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = {name: module for name, module in modules if isinstance(module, LoraLayer)}
+    copies: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, module in modules:
+        if ".lora_" in f".{name}":
+            continue
+        kept = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for own, weight in (*module.named_parameters(recurse=False), *kept.items()):
+            if weight is None:
+                continue
+            if id(weight) not in copies:
+                copies[id(weight)] = plain_weight(weight).detach().clone()
+            found[f"{name}.{own}".replace(".base_layer.", ".")] = copies[id(weight)]
+    for name, module in adapted.items():
+        weight = found[f"{name}.weight"]
+        found[f"{name}.weight"] = weight + module.get_delta_weight("default").to(weight.dtype)  # pyright: ignore
+    return found
+
+
+def export_from_ranks(
+    model: torch.nn.Module,
+    forward_pass: torch.nn.Module,
+    folder: Path,
+    adapter: Mapping[str, Any] | None,
+    *,
+    merged: bool,
+) -> None:
+    """A Hugging Face folder, written by rank 0 with what all ranks give it."""
+    if adapter is not None and not merged:
+        state = {name: whole(weight.detach()).cpu() for name, weight in trained_parameters(model).items()}
+    else:
+        copies: dict[int, torch.Tensor] = {}
+        state = {}
+        for name, weight in whole_state(model, forward_pass):
+            if this_rank() == 0:
+                state[name] = copies.setdefault(id(weight), weight.cpu())
+    if this_rank() == 0:
+        save_model(model, folder, adapter, merged=merged, state=state)

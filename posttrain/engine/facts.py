@@ -1,0 +1,93 @@
+"""What a driver must know of an engine and its model to plan passes and to speak of them, without holding either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.kernels.train import can_train, on_cuda
+from posttrain.models.adapter_files import adapter_settings
+from posttrain.models.adapter_targets import stacked_words
+from posttrain.models.loading import Positions, model_end_ids, positions_of
+from posttrain.models.lora import has_adapters
+from posttrain.models.quantized import numbers_in
+from posttrain.models.ways import way_of
+
+JOINING = 0.25  # measured on an H200: 0.5B, prompts of 128 tokens, eight responses of 512 each
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Plain values, equal on all ranks."""
+
+    dtype: torch.dtype
+    """In which the model computes."""
+    parameters: int
+    trained: int
+    """Parameters that an optimizer may change."""
+    vocabulary: int
+    width: int
+    positions: Positions
+    end_ids: tuple[int, ...]
+    """Tokens that end a response by the model's own files."""
+    packed: bool
+    """Whether rows are computed end to end, without padding."""
+    shares_prompts: bool
+    """Whether a prompt is computed once for all its responses of a pass."""
+    all_pairs: bool
+    """Whether attention computes all pairs of tokens of a sequence, seen or not."""
+    joining: float
+    """What it costs a token to join what it saw of a shared prompt with the rest, in tokens."""
+    token_budget: int
+    """Tokens of a pass, at most."""
+    max_rows: int | None
+    """Rows of a pass, at most."""
+    sequence_parallel: int
+    """Ranks that compute the same rows, each a stretch of their tokens."""
+    adapters: dict[str, Any] | None
+    """Settings of the adapters, without their base's name; None for a model without adapters."""
+    stacked: str | None
+    """Matrices that lie in one tensor, in words (`stacked_words`)."""
+    note: str | None = None
+    """What of the model is not used, and why."""
+
+
+def facts_of(
+    module: Any,
+    *,
+    packed: bool,
+    share_prompts: bool = True,
+    token_budget: int = 16384,
+    max_rows: int | None = None,
+    sequence_parallel: int = 1,
+) -> EngineFacts:
+    """`module` is whole: not yet sharded."""
+    settings = module.config.get_text_config()
+    weights = list(module.parameters())
+    return EngineFacts(
+        dtype=weights[0].dtype,
+        parameters=sum(numbers_in(weight) for weight in weights),
+        trained=sum(weight.numel() for weight in weights if weight.requires_grad),
+        vocabulary=settings.vocab_size,
+        width=settings.hidden_size,
+        positions=positions_of(module),
+        end_ids=model_end_ids(module),
+        packed=packed,
+        shares_prompts=packed and share_prompts,
+        all_pairs=not can_train(weights[0]),
+        joining=JOINING if on_cuda(weights[0]) else 0.0,
+        token_budget=token_budget,
+        max_rows=max_rows,
+        sequence_parallel=sequence_parallel,
+        adapters=_adapters(module),
+        stacked=stacked_words(module),
+        note=way_of(module).note,
+    )
+
+
+def _adapters(module: Any) -> dict[str, Any] | None:
+    if not has_adapters(module):
+        return None
+    return adapter_settings(module, "") if hasattr(module, "peft_config") else {}

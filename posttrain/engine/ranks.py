@@ -1,0 +1,123 @@
+"""The processes that hold one model together: how they find each other, and who of them shares what.
+
+Every rank computes passes over its own rows. Weights, gradients and optimizer state are cut over groups of `fsdp_size`
+ranks (FSDP2); the groups are copies of each other (HSDP) and add their gradients up. With `sequence_size` above 1, that
+many neighbouring ranks compute the same rows, each a stretch of their tokens (Ulysses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from posttrain.engine.facts import EngineFacts
+from posttrain.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class RanksError(UserError):
+    """Ranks that cannot be grouped as the settings say."""
+
+
+def join_ranks(rank: int, world_size: int, address: str, device: torch.device, *, timeout_s: float = 1800.0) -> None:
+    """Meet the other ranks at `address` (host:port, of rank 0). Alone, nothing is started.
+
+    Where a rank waits for another for longer than `timeout_s` seconds the wait ends with an error.
+    """
+    if world_size == 1 or dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{address}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def leave_ranks() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Groups of the ranks, for one engine."""
+
+    mesh: DeviceMesh
+    """(groups that are copies, ranks of a group) or only the latter."""
+    sequence: dist.ProcessGroup | None = None
+    """The ranks that compute the same rows as this one."""
+
+    @property
+    def sequence_size(self) -> int:
+        return self.sequence.size() if self.sequence else 1
+
+
+def group_ranks(device: torch.device, *, fsdp_size: int = -1, sequence_size: int = 1) -> Ranks | None:
+    """The groups of this process's ranks; None where it is alone. `fsdp_size` of -1 is all of them."""
+    ranks = world_size()
+    if ranks == 1:
+        return None
+    size = ranks if fsdp_size == -1 else fsdp_size
+    _check_divides(ranks, size, "fsdp_config.fsdp_size")
+    _check_divides(ranks, sequence_size, "ulysses_sequence_parallel_size")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if size == ranks:
+        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copy", "shard"))
+    return Ranks(mesh, _sequence_group(ranks, sequence_size))
+
+
+def _sequence_group(ranks: int, size: int) -> dist.ProcessGroup | None:
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def check_heads(config: Any, facts: EngineFacts) -> None:
+    """Refuses models whose attention the ranks of a sequence cannot share out."""
+    size, setting = facts.sequence_parallel, f"ulysses_sequence_parallel_size={facts.sequence_parallel}"
+    if size == 1:
+        return
+    settings = config.get_text_config()
+    heads = settings.num_attention_heads
+    key_heads = getattr(settings, "num_key_value_heads", None) or heads
+    if heads % size or key_heads % size:
+        raise RanksError(
+            f"{setting}: the ranks of a sequence share out its heads, but the model has {heads} heads of queries and "
+            f"{key_heads} of keys, which is no multiple of it; set a size that divides both"
+        )
+    if not facts.packed:
+        raise RanksError(
+            f"{setting}: a sequence is cut where rows are packed, but those of this model are padded; set it to 1 "
+            "(or model.use_remove_padding=true, where that is what keeps them padded)"
+        )
+
+
+def _check_divides(ranks: int, size: int, setting: str) -> None:
+    if size < 1 or ranks % size:
+        fitting = ", ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
+        raise RanksError(
+            f"{setting}={size}: the run has {ranks} ranks, which is no multiple of it; set one of {fitting}"
+        )

@@ -1,0 +1,25 @@
+"""Kernels for CUDA devices, written in Triton; each has a torch twin elsewhere that serves where Triton is missing."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def runs_here(tensor: torch.Tensor) -> bool:
+    """Whether these kernels take this tensor: on a CUDA device, in a type that its matrix units multiply."""
+    return tensor.is_cuda and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and has_triton()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor there, without waiting for what the device is doing."""
+    if device.type != "cuda" or tensor.device == device:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,108 @@
+"""Attention of packed rows in training, by torch's own variable-length flash attention.
+
+Plain rows are one call. Responses that share a prompt are two: every prompt and every response on its own, causally,
+and all responses of a unit over their prompt; the two are joined by the logarithms of their sums. On the way back each
+call is given the joined outputs and logarithms, and its gradients are then those of its own keys.
+
+Shapes: T packed tokens, H heads, D head size, R tokens of responses that share a prompt, P tokens of those prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from posttrain.kernels.cuda import to_device
+
+_aten = torch.ops.aten
+
+
+@dataclass
+class Pieces:
+    """Sequences for the flash kernels: their ends and the longest, and the same for responses over their prompts."""
+
+    own: torch.Tensor
+    own_longest: int
+    response_R: torch.Tensor | None = None
+    prompt_P: torch.Tensor | None = None
+    over: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
+
+    @classmethod
+    def of(cls, unit_starts: np.ndarray, prompts: np.ndarray, first_T: np.ndarray, device: torch.device) -> Pieces:
+        """From a `Sight`: `first_T` is where each token's own response, or its unit, starts."""
+        starts = np.unique(first_T)
+        unit = np.searchsorted(unit_starts, starts, side="right") - 1
+        responses = np.bincount(unit, minlength=len(prompts)) - (prompts > 0)
+        # A prompt with a single response is one plain row.
+        keep = (starts == unit_starts[unit]) | (responses[unit] > 1)
+        own = np.append(starts[keep], unit_starts[-1]).astype(np.int32)
+        found = cls(to_device(torch.from_numpy(own), device), int(np.diff(own).max()))
+        shared = np.flatnonzero((prompts > 0) & (responses > 1))
+        if not len(shared):
+            return found
+        begin, middle, end = unit_starts[shared], unit_starts[shared] + prompts[shared], unit_starts[shared + 1]
+        places = np.arange(unit_starts[-1])
+        of_unit = np.searchsorted(unit_starts, places, side="right") - 1
+        is_shared = np.isin(of_unit, shared)
+        answers = places >= (unit_starts[:-1] + prompts)[of_unit]
+        queries, keys = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (end - middle, middle - begin))
+        found.response_R = to_device(torch.from_numpy(places[is_shared & answers]), device)
+        found.prompt_P = to_device(torch.from_numpy(places[is_shared & ~answers]), device)
+        ends = (to_device(torch.from_numpy(x), device) for x in (queries, keys))
+        found.over = (*ends, int((end - middle).max()), int((middle - begin).max()))  # pyright: ignore
+        return found
+
+
+def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, scale):
+    out, logsum, state, unused, _ = _aten._flash_attention_forward(
+        query, key, value, ends_q, ends_k, longest_q, longest_k, 0.0, causal, False, scale=scale
+    )
+    return out, logsum, state, unused
+
+
+def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: float):
+    """(outputs, logarithms of sums (H, T), what the way back needs besides)."""
+    own = (pieces.own, pieces.own, pieces.own_longest, pieces.own_longest)
+    out, logsum_HT, *state = _forward(query_THD, key_TKD, value_TKD, *own, True, scale)
+    if pieces.over is None:
+        return out, logsum_HT, state
+    assert pieces.response_R is not None and pieces.prompt_P is not None
+    query = query_THD.index_select(0, pieces.response_R)
+    key, value = (x.index_select(0, pieces.prompt_P) for x in (key_TKD, value_TKD))
+    over_RHD, over_HR, *_ = _forward(query, key, value, *pieces.over, False, scale)
+    own_HR = logsum_HT.index_select(1, pieces.response_R)
+    both_HR = torch.logaddexp(own_HR, over_HR)
+    own_share, over_share = ((x - both_HR).exp().T[..., None] for x in (own_HR, over_HR))
+    joined = out.index_select(0, pieces.response_R) * own_share + over_RHD * over_share
+    out = out.index_copy(0, pieces.response_R, joined.to(out.dtype))
+    logsum_HT = logsum_HT.index_copy(1, pieces.response_R, both_HR)
+    return out, logsum_HT, state
+
+
+def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_HT, pieces: Pieces, scale, state):
+    """Gradients of query, key and value."""
+
+    def back(grad, query, key, value, out, logsum, ends, causal):
+        return _aten._flash_attention_backward(
+            grad, query, key, value, out, logsum, ends[0], ends[1], ends[2], ends[3], 0.0, causal, *state, scale=scale
+        )
+
+    own = (pieces.own, pieces.own, pieces.own_longest, pieces.own_longest)
+    grad_THD = grad_THD.contiguous()
+    grads = back(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_HT, own, True)
+    if pieces.over is None:
+        return grads
+    assert pieces.response_R is not None and pieces.prompt_P is not None
+    grad, query, out = (x.index_select(0, pieces.response_R) for x in (grad_THD, query_THD, out_THD))
+    key, value = (x.index_select(0, pieces.prompt_P) for x in (key_TKD, value_TKD))
+    logsum = logsum_HT.index_select(1, pieces.response_R).contiguous()
+    over = back(grad, query, key, value, out, logsum, pieces.over, False)
+    grad_query, grad_key, grad_value = grads
+    grad_query = grad_query.index_add(0, pieces.response_R, over[0])
+    return (
+        grad_query,
+        grad_key.index_add(0, pieces.prompt_P, over[1]),
+        grad_value.index_add(0, pieces.prompt_P, over[2]),
+    )

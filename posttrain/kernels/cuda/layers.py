@@ -1,0 +1,168 @@
+"""The parts of a decoder layer's training pass between its matrix products; `posttrain.kernels.train` chooses.
+
+Sums and exponentials are in float32, results in the type of the input. `posttrain.models.fused_layer` puts them
+together.
+
+Shapes: T packed tokens, H heads of queries, K heads of keys, D head size, E width of the model, I of the gated layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _norm_forward(X, WEIGHT, OUT, INVERSE, size, epsilon, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    real = at < size
+    x = tl.load(X + row * size + at, mask=real, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    weight = tl.load(WEIGHT + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(OUT + row * size + at, (x * inverse * weight).to(OUT.dtype.element_ty), mask=real)
+    tl.store(INVERSE + row, inverse)
+
+
+def norm_forward(x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x))."""
+    out, inverse = torch.empty_like(x_TE), x_TE.new_empty(len(x_TE), dtype=torch.float32)
+    block = triton.next_power_of_2(x_TE.shape[1])
+    _norm_forward[(len(x_TE),)](
+        x_TE, weight_E, out, inverse, x_TE.shape[1], epsilon, block, num_warps=1 if block <= 256 else 4
+    )
+    return out, inverse
+
+
+@triton.jit
+def _norm_backward(
+    GRAD, X, WEIGHT, INVERSE, ADDED, GRAD_X, PARTS, tokens, size, each, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    real = at < size
+    weight = tl.load(WEIGHT + at, mask=real, other=0.0).to(tl.float32)
+    part = tl.zeros([BLOCK], tl.float32)
+    zero = tl.full([], 0, tl.int64)
+    for token in range(program * each, tl.minimum((program + 1) * each, tokens)):
+        base = (zero + token) * size + at
+        x = tl.load(X + base, mask=real, other=0.0).to(tl.float32)
+        grad = tl.load(GRAD + base, mask=real, other=0.0).to(tl.float32)
+        inverse = tl.load(INVERSE + token)
+        normed = x * inverse
+        part += grad * normed
+        weighted = grad * weight
+        grad_x = (weighted - normed * (tl.sum(weighted * normed, 0) / size)) * inverse
+        if ADD:
+            grad_x += tl.load(ADDED + base, mask=real, other=0.0).to(tl.float32)
+        tl.store(GRAD_X + base, grad_x.to(GRAD_X.dtype.element_ty), mask=real)
+    tl.store(PARTS + program.to(tl.int64) * size + at, part, mask=real)
+
+
+def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of x, plus `added`, and of the weight)."""
+    tokens, size = x_TE.shape
+    grad_x = torch.empty_like(x_TE)
+    each = max(1, triton.cdiv(tokens, 1024))
+    programs = triton.cdiv(tokens, each)
+    parts = x_TE.new_empty(programs, size, dtype=torch.float32)
+    block = triton.next_power_of_2(size)
+    _norm_backward[(programs,)](
+        grad_TE.contiguous(), x_TE, weight_E, inverse_T, added_TE, grad_x, parts, tokens, size, each,
+        added_TE is not None, block, num_warps=1 if block <= 256 else 4,
+    )  # fmt: skip
+    return grad_x, parts.sum(0).to(weight_E.dtype)
+
+
+@triton.jit
+def _turn(SOURCE, TARGET, x_at, y_at, to_x, to_y, real, cos_x, sin_x, cos_y, sin_y, BACK: tl.constexpr):
+    """Heads rotated from one place to another; `BACK` turns gradients the other way."""
+    x = tl.load(SOURCE + x_at, mask=real, other=0.0).to(tl.float32)
+    y = tl.load(SOURCE + y_at, mask=real, other=0.0).to(tl.float32)
+    if BACK:
+        new_x, new_y = x * cos_x + y * sin_y, y * cos_y - x * sin_x
+    else:
+        new_x, new_y = x * cos_x - y * sin_x, y * cos_y + x * sin_y
+    tl.store(TARGET + to_x, new_x.to(TARGET.dtype.element_ty), mask=real)
+    tl.store(TARGET + to_y, new_y.to(TARGET.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _move_heads(
+    QKV, COS, SIN, Q, K, V,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Rotates queries and keys of a token where they stand; `BACK` joins the three gradients into one row."""
+    token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)[None, :]
+    cos_x = tl.load(COS + token * D + d, mask=d < half, other=0.0).to(tl.float32)
+    sin_x = tl.load(SIN + token * D + d, mask=d < half, other=0.0).to(tl.float32)
+    cos_y = tl.load(COS + token * D + half + d, mask=d < half, other=0.0).to(tl.float32)
+    sin_y = tl.load(SIN + token * D + half + d, mask=d < half, other=0.0).to(tl.float32)
+    row = token * ((H + 2 * KV) * D)
+    h, k = tl.arange(0, HP)[:, None], tl.arange(0, KP)[:, None]
+    q_at, k_at = row + h * D + d, row + (H + k) * D + d
+    q_real, k_real = (h < H) & (d < half), (k < KV) & (d < half)
+    if BACK:
+        q_from, k_from = token * (H * D) + h * D + d, token * (KV * D) + k * D + d
+        _turn(Q, QKV, q_from, q_from + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        _turn(K, QKV, k_from, k_from + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        v_at = row + (H + KV + k) * D + d
+        tl.store(QKV + v_at, tl.load(V + k_from, mask=k_real, other=0.0), mask=k_real)
+        tl.store(QKV + v_at + half, tl.load(V + k_from + half, mask=k_real, other=0.0), mask=k_real)
+    else:
+        _turn(QKV, QKV, q_at, q_at + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        _turn(QKV, QKV, k_at, k_at + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK)
+
+
+def _sizes(heads: int, key_heads: int, size: int) -> tuple[int, ...]:
+    two = triton.next_power_of_2
+    return heads, key_heads, size, two(heads), two(key_heads), two(size // 2)
+
+
+def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
+    """Rotated queries and keys, and values, of rows that hold all three: views into them, as they are from now on."""
+    size = cosine_TD.shape[1]
+    _move_heads[(len(qkv_TC),)](
+        qkv_TC, cosine_TD, sine_TD, None, None, None, *_sizes(heads, key_heads, size), False, num_warps=4
+    )
+    return qkv_TC.unflatten(1, (-1, size)).split([heads, key_heads, key_heads], 1)
+
+
+def join_heads(query_THD, key_TKD, value_TKD, cosine_TD, sine_TD) -> torch.Tensor:
+    """The gradient of what `split_heads` took, from those of what it gave."""
+    tokens, heads, size = query_THD.shape
+    key_heads = key_TKD.shape[1]
+    qkv = query_THD.new_empty(tokens, (heads + 2 * key_heads) * size)
+    parts = tuple(x.contiguous() for x in (query_THD, key_TKD, value_TKD))
+    _move_heads[(tokens,)](qkv, cosine_TD, sine_TD, *parts, *_sizes(heads, key_heads, size), True, num_warps=4)
+    return qkv
+
+
+@triton.jit
+def _gate_backward(GRAD, GATE_UP, PRODUCT, OUT, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < size
+    grad = tl.load(GRAD + row * size + at, mask=real, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + row * 2 * size + at, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + row * 2 * size + size + at, mask=real, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    kind = OUT.dtype.element_ty
+    tl.store(PRODUCT + row * size + at, (silu.to(kind).to(tl.float32) * up).to(kind), mask=real)
+    tl.store(OUT + row * 2 * size + at, (grad * up * (sigmoid + silu * (1.0 - sigmoid))).to(kind), mask=real)
+    tl.store(OUT + row * 2 * size + size + at, (grad * silu).to(kind), mask=real)
+
+
+def gate_backward(grad_TI: torch.Tensor, gate_up_T2I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(silu(gate) * up once more, gradient of gate_up)."""
+    product, grad = torch.empty_like(grad_TI), torch.empty_like(gate_up_T2I)
+    tokens, size = grad_TI.shape
+    _gate_backward[(tokens, triton.cdiv(size, 1024))](
+        grad_TI.contiguous(), gate_up_T2I, product, grad, size, 1024, num_warps=4
+    )
+    return product, grad

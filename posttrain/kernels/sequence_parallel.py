@@ -1,0 +1,94 @@
+"""Sequence parallelism (Ulysses): ranks that compute the same rows take a stretch of the tokens each.
+
+Everything but attention works on one token at a time, and needs only the stretch. For attention the ranks exchange:
+each gets all tokens of its share of the heads, attends, and gives the stretches back. So the number of heads must be a
+multiple of the number of ranks.
+
+    tokens/ranks x heads  ->  all tokens x heads/ranks  ->  attention  ->  tokens/ranks x heads
+
+Shapes: T tokens of all ranks (a multiple of their number), S of one rank's stretch, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+_active: dist.ProcessGroup | None = None
+
+
+def sequence_group() -> dist.ProcessGroup | None:
+    """The ranks that share the rows that are being computed right now; None where each has its own."""
+    return _active
+
+
+@contextmanager
+def shared_sequence(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """While open, attention is over the stretches of all ranks of `group`.
+
+    A module-wide variable on purpose: recomputation in the backward pass may run in a thread of autograd's own.
+    """
+    global _active
+    before, _active = _active, group
+    try:
+        yield
+    finally:
+        _active = before
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i of every rank goes to rank i; parts are equal slices of the first dimension. Its own way back."""
+
+    @staticmethod
+    def forward(ctx, parts, group):
+        ctx.group = group
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out, parts.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Exchange.apply(grad.contiguous(), ctx.group), None
+
+
+def to_heads(stretch_SHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(T, H / ranks, D): all tokens of this rank's heads."""
+    ranks = group.size()
+    parts = torch.stack(stretch_SHD.chunk(ranks, dim=1))
+    return _Exchange.apply(parts, group).flatten(0, 1)  # pyright: ignore
+
+
+def to_stretches(heads_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(S, H, D): all heads of this rank's stretch."""
+    ranks = group.size()
+    parts = torch.stack(heads_THD.chunk(ranks, dim=0))
+    return torch.cat(_Exchange.apply(parts, group).unbind(0), dim=1)  # pyright: ignore
+
+
+class _Gather(torch.autograd.Function):
+    """The stretches of all ranks end to end. What follows is computed alike by all, so each takes back its own part."""
+
+    @staticmethod
+    def forward(ctx, stretch, group):
+        ctx.group, ctx.size = group, len(stretch)
+        out = stretch.new_empty(len(stretch) * group.size(), *stretch.shape[1:])
+        dist.all_gather_into_tensor(out, stretch.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        start = ctx.group.rank() * ctx.size
+        return grad[start : start + ctx.size].contiguous(), None
+
+
+def gathered(stretch: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Values of all ranks, in their order."""
+    return _Gather.apply(stretch, group)  # pyright: ignore
+
+
+def own_stretch(tokens_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's share of tokens whose number is a multiple of the ranks'."""
+    return tokens_T.chunk(group.size())[group.rank()]

@@ -1,0 +1,373 @@
+"""The same work on 4, 2 and 1 processes, run once for all tests of `test_ranks.py`:
+
+    python rank_runs.py FOLDER MODEL
+
+Ranks are forked after everything is imported. Each world writes `world_N.pt`: what every check found there. All worlds
+go over the same rows with the same weights; the rows are dealt out unevenly, so that some ranks have passes
+without any.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_tools import objective, ragged_batch
+
+from posttrain.checkpoint import CheckpointManager
+from posttrain.config.model import ModelConfig
+from posttrain.config.optim import OptimConfig
+from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.pairs import PairEngine
+from posttrain.engine.ranks import group_ranks, join_ranks, leave_ranks, this_rank, world_size
+from posttrain.engine.sharding import sharded_parts
+from posttrain.errors import UserError
+from posttrain.models import fused_layer
+from posttrain.models.loading import load_causal_lm
+from posttrain.models.lora import add_adapters
+from posttrain.models.scorer import load_scorer
+from posttrain.models.value import ValueModel
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
+
+CPU = torch.device("cpu")
+WORLDS = (4, 2, 1)
+STEPS = 10
+
+
+class World:
+    """The folder of all worlds, and engines over one tiny model."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+
+    def language_model(self, dtype: torch.dtype) -> torch.nn.Module:
+        return load_causal_lm(ModelConfig(path=str(self.model)), dtype=dtype, device=CPU)
+
+    def engine(
+        self, module: torch.nn.Module, *, kind=FSDPEngine, fsdp_size=-1, sequence_size=1, **settings
+    ) -> FSDPEngine:
+        ranks = group_ranks(CPU, fsdp_size=fsdp_size, sequence_size=sequence_size)
+        defaults: dict[str, Any] = {"optim": OptimConfig(lr=1e-3), "grad_clip": 1e9, "token_budget": 120}
+        return kind(module, EngineSettings(device=CPU, ranks=ranks, **{**defaults, **settings}))
+
+
+def dealt(data: DataProto, engine: FSDPEngine, *, groups: int = 1) -> tuple[DataProto, list]:
+    """This rank's rows and passes. Rank 0 gets none but the leftovers: a quarter of the rows of the others."""
+    hands = world_size() // groups
+    shares: list[list[int]] = [[] for _ in range(hands)]
+    for row in range(0, len(data), 2):  # pairs stay together
+        shares[row // 2 % (4 * hands) % hands if row // 2 % (4 * hands) else 0] += [row, row + 1]
+    if hands > 1:
+        shares[1] += shares[0][2:]
+        shares[0] = shares[0][:2]
+    plans = [engine._plan(data[share]) if share else [] for share in shares]
+    most, mine = max(map(len, plans)), this_rank() // groups
+    return data[shares[mine]], [*plans[mine], *[[]] * (most - len(plans[mine]))]
+
+
+def batches(dtype: torch.dtype, steps: int = STEPS) -> list[DataProto]:
+    return [ragged_batch(16, dtype, seed=seed, prompts=4 if seed % 2 else None) for seed in range(steps)]
+
+
+def train(
+    engine: FSDPEngine, dtype: torch.dtype, *, groups: int = 1, steps: int = STEPS, first: int = 0
+) -> dict[str, Any]:
+    """Losses (summed over ranks), gradient norms and log-probs of the steps, and the weights after them."""
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for batch in batches(dtype, steps)[first:]:
+        loss = objective()
+        rows, passes = dealt(loss.prepare(batch), engine, groups=groups)
+        step = engine.update(rows, loss, passes=passes)
+        share = loss.metrics().get("actor/loss", 0.0)
+        found["losses"].append(summed(share) / groups)
+        found["norms"].append(step["grad_norm"])
+    rows, passes = dealt(batches(dtype, 1)[0], engine, groups=groups)
+    found["log_probs"] = (
+        summed(
+            float(part.double().sum())
+            if (part := engine.log_probs(rows, passes=passes).get("log_probs")) is not None
+            else 0.0
+        )
+        / groups
+    )
+    found["weights"] = dict(engine.export_weights())
+    found["weights"] = {name: weight.detach().clone() for name, weight in found["weights"].items()}
+    return found
+
+
+def summed(number: float) -> float:
+    tensor = torch.tensor(float(number), dtype=torch.float64)
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor)
+    return float(tensor)
+
+
+# -- checks: each gives what is compared over the worlds
+
+
+def float64(world: World) -> Any:
+    return train(world.engine(world.language_model(torch.float64)), torch.float64)
+
+
+def float32_fused(world: World) -> Any:
+    calls = 0
+    plain = fused_layer._FusedLayer.forward
+
+    def counted(*args):
+        nonlocal calls
+        calls += 1
+        return plain(*args)
+
+    fused_layer._FusedLayer.forward = staticmethod(counted)
+    try:
+        found = train(world.engine(world.language_model(torch.float32)), torch.float32)
+    finally:
+        fused_layer._FusedLayer.forward = staticmethod(plain)
+    return {**found, "fused": calls}
+
+
+def clipped(world: World) -> Any:
+    return train(world.engine(world.language_model(torch.float64), grad_clip=0.05), torch.float64, steps=3)
+
+
+def checkpointed_layers(world: World) -> Any:
+    engine = world.engine(world.language_model(torch.float32), gradient_checkpointing=True)
+    return train(engine, torch.float32, steps=3)
+
+
+def padded(world: World) -> Any:
+    return train(world.engine(world.language_model(torch.float64), pack=False), torch.float64, steps=3)
+
+
+def bfloat16(world: World) -> Any:
+    engine = world.engine(world.language_model(torch.bfloat16))
+    found = train(engine, torch.float32, steps=3)
+    return {**found, "held": sorted({str(weight.dtype) for weight in engine.optimizer.masters})}
+
+
+def copies(world: World) -> Any:
+    """HSDP: two ranks hold a model, the pairs are copies."""
+    if world_size() < 4:
+        return None
+    engine = world.engine(world.language_model(torch.float64), fsdp_size=2, token_budget=60)
+    return {"reduced": count_all_reduces(engine), **train(engine, torch.float64)}
+
+
+def sequence(world: World) -> Any:
+    """Ulysses: neighbouring ranks share the tokens of the same rows."""
+    if world_size() == 1:
+        return None
+    engine = world.engine(world.language_model(torch.float64), sequence_size=2)
+    return train(engine, torch.float64, groups=2)
+
+
+def sequence_float32(world: World) -> Any:
+    if world_size() != 2:
+        return None
+    engine = world.engine(world.language_model(torch.float32), sequence_size=2, gradient_checkpointing=True)
+    return train(engine, torch.float32, groups=2, steps=3)
+
+
+def sequence_pairs(world: World) -> Any:
+    return pairs(world, sequence_size=2) if world_size() == 2 else None
+
+
+def count_all_reduces(engine: FSDPEngine) -> tuple[int, int, int]:
+    """(passes of an update, all-reduces of gradients in it, parts whose gradients are reduced)."""
+    loss, plain, count = objective(), torch.distributed.all_reduce, 0
+    rows, passes = dealt(loss.prepare(batches(torch.float64, 1)[0]), engine)
+
+    def counted(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return plain(*args, **kwargs)
+
+    torch.distributed.all_reduce = counted
+    try:
+        engine.trial_pass(rows, loss, passes=passes)
+    finally:
+        torch.distributed.all_reduce = plain
+    return len(passes), count, len(sharded_parts(engine.forward_pass))
+
+
+def adapters(world: World) -> Any:
+    torch.manual_seed(3)
+    module = add_adapters(world.language_model(torch.float64), ModelConfig(lora_rank=4, lora_alpha=8))
+    for name, weight in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.02)
+    engine = world.engine(module)
+    found = train(engine, torch.float64, steps=4)
+    rows, passes = dealt(batches(torch.float64, 1)[0], engine)
+    with engine.base_only():
+        found["base"] = summed(float(engine.log_probs(rows, passes=passes)["log_probs"].sum()))
+    engine.export_hf(world.folder / f"merged_{world_size()}", engine.facts().adapters, merged=True)
+    engine.export_hf(world.folder / f"adapter_{world_size()}", engine.facts().adapters, merged=False)
+    return found
+
+
+def value_head(world: World) -> Any:
+    module = ValueModel(world.language_model(torch.float64))
+    torch.manual_seed(5)
+    torch.nn.init.normal_(module.value_head.weight, std=0.1)
+    engine = world.engine(module)
+    norms = []
+    for batch in batches(torch.float64, 3):
+        batch.batch["weights"] = batch.batch["response_mask"] / float(batch.batch["response_mask"].sum())
+        rows, passes = dealt(batch, engine)
+        goal = lambda micro, out: (micro.batch["weights"] * (out["values"] - micro.batch["advantages"]) ** 2).sum()  # noqa: E731
+        norms.append(engine.update(rows, goal, passes=passes)["grad_norm"])
+    rows, passes = dealt(batches(torch.float64, 1)[0], engine)
+    return {"norms": norms, "values": summed(float(engine.values(rows, passes=passes).sum()))}
+
+
+def pairs(world: World, sequence_size: int = 1) -> Any:
+    module = load_scorer(str(world.model), CPU, torch.float64, pad_token_id=0, new_head=True)
+    engine = world.engine(module, kind=PairEngine, sequence_size=sequence_size)
+    assert isinstance(engine, PairEngine)
+    norms, losses = [], []
+    for batch in batches(torch.float64, 3):
+        rows, passes = dealt(batch, engine, groups=sequence_size)
+        total = 0.0
+
+        def loss(micro, out):
+            nonlocal total
+            share = -torch.nn.functional.logsigmoid(out["scores"][::2] - out["scores"][1::2]).sum() / 8
+            total += float(share.detach())
+            return share
+
+        norms.append(engine.update(rows, loss, passes=passes)["grad_norm"])
+        losses.append(summed(total) / sequence_size)
+    return {"norms": norms, "losses": losses}
+
+
+def not_finite(world: World) -> Any:
+    """The loss of one rank alone is infinite: all skip the step."""
+    engine = world.engine(world.language_model(torch.float64))
+    before = dict(engine.export_weights())
+    before = {name: weight.clone() for name, weight in before.items()}
+    rows, passes = dealt(batches(torch.float64, 1)[0], engine)
+    last = this_rank() == world_size() - 1
+    worse = lambda micro, out: out["log_probs"].sum() * 1e-3 + (float("inf") if last else 0.0)  # noqa: E731
+    skipped = engine.update(rows, worse, passes=passes)["skipped"]
+    same = all(torch.equal(before[name], weight) for name, weight in engine.export_weights())
+    return {"skipped": summed(skipped) / world_size(), "same": same}
+
+
+def checkpoint(world: World) -> Any:
+    """Steps 3 to 5 from what this world saved after 2, and from what larger ones did."""
+    engine = world.engine(world.language_model(torch.float64))
+    train(engine, torch.float64, steps=2)
+    manager = CheckpointManager(world.folder / "checkpoints")
+    step = world_size()
+    if step == 1:
+        manager.save(step, tensors={"actor": engine.save}, state={}, rng={})
+    else:
+        engine.save(staged(world, step))
+        torch.distributed.barrier()
+        if this_rank() == 0:
+            manager.save(step, tensors={"actor": lambda folder: staged(world, step).rename(folder)}, state={}, rng={})
+        torch.distributed.barrier()
+    found = {}
+    for saved in (size for size in WORLDS if size >= world_size()):
+        other = world.engine(world.language_model(torch.float64))
+        other.load(manager.role_folder(manager.path_of(saved), "actor"))
+        found[f"from_{saved}"] = train(other, torch.float64, steps=5, first=2)
+    other.export_hf(world.folder / f"exported_{world_size()}", None, merged=False)
+    return found
+
+
+def without_answers(world: World) -> Any:
+    """A rank whose rows have no response token at all."""
+    answers = [[1, 2, 3], [], [4], [], [9, 9], []]
+    outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]
+    whole = to_batch([[7, 8], [5]] * 3, outputs, pad_token_id=0)
+    engine = world.engine(world.language_model(torch.float64))
+    rows = whole[list(range(this_rank() % 2, 6, 2))] if world_size() == 2 else whole
+    passes = engine._plan(rows) if this_rank() < 2 else [[]]
+    shares = lambda micro, out: (out["log_probs"] * micro.batch["response_mask"]).sum()  # noqa: E731
+    return {"norm": engine.update(rows, shares, passes=passes)["grad_norm"]} if world_size() < 4 else None
+
+
+def refusals(world: World) -> Any:
+    if world_size() < 4:
+        return None
+    model = world.language_model(torch.float32)
+    return {
+        "fsdp": words(lambda: group_ranks(CPU, fsdp_size=3)),
+        "heads": words(lambda: world.engine(model, sequence_size=4)),
+        "padded": words(lambda: world.engine(model, sequence_size=2, pack=False)),
+    }
+
+
+def words(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def staged(world: World, step: int) -> Path:
+    return world.folder / f"staged_{step}"
+
+
+CHECKS: list[Callable[[World], Any]] = [
+    float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, copies, adapters, value_head, pairs,
+    sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
+    without_answers, refusals,
+]  # fmt: skip
+
+
+def run_rank(rank: int, ranks: int, port: int, folder: Path, model: Path) -> None:
+    torch.set_num_threads(1)
+    join_ranks(rank, ranks, f"127.0.0.1:{port}", CPU, timeout_s=120)
+    found = {check.__name__: check(World(folder, model)) for check in CHECKS}
+    if rank == 0:
+        torch.save(found, folder / f"world_{ranks}.pt")
+    leave_ranks()
+
+
+def fork_rank(*arguments: Any) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        run_rank(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> int:
+    folder, model = Path(sys.argv[1]), Path(sys.argv[2])
+    for ranks in WORLDS:
+        port = free_port()
+        children = [fork_rank(rank, ranks, port, folder, model) for rank in range(ranks)]
+        if any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
