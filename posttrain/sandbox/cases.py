@@ -24,7 +24,7 @@ def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
     if inspect.isfunction(check) and "check" not in used:
         if entry is None:
             raise TypeError("the tests define check(), and the truth names no entry_point to give to it")
-        exits_well(check, entry)
+        _run_once("check", functools.partial(check, entry))
         return
     for name, value in defined.items():
         if inspect.isfunction(value) and name.startswith("test") and (name not in used or not _required(value)):
@@ -80,7 +80,10 @@ def _row(row: Any, count: int) -> Any:
 
 
 def _run_class(kind: type) -> None:
-    """A class of pytest's: each test in an object of its own."""
+    """A class of pytest's, and those within it: each test in an object of its own."""
+    for inner in [getattr(kind, name) for name in dir(kind) if name.startswith("Test")]:
+        if isinstance(inner, type):
+            _run_class(inner)
     for name in [name for name in dir(kind) if name.startswith("test")]:
         one = kind()
         prepare = getattr(one, "setup_method", lambda: None)
@@ -90,12 +93,23 @@ def _run_class(kind: type) -> None:
 
 
 def _run_unittest(cases: list[type[unittest.TestCase]]) -> None:
+    for case in cases:
+        for name in unittest.defaultTestLoader.getTestCaseNames(case):
+            _refuse_idle(case, name)
     result = unittest.TestResult()
     unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)).run(result)
     if not result.wasSuccessful():
         wrong = [*result.failures, *result.errors, *((case, "it should fail") for case in result.unexpectedSuccesses)]
         case, text = wrong[0]
         raise AssertionError(f"{case}: {text.rstrip().rpartition(chr(10))[2]}")
+
+
+def _refuse_idle(case: type[unittest.TestCase], name: str) -> None:
+    """unittest calls these, and runs nothing of what is in them."""
+    method = getattr(case, name)
+    waits = inspect.iscoroutinefunction(method) and not issubclass(case, unittest.IsolatedAsyncioTestCase)
+    if waits or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise TypeError(f"{case.__name__}.{name} runs nothing when it is called: it is a coroutine or a generator")
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

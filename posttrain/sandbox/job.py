@@ -121,14 +121,26 @@ def _judge_program(channel: int, request: dict[str, Any], limits: dict[str, Any]
     program = Program(lambda theirs: answer_calls(theirs, source), "", limits["seconds"], limits["output_bytes"])
     tests = wire.receive(channel)
     try:
-        loaded = program.receive()
-        wire.send(channel, {"loaded": loaded.get("error")})
-        if not loaded.get("error"):
+        error = _load_error(program.receive())
+        wire.send(channel, {"loaded": error})
+        if not error:
             for outcome in judge(program, tests, until_failure=request["until_failure"]):
                 wire.send(channel, outcome)
-    except (Ended, ValueError):  # it ended, or spoke nonsense, before it was loaded
+    except (Ended, ValueError, RecursionError):  # it ended, or spoke nonsense, before it was loaded
         pass
     wire.send(channel, program.end())
+
+
+def _load_error(message: Any) -> dict[str, Any] | None:
+    """Why the program could not be loaded, in its own words: it may have written the message by itself."""
+    error = message.get("error") if isinstance(message, dict) else "no message"
+    if not error:
+        return None
+    if not isinstance(error, dict):
+        raise ValueError("no message of a program that was loaded")
+    line = error.get("line")
+    text = {name: str(error.get(name))[:500] for name in ("name", "text")}
+    return {**text, "line": line if isinstance(line, int) else None}
 
 
 def _write_file(name: str, content: str) -> None:

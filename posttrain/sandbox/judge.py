@@ -22,6 +22,7 @@ from posttrain.sandbox.cases import exits_well, run_cases
 from posttrain.sandbox.link import Link
 from posttrain.sandbox.names import MODULE, USUAL, builtins_under_test, names_of
 from posttrain.sandbox.remote import Remote
+from posttrain.sandbox.strict import make_strict
 from posttrain.sandbox.supervise import Program
 from posttrain.sandbox.values import decode
 
@@ -71,7 +72,9 @@ def _run(link: Link, test: dict[str, Any], replaced: set[str]) -> dict[str, Any]
 def _namespace(link: Link, tree: ast.AST, entry: str | None, replaced: set[str]) -> dict[str, Any]:
     """What test code sees: stand-ins for the program's names, and real modules, which no program can replace."""
     names = names_of(tree, entry, replaced)
-    space: dict[str, Any] = {"__name__": "tests"}
+    make_strict(tree, {USUAL.get(name, name) for name in names.modules})
+    # As `python tests.py` would: tests below `if __name__ == "__main__":` are run as well.
+    space: dict[str, Any] = {"__name__": "__main__", "__file__": _FILE}
     for name in names.modules:
         with contextlib.suppress(ImportError):
             space[name] = importlib.import_module(USUAL.get(name, name))
@@ -92,7 +95,16 @@ def _parse(code: str) -> ast.AST | None:
 
 def _describe(error: BaseException) -> str:
     """`AssertionError in: assert f(1) == 2`."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    said = _text(error)
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
     line = (frames[-1].line or "").strip() if frames else ""
     return f"{text[:_TEXT]} in: {line[:_TEXT]}" if line else text[:_TEXT]
+
+
+def _text(error: BaseException) -> str:
+    """What an exception says; with an object of the program's in it (`assert f(1) == 2, f(1)`) that may fail."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

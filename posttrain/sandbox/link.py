@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from posttrain.sandbox.names import MODULE
 from posttrain.sandbox.remote import Remote, target_of
 from posttrain.sandbox.supervise import Ended, Program
-from posttrain.sandbox.values import decode, encode
+from posttrain.sandbox.values import decode, encode, places
 
 _STOPS = (StopIteration, StopAsyncIteration)
 _MUTABLE: tuple[type, ...] = (list, dict, set, bytearray, deque)
@@ -32,16 +33,20 @@ class Link:
     def __init__(self, program: Program) -> None:
         self.broken: str | None = None  # why nothing more is believed
         self._program = program
+        self._turn = threading.RLock()  # of the threads of the tests; a function of theirs may ask while it is called
         self._functions: list[Callable[..., Any]] = []
         self._seen: set[int | str] = set()
 
-    def ask(self, operation: str, target: int | str | None, *args: Any, **options: Any) -> Any:
+    def ask(self, operation: str, target: int | str | None, /, *args: Any, **options: Any) -> Any:
         """The value that the program gives, or the exception that it raised."""
         request = {"do": operation, "of": target, "args": [self.out(arg) for arg in args]}
         reply = self._exchange(request | {"options": {name: self.out(value) for name, value in options.items()}})
+        given = places(args, options)
+        self._believe(lambda: self._change(given, reply.get("changed", {})))
         if reply.get("error"):
             raise self._believe(lambda: exception(reply["error"], may_stop=operation == "next"))
-        self._believe(lambda: self._change(args, reply.get("changed", {})))
+        if reply.get("same") is not None:  # the very argument: a function that should copy it would pass otherwise
+            return self._believe(lambda: _mutable(given[reply["same"]]))
         return self._believe(lambda: self._value(reply["value"]))
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
@@ -58,9 +63,13 @@ class Link:
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request; calls back into the tests are served while waiting for it."""
-        if self.broken or self._program.gone:
-            raise Ended
-        self._program.send(request)
+        with self._turn:
+            if self.broken or self._program.gone:
+                raise Ended
+            self._program.send(request)
+            return self._reply()
+
+    def _reply(self) -> dict[str, Any]:
         while "callback" in (message := self._believe(lambda: _as_message(self._program.receive()))):
             function, args = self._believe(lambda message=message: self._called(message))
             try:
@@ -106,10 +115,16 @@ class Link:
         self._seen.add(target)
         return Remote(self, target, new=new)
 
-    def _change(self, args: tuple[Any, ...], changed: dict[str, Any]) -> None:
+    def _change(self, given: dict[str, Any], changed: dict[str, Any]) -> None:
         """Do to arguments what the program did to its copies."""
         for place, data in changed.items():
-            _assign(args[int(place)], self._value(data))
+            _assign(_mutable(given[place]), self._value(data))
+
+
+def _mutable(argument: Any) -> Any:
+    if not isinstance(argument, _MUTABLE):
+        raise TypeError("no argument that can be changed")
+    return argument
 
 
 def _assign(old: Any, new: Any) -> None:

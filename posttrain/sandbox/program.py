@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.sandbox import wire
-from posttrain.sandbox.values import decode, encode
+from posttrain.sandbox.values import decode, encode, places
 
 _FILE = "program.py"
 
@@ -91,12 +91,23 @@ class _Server:
         args = [self._in(arg) for arg in request.get("args", [])]
         if operation == "call":
             options = {name: self._in(value) for name, value in request.get("options", {}).items()}
-            before = [self._out(arg) if isinstance(arg, _MUTABLE) else None for arg in args]
-            value = self._out(target(*args, **options))
-            after = [self._out(arg) if isinstance(arg, _MUTABLE) else None for arg in args]
-            changed = {str(i): new for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}
-            return {"value": value, "changed": changed}
+            return self._call(target, args, options)
         return {"value": self._out(_OPERATIONS[operation](target, *args))}
+
+    def _call(self, target: Any, args: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The value or error of a call, what became of arguments, and which of them the value is, if it is one."""
+        given = {place: arg for place, arg in places(args, options).items() if isinstance(arg, _MUTABLE)}
+        before = {place: self._out(arg) for place, arg in given.items()}
+        same = None
+        try:
+            value = target(*args, **options)
+            same = next((place for place, arg in given.items() if arg is value), None)
+            reply: dict[str, Any] = {"value": self._out(value)}
+        except BaseException as error:
+            reply = {"error": _describe(error)}
+        after = {place: self._out(arg) for place, arg in given.items()}
+        changed = {place: new for place, new in after.items() if new != before[place]}
+        return {**reply, "changed": changed, "same": same}
 
     def _find(self, target: int | str) -> Any:
         if isinstance(target, int):

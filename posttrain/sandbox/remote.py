@@ -31,10 +31,10 @@ class Remote:
         for key, value in {**state, "mark": target if mark is None else mark}.items():
             object.__setattr__(self, f"_Remote__{key}", value)
 
-    def __ask(self, operation: str, *args: Any, **options: Any) -> Any:
+    def __ask(self, operation: str, /, *args: Any, **options: Any) -> Any:
         return self.__link.ask(operation, self.__target, *args, **options)  # pyright: ignore
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
         value = self.__ask("call", *args, **options)
         if not self.__makes or not isinstance(value, Remote):  # pyright: ignore
             return value
@@ -153,7 +153,7 @@ class _Method(Remote):
         super().__init__(method._Remote__link, method._Remote__target)  # pyright: ignore
         object.__setattr__(self, "_Method__owner", owner)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
         value = super().__call__(*args, **options)
         self.__owner._Remote__forget()
         return value
@@ -167,7 +167,7 @@ class _Pretence(Remote):
         object.__setattr__(self, "_Pretence__owner", owner)
         object.__setattr__(self, "_Pretence__name", name)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
         value = super().__call__(*args, **options)
         if value is None or (type(value) is Remote and target_of(value) == target_of(self.__owner)):
             return value
@@ -214,3 +214,7 @@ class _Copy:
 def target_of(remote: Remote) -> int | str:
     """What the program knows it by."""
     return remote._Remote__target  # pyright: ignore
+
+
+for _kind in (Remote, Made, _Method, _Pretence):  # theirs would be found before __getattr__ is asked
+    _kind.__doc__ = property(lambda self: self._Remote__ask("get", "__doc__"))  # pyright: ignore

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -78,6 +78,11 @@ def _encode_rarer(value: Any, unknown: Callable[[Any], Any]) -> Any:
     if numpy is not None and isinstance(value, numpy.generic):
         return encode(value.item(), refuse)
     return unknown(value)
+
+
+def places(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by what both sides call them."""
+    return {str(place): arg for place, arg in enumerate(args)} | {f"={name}": arg for name, arg in options.items()}
 
 
 def no_reference(tag: str, content: Any) -> Any:
