@@ -42,7 +42,7 @@ def values(report: dict, source: str = "math_reasoning") -> dict[str, float]:
 def test_a_checkpoint_scores_what_its_run_validated(tiny_model, sums, tmp_path, evaluate):
     from light_rewards import even_share
 
-    more = {"actor_rollout_ref__actor__optim__lr": 0.05, "data__val_files": str(sums["test"])}
+    more = {"actor_rollout_ref__actor__optim__lr": 0.1, "data__val_files": str(sums["test"])}
     result = run(tiny_model, sums, tmp_path / "runs", reward=even_share, **more)
     report = evaluate("out", model=result.path / "checkpoints" / "global_step_2")
     validated = result.validation[-1][1]["val/math_reasoning/mean@1"]
