@@ -31,15 +31,11 @@ TUNED: dict[str, Tuning] = {
         ("critic.optim.lr=1e-3",),
         "the critic starts from a model that never saw a value; at its default 1e-5 it needs thousands of updates",
     ),
-    "sapo": ((f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean",), "the paper's aggregation"),
     "gpg_loss": (
         ("algorithm.adv_estimator=gpg", f"{_ACTOR}.ppo_mini_batch_size=200", f"{_ACTOR}.optim.lr=1e-3"),
         "right for one update per batch only, with the estimator of its name; a quarter of the updates, so larger ones",
     ),
-    "geo_mean": (
-        (f"{_ACTOR}.clip_ratio_low=0.4", f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean"),
-        "the paper's clip and aggregation",
-    ),
+    "geo_mean": ((f"{_ACTOR}.clip_ratio_low=0.4",), "the paper's clip"),
     "dppo_tv": (
         (f"{_ACTOR}.clip_ratio_low=0.2", f"{_ACTOR}.clip_ratio_high=0.2", f"{_ACTOR}.clip_ratio_c=20"),
         "its clip is a distance of probabilities, 0.1 to 0.2",

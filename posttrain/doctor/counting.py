@@ -20,6 +20,7 @@ from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
+from posttrain.models.arena import can_lay_out_anew
 from posttrain.models.decoder import KNOWN
 from posttrain.models.forward import decoder_of, hidden_states, token_log_probs, without_adapters
 from posttrain.models.recompute import recompute_layers
@@ -176,8 +177,11 @@ def cache_bytes_per_token(model: Any) -> int:
 
 
 def packed_bytes(model: Any) -> int:
-    """Copies of the layers' matrices that multiply faster: the native engine makes them for long responses on a CPU."""
+    """Copies of the layers' matrices that multiply faster: the native engine makes them for long responses on a CPU
+    that has the instructions."""
     if model.config.get_text_config().model_type not in KNOWN or unpacked_bytes(model):
+        return 0
+    if not can_lay_out_anew(next(model.parameters()).dtype):
         return 0
     layers: Any = decoder_of(model).layers
     linear = (

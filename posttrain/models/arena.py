@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from posttrain.kernels.compiled import kernel
 from posttrain.models.forward import without_adapters
 
 FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp", ("gate_proj", "up_proj")))
@@ -30,6 +31,13 @@ def _reorder() -> Callable[[torch.Tensor], torch.Tensor] | None:
     except RuntimeError:
         return None
     return function
+
+
+def can_lay_out_anew(dtype: torch.dtype) -> bool:
+    """Whether a CPU's processor multiplies faster with copies of weights that are laid out for it."""
+    allowed = kernel("can_multiply", torch.empty(0, dtype=dtype))
+    whole = allowed is not None and bool(allowed())
+    return whole or (dtype is torch.bfloat16 and _reorder() is not None)
 
 
 class Projection:

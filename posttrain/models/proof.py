@@ -52,7 +52,8 @@ def proof_rows(config: Any) -> list[list[int]]:
     plain = [token for token in torch.randperm(size, generator=generator).tolist()[:4096] if token not in special]
     plain = (plain or [0]) * (COMMON + sum(TAILS))
     common, tails = plain[:COMMON], plain[COMMON : COMMON + sum(TAILS)]
-    return [common + tails[: TAILS[0]], common + tails[TAILS[0] :]]
+    longest = max(COMMON + 1, getattr(config.get_text_config(), "max_position_embeddings", None) or size)
+    return [row[:longest] for row in (common + tails[: TAILS[0]], common + tails[TAILS[0] :])]
 
 
 @torch.no_grad()
@@ -159,9 +160,10 @@ def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     first, second = rows
     ids = [*first, *second[COMMON:], *first, *second]
     positions = [*range(len(first)), *range(COMMON, len(second)), *range(len(first)), *range(len(second))]
-    segments = [0] * COMMON + [1] * TAILS[0] + [2] * TAILS[1] + [0] * (len(first) + len(second))
+    own = [len(row) - COMMON for row in rows]
+    segments = [0] * COMMON + [1] * own[0] + [2] * own[1] + [0] * (len(first) + len(second))
     ids_T, position_T, segment_T = (torch.tensor(x, device=model.device) for x in (ids, positions, segments))
-    lengths = [COMMON + sum(TAILS), len(first), len(second)]
+    lengths = [COMMON + sum(own), len(first), len(second)]
     layout = PackedLayout(lengths, model.device, segment_T=segment_T, position_T=position_T)
     hidden_TE = proved_hidden(model, ids_T, position_T, layout)
     places = [

@@ -107,8 +107,8 @@ def test_a_folder_and_no_file_at_all_are_errors(tmp_path):
 
 
 def test_numpy_values_become_plain_python():
-    value = plain({"a": np.array([[1, 2]]), "b": np.float64(0.5), "c": (np.int64(3), np.bool_(True)), "d": b"x"})
+    value = plain({"a": np.array([[1, 2]]), "b": np.float64(0.5), "c": (np.int64(3), np.bool_(True)), "d": b"x"}, [])
     assert value == {"a": [[1, 2]], "b": 0.5, "c": [3, True], "d": b"x"}
     assert [type(item) for item in (value["b"], value["c"][0], value["c"][1])] == [float, int, bool]
     messages = np.array([{"role": "user", "content": "hi"}], dtype=object)
-    assert plain(messages) == [{"role": "user", "content": "hi"}]
+    assert plain(messages, []) == [{"role": "user", "content": "hi"}]

@@ -20,6 +20,8 @@ def runs_here(tensor: torch.Tensor) -> bool:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor there, without waiting for what the device is doing."""
+    if tensor.is_meta:  # stands for one of whatever device
+        return tensor
     if device.type != "cuda" or tensor.device == device:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
