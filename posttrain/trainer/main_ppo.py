@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from posttrain.config import ConfigError
@@ -76,11 +77,11 @@ def as_resolved(config: Any) -> Any:
     return load_config(config, environment=True)
 
 
-def cli() -> int:
-    """`main` with errors meant for users printed as they are."""
+def cli(entry: Callable[[], Any] = main) -> int:
+    """An entry with errors meant for users printed as they are."""
     prepare_streams()
     try:
-        return exit_status(main())
+        return exit_status(entry())
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
