@@ -46,7 +46,6 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.weight_decay": f"{_ACTOR}.optim.weight_decay",
     f"{_ACTOR}.warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
-    "critic.fsdp_config.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     f"{_ACTOR}.max_grad_norm": f"{_ACTOR}.grad_clip",
     f"{_ACTOR}.policy_loss_fn": f"{_ACTOR}.policy_loss.loss_mode",
     f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
