@@ -27,6 +27,5 @@ def to_posttrain(data: Any) -> Batch:
     """posttrain's batch from verl's: the same tensors."""
     if isinstance(data, Batch):
         return data
-    tensors = {} if data.batch is None else dict(data.batch.items())
     fields = {name: np.asarray(values) for name, values in data.non_tensor_batch.items()}
-    return Batch(tensors, fields, dict(data.meta_info))
+    return Batch(data.tensors(), fields, dict(data.meta_info))

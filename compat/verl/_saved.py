@@ -21,7 +21,7 @@ def save(data: Any, path: str | os.PathLike[str]) -> None:
     """Write a batch; values that JSON cannot hold are an error that names them."""
     from safetensors.torch import save_file
 
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in (data.batch or {}).items()}
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in data.tensors().items()}
     objects = {}
     for name, values in data.non_tensor_batch.items():
         if values.dtype == object:
@@ -47,13 +47,13 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], dict[str, A
         if file.read(2).startswith(_PICKLES):
             raise ValueError(
                 f"{path} is a pickle, as verl's own save_to_disk writes: loading one can run any program, so it is not "
-                "loaded here. If you trust it, load it with verl and give its tensors and arrays to DataProto.from_dict."
+                "loaded here. If you trust it, load it with verl and give what it holds to DataProto.from_dict."
             )
     with safe_open(Path(path), framework="pt") as file:
         fields = json.loads((file.metadata() or {}).get("verl.DataProto", "null"))
         if fields is None:
             raise ValueError(f"{path} holds tensors, but no DataProto: it was not written by DataProto.save_to_disk")
-        found = {name: file.get_tensor(name) for name in file.keys()}
+        found = {name: file.get_tensor(name) for name in list(file.keys())}
     arrays = {name.removeprefix(_ARRAY): t.numpy() for name, t in found.items() if name.startswith(_ARRAY)}
     arrays |= {name: object_array(values) for name, values in fields["non_tensor_batch"].items()}
     tensors = {name: tensor for name, tensor in found.items() if not name.startswith(_ARRAY)}

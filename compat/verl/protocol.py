@@ -149,15 +149,19 @@ class DataProto:
             return int(self.batch.batch_size[0])
         return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name; empty where there is no `batch`."""
+        return {} if self.batch is None else dict(self.batch.items())
+
     def get_data_info(self) -> str:
         """Names, shapes and kinds of everything, a line each."""
-        tensors = [f"  {name}: {tuple(t.shape)} ({t.dtype}) {t.device}" for name, t in (self.batch or {}).items()]
+        tensors = [f"  {name}: {tuple(t.shape)} ({t.dtype}) {t.device}" for name, t in self.tensors().items()]
         arrays = [f"  {name}: ndarray{a.shape} ({a.dtype})" for name, a in self.non_tensor_batch.items()]
         facts = [f"  {name}: {type(value).__name__}" for name, value in self.meta_info.items()]
         return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
 
     def print_size(self, prefix: str = "") -> None:
-        tensors = sum(t.element_size() * t.numel() for t in (self.batch or {}).values()) / 1024**3
+        tensors = sum(t.element_size() * t.numel() for t in self.tensors().values()) / 1024**3
         arrays = sum(array.nbytes for array in self.non_tensor_batch.values()) / 1024**3
         words = f"Size of tensordict: {tensors} GB, size of non_tensor_batch: {arrays} GB"
         print(f"{prefix}, {words}" if prefix else words)
@@ -309,7 +313,7 @@ class DataProto:
             for name in names or ():
                 assert name in home.keys(), f"there is no field '{name}' to pop; there are {list(home.keys())}"
         taken = [{name: home.pop(name) for name in names or ()} for home, names in homes]
-        return DataProto.from_dict(*taken)
+        return DataProto.from_dict(taken[0], taken[1], taken[2])
 
     def rename(
         self, old_keys: str | Sequence[str] | None = None, new_keys: str | Sequence[str] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ if COMPAT not in sys.path:
 
 
 @pytest.fixture(autouse=True)
-def separate(monkeypatch: pytest.MonkeyPatch) -> None:
+def separate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes find the package too, and the registries are as they were after the test."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([COMPAT, os.environ.get("PYTHONPATH", "")]))
     from posttrain.algorithms import registry
     from verl._algorithms import registries
 
-    for module, names in ((registry, ("ADV_ESTIMATORS", "POLICY_LOSSES")), (registries, ("ADV_ESTIMATOR_REGISTRY",))):
-        for name in names:
-            for key in (kept := dict(getattr(module, name))):
-                monkeypatch.setitem(getattr(module, name), key, kept[key])
+    tables = [registry.ADV_ESTIMATORS, registry.POLICY_LOSSES]
+    tables += [registries.ADV_ESTIMATOR_REGISTRY, registries.POLICY_LOSS_REGISTRY]
+    before = [dict(table) for table in tables]
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)

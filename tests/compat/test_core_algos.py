@@ -1,14 +1,14 @@
-"""verl's algorithms by their names: its signatures, its numbers, and algorithms registered with its decorators train."""
+"""verl's algorithms: its signatures, its numbers, and what is registered with its decorators trains."""
 
 import pytest
 import torch
 import verl_numbers as verl
-from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo import core_algos
-from verl.workers.config import ActorConfig
 
 import posttrain
 from posttrain.algorithms import AlgorithmError
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos
+from verl.workers.config import ActorConfig
 
 ACTOR = ActorConfig(clip_ratio=0.2, clip_ratio_low=0.1, clip_ratio_high=0.3)
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.algorithms.advantages import gae, grpo, grpo_passk, opo, optimal_token_baseline
+from posttrain.algorithms.advantages import gae, grpo, grpo_passk, opo, optimal_token_baseline, remax, rloo
 from posttrain.algorithms.advantages import reinforce_plus_plus as rpp
 from posttrain.algorithms.advantages import reinforce_plus_plus_baseline as rpp_baseline
-from posttrain.algorithms.advantages import remax, rloo
 from posttrain.algorithms.advantages.groups import above_mean, group_of_rows, group_size, on_every_token, outcome_scores
 from verl._algorithms.registries import known_estimator
 from verl.utils.torch_functional import masked_whiten

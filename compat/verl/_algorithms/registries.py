@@ -22,7 +22,7 @@ ADV_ESTIMATOR_REGISTRY: dict[str, Any] = {}
 POLICY_LOSS_REGISTRY: dict[str, Any] = {}
 
 
-class AdvantageEstimator(str, Enum):
+class AdvantageEstimator(str, Enum):  # noqa: UP042  (str() of a member is verl's)
     """verl's estimators."""
 
     GAE = "gae"

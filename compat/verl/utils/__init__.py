@@ -18,7 +18,6 @@ _HOMES = {
     "group_mean_std": "groupwise",
 }
 _MODULES = ("config", "groupwise", "tokenizer")
-__all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

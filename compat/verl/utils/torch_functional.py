@@ -140,7 +140,7 @@ def postprocess_data(
         return input_ids, attention_mask
     if truncation == "error":
         raise NotImplementedError(
-            f"{length} tokens are more than max_length={max_length}: raise it, or set truncation to left, right or middle"
+            f"{length} tokens are more than max_length={max_length}: raise it, or truncate (left, right or middle)"
         )
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
     kept = [*range(head), *range(length - (max_length - head), length)]

@@ -42,7 +42,7 @@ def extract_solution(solution_str: str) -> str | None:
 def compute_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` if right (a quarter of it with more than 10 answer tags), `format_score` if wrong, 0 without an answer."""
+    """`score` if right (a quarter with more than 10 answer tags), `format_score` if wrong, 0 without an answer."""
     answer = extract_solution(solution_str)
     if answer is None:
         return 0
