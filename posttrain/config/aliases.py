@@ -45,6 +45,7 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.learning_rate": f"{_ACTOR}.optim.lr",
     f"{_ACTOR}.weight_decay": f"{_ACTOR}.optim.weight_decay",
     f"{_ACTOR}.warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
+    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
     f"{_ACTOR}.max_grad_norm": f"{_ACTOR}.grad_clip",
     f"{_ACTOR}.policy_loss_fn": f"{_ACTOR}.policy_loss.loss_mode",
     f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
@@ -76,6 +77,14 @@ RENAMED: dict[str, str] = {
     "trainer.gradient_accumulation_steps": "trainer.gradient_accumulation",
 }
 
+_REF = "actor_rollout_ref.ref"
+AS_THE_ACTOR: dict[str, str] = {
+    f"{_REF}.fsdp_config.fsdp_size": f"{_ACTOR}.fsdp_config.fsdp_size",
+    f"{_REF}.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
+    f"{_REF}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
+}
+"""Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes."""
+
 DERIVED: dict[str, Any] = {
     "algorithm.kl_coef": float,
     "trainer.gradient_accumulation": int,
@@ -86,6 +95,7 @@ DERIVED: dict[str, Any] = {
     f"{_ROLLOUT}.load_format": str,
     f"{_ROLLOUT}.layered_summon": bool,
     f"{_ROLLOUT}.multi_turn": bool,
+    **dict.fromkeys(AS_THE_ACTOR, int),
 }
 """Keys that set or check other settings, with their type; `derived.py` says how."""
 
