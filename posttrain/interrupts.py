@@ -50,7 +50,7 @@ def leaving() -> None:
 
 
 def left() -> None:
-    """What was ending has ended. A program goes on leaving; a caller in Python goes on living, as if nothing had been."""
+    """What was ending has ended. A program goes on leaving; a caller in Python goes on living."""
     global _since
     if not _programs:
         _since = None
