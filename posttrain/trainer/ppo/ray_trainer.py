@@ -214,6 +214,8 @@ class RayPPOTrainer:
         self.recorder.start(self.step)
         status = "failed"
         try:
+            if self.config.tracking.samples_freq > 0:
+                self.recorder.keep_vocabulary(self.tokenizer)
             with GracefulStop(say) as stop:
                 self._validate_at_start()
                 while self.step < self.sizes.total_steps and not self.config.trainer.val_only:
