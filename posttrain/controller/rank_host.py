@@ -37,11 +37,7 @@ class RankHost:
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
         import torch
 
-        from posttrain.kernels.onednn import settle_products
-
         torch.set_num_threads(threads)
-        if device == "cpu":
-            settle_products()
         self.workers: dict[str, Any] = {}
 
     def free_address(self) -> str:
