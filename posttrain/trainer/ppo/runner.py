@@ -26,7 +26,7 @@ from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.ends import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, RunResult
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.ppo.rundirs import open_run_directory
@@ -46,6 +46,7 @@ def run_training(
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
+        stack.enter_context(determinism_ends_with_it())
         run, _ = open_run_directory(config, say)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
