@@ -49,16 +49,20 @@ _NAMES = {
 }
 
 
+def _is_mapping_of_roles(config: Any) -> bool:
+    return isinstance(config, dict) and any(isinstance(role, Role) for role in config)
+
+
 def need_reference_policy(config: Any) -> bool:
     """KL in the reward or in the loss. (0.7 also called it with roles to workers.)"""
-    if isinstance(config, dict) and any(isinstance(role, Role) for role in config):
+    if _is_mapping_of_roles(config):
         return Role.RefPolicy in config
     return bool(setting(config.algorithm, "use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
 
 
 def need_reward_model(config: Any) -> bool:
     """Whether a model gives the reward."""
-    if isinstance(config, dict) and any(isinstance(role, Role) for role in config):
+    if _is_mapping_of_roles(config):
         return Role.RewardModel in config
     section = setting(setting(config, "reward", None), "reward_model", None) or setting(config, "reward_model", None)
     return bool(setting(section, "enable", False))
