@@ -186,6 +186,15 @@ def test_loops_of_one_unit_count_into_the_outermost():
     assert pulse.now() is None
 
 
+def test_responses_that_run_longer_than_before_are_not_said_to_be_done_at_once(monkeypatch):
+    monkeypatch.setattr(pulse, "_usual", {"responses": 10.0})
+    with pulse.work("responses", 10, most_tokens=100) as work:
+        work.advance(items=2, tokens=20, running_tokens=8 * 60)
+        assert 0.6 < work.share < 0.7  # 8 that have 60 tokens may grow to 90
+        work.advance(items=0, running_tokens=8 * 100)
+        assert work.share == 0.99
+
+
 def test_the_row_moves_inside_a_step(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
