@@ -160,7 +160,8 @@ def test_a_renamed_key_sets_the_setting_that_it_stands_for(program):
         entries = settled(program, **{key: values[key]}).entries
         assert set(entries) == {target} and entries[target].value == values[key], key
         assert entries[target].where(target) == f"command line, written `{key}`", key
-    resolved = load_config([f"{key}={value}" for key, value in values.items()], tree=TREES[program])
+    arguments = [f"{key}={value}" for key, value in values.items()]
+    resolved = load_config([*arguments, "trainer.n_gpus_per_node=8"], tree=TREES[program])
     assert all("written" in resolved.sources[target] for _, target in pairs)
 
 
