@@ -69,7 +69,7 @@ class Recorder(RunWriter):
         line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
         if self.samples_are_due(step):
             write_samples(self.run.samples, step, batch, sampling=sampling_words(self.config))
-            thin_samples(self.run.samples, self.config.tracking.samples_max_gb * 1e9)
+            self._thin_samples()
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
@@ -81,6 +81,9 @@ class Recorder(RunWriter):
     def samples_are_due(self, step: int) -> bool:
         freq = self.config.tracking.samples_freq
         return freq > 0 and step % freq == 0
+
+    def _thin_samples(self) -> None:
+        thin_samples(self.run.samples, self.config.tracking.samples_max_gb * 1e9)
 
     def keep_vocabulary(self, tokenizer: Any) -> None:
         """What each token id of the samples stands for; a tokenizer that cannot tell is no reason to stop."""
@@ -101,7 +104,7 @@ class Recorder(RunWriter):
         wanted = [table for table in tables if table is not None]
         if wanted:
             write_validation(self.run.samples, step, wanted)
-            thin_samples(self.run.samples, self.config.tracking.samples_max_gb * 1e9)
+            self._thin_samples()
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
