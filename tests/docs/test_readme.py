@@ -58,4 +58,4 @@ def test_the_tree_names_what_is_there_and_every_room(readme):
     assert named == rooms
     files = re.findall(r"(?<![\w/])(\w+\.py)\b", tree)
     missing = [file for file in files if not list((ROOT / "posttrain").rglob(file))]
-    assert missing == [] and {"cli.py", "launch.py", "api.py", "explain.py", "pulse.py"} <= set(files)
+    assert missing == [] and {"cli.py", "launch.py", "api.py", "pulse.py"} <= set(files)

@@ -9,7 +9,7 @@ from typing import Any
 from light_rewards import even_share as parity_reward
 
 import posttrain
-from posttrain.trainer.ppo.ray_trainer import RunResult
+from posttrain.trainer.run.result import RunResult
 
 TIMES = ("time", "timing_", "perf/")
 

@@ -18,10 +18,10 @@ from posttrain.protocol import DataProto
 from posttrain.tracking.by_step import TIMELINE, read_lines
 from posttrain.tracking.samples import sample_files, validation_files
 from posttrain.tracking.vocabulary import read_vocabulary
-from posttrain.trainer.ends import prepare_torch
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs, tolerance
+from posttrain.trainer.run.process import prepare_torch
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 from posttrain.workers.roles import pick_device
 
