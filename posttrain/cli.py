@@ -116,6 +116,12 @@ def bench(args: Arguments) -> int:
     return command.main(args)
 
 
+def compat(args: Arguments) -> int:
+    from posttrain.compat_check import command
+
+    return command.main(args)
+
+
 def runs(args: Arguments) -> int:
     from posttrain.tracking import commands
 
@@ -153,6 +159,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "sft": (sft, "fine-tune on prompts with responses, or on conversations"),
     "reward-model": (reward_model, "train a reward model on pairs of a better and a worse answer"),
     "config": (config, "print every setting that a run would use, and where it came from"),
+    "compat": (compat, "say what becomes of each key of a run script of verl"),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "runs": (runs, "list runs: how each stands, and what it reached"),
@@ -166,7 +173,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
     "bench": (
         bench,
-        "`bench rollout`, `bench step`, `bench sweep`, `bench algorithms`: speed beside peers; what is learnt",
+        "`bench rollout`, `step`, `train`, `sync`, `sweep`: speed beside peers; `bench algorithms`: what is learnt",
     ),
     "version": (version, "print the version"),
 }
