@@ -1,4 +1,4 @@
-"""A user's desk before a run: a model folder, data, a reward and a command line, all correct until a test spoils one thing."""
+"""A user's desk before a run: a model folder, data, a reward and a command line; all right until spoilt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def sums(count: int, first: int = 1) -> list[dict]:
     """`count` sums with their answers, no two alike; other sums for another `first`."""
     return [
-        {"prompt": f"{first + i} + {2 * i + 1} = ?", "ground_truth": str(first + 3 * i + 1), "data_source": "math_reasoning"}
+        {
+            "prompt": f"{first + i} + {2 * i + 1} = ?",
+            "ground_truth": str(first + 3 * i + 1),
+            "data_source": "math_reasoning",
+        }
         for i in range(count)
     ]
 
@@ -82,4 +86,6 @@ class Desk:
             "trainer.experiment_name": "first",
             "reward.num_workers": 1,
         }
-        return values | ({"custom_reward_function.path": self.folder / "my_reward.py"} if self.reward is not None else {})
+        return values | (
+            {"custom_reward_function.path": self.folder / "my_reward.py"} if self.reward is not None else {}
+        )

@@ -1,4 +1,4 @@
-"""Mistakes that users make before a run, in five areas. Written as a list before the doctor was: what a user does, and the words
+"""Mistakes that users make before a run. The list was written before the doctor was: what a user does, and the words
 that somebody who is told about it must see. Nothing here knows how the doctor looks.
 """
 
@@ -87,8 +87,17 @@ def paired(i: int, row: dict) -> dict:
 
 
 def talked(i: int, row: dict) -> dict:
-    asked = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "<think>hm</think>" + row["ground_truth"]}]
-    return {"messages": [*asked, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "<think>hm</think>Yes."}]}
+    asked = [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": "<think>hm</think>" + row["ground_truth"]},
+    ]
+    return {
+        "messages": [
+            *asked,
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "<think>hm</think>Yes."},
+        ]
+    }
 
 
 def no_space(desk: Desk, patch: pytest.MonkeyPatch) -> None:
@@ -120,7 +129,9 @@ def without_package(name: str) -> Callable[[Desk, pytest.MonkeyPatch], object]:
         import importlib.util
 
         real = importlib.util.find_spec
-        patch.setattr(importlib.util, "find_spec", lambda wanted, *more: None if wanted == name else real(wanted, *more))
+        patch.setattr(
+            importlib.util, "find_spec", lambda wanted, *more: None if wanted == name else real(wanted, *more)
+        )
         setting(trainer__logger=f"[console,{name}]")(desk, patch)
 
     return make
@@ -135,19 +146,29 @@ CONFIGURATION = [
     Mistake("temperature 0 in training", ["temperature"], setting(R__temperature=0)),
     Mistake("only the most likely token sampled", ["top_k"], setting(R__top_k=1)),
     Mistake("KL in the reward and in the loss", ["kl"], setting(algorithm__use_kl_in_reward=True, A__use_kl_loss=True)),
-    Mistake("longer rows than the model has positions", ["max_response_length", "position"], setting(data__max_response_length=100000)),
+    Mistake(
+        "longer rows than the model has positions",
+        ["max_response_length", "position"],
+        setting(data__max_response_length=100000),
+    ),
     Mistake("a critic's learning rate without a critic", ["critic.optim.lr"], setting(critic__optim__lr=1e-6)),
     Mistake("eight greedy answers to each validation prompt", ["val_kwargs"], setting(R__val_kwargs__n=8)),
     Mistake("warm-up longer than the run", ["lr_warmup_steps"], setting(A__optim__lr_warmup_steps=1000)),
-    Mistake("validation every ten steps of nothing", ["val_files"], setting(trainer__test_freq=10, data__val_files="null")),
-    Mistake("a KL coefficient that forbids learning", ["kl_loss_coef"], setting(A__use_kl_loss=True, A__kl_loss_coef=10)),
+    Mistake(
+        "validation every ten steps of nothing", ["val_files"], setting(trainer__test_freq=10, data__val_files="null")
+    ),
+    Mistake(
+        "a KL coefficient that forbids learning", ["kl_loss_coef"], setting(A__use_kl_loss=True, A__kl_loss_coef=10)
+    ),
     Mistake("a response limit of one token", ["max_response_length"], setting(data__max_response_length=1)),
 ]
 
 DATA = [
     Mistake("a file that is not there", ["train_files", "nowhere.json"], setting(data__train_files="nowhere.json")),
     Mistake(
-        "the prompt's column has another name", ["prompt", "question"], rows(lambda i, row: {"question": row.pop("prompt"), **row})
+        "the prompt's column has another name",
+        ["prompt", "question"],
+        rows(lambda i, row: {"question": row.pop("prompt"), **row}),
     ),
     Mistake(
         "a third of the rows without a truth",
@@ -169,10 +190,15 @@ DATA = [
         "a data source that no scorer knows",
         ["math_reasonning", "data_source"],
         together(
-            lambda desk, patch: setattr(desk, "reward", None), rows(lambda i, row: {**row, "data_source": "math_reasonning"})
+            lambda desk, patch: setattr(desk, "reward", None),
+            rows(lambda i, row: {**row, "data_source": "math_reasonning"}),
         ),
     ),
-    Mistake("a broken line of JSON", ["train.json"], afterwards(lambda desk: (desk.folder / "train.json").write_text('[{"prompt": "1'))),
+    Mistake(
+        "a broken line of JSON",
+        ["train.json"],
+        afterwards(lambda desk: (desk.folder / "train.json").write_text('[{"prompt": "1')),
+    ),
     Mistake("blank prompts", ["blank"], rows(lambda i, row: {**row, "prompt": "  "} if i < 6 else row)),
     Mistake(
         "the answer stands in the prompt as the last turn",
@@ -180,12 +206,17 @@ DATA = [
         rows(
             lambda i, row: {
                 **row,
-                "prompt": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["ground_truth"]}],
+                "prompt": [
+                    {"role": "user", "content": row["prompt"]},
+                    {"role": "assistant", "content": row["ground_truth"]},
+                ],
             }
         ),
     ),
     Mistake(
-        "answers that cannot fit", ["max_response_length", "truth"], rows(lambda i, row: {**row, "ground_truth": "9" * 40})
+        "answers that cannot fit",
+        ["max_response_length", "truth"],
+        rows(lambda i, row: {**row, "ground_truth": "9" * 40}),
     ),
     Mistake("rows with images", ["image"], rows(lambda i, row: {**row, "images": ["a.png"]})),
     Mistake("the same rows many times", ["24", "same"], lambda desk, patch: setattr(desk, "train", desk.train[:3] * 8)),
@@ -202,7 +233,11 @@ TEMPLATE = [
         ),
     ),
     Mistake("no generation prompt", ["generation prompt"], template(CHATML.split("{% if")[0])),
-    Mistake("the turn ends with a token that the model does not end with", ["end"], template(CHATML.replace("<|im_end|>", "</turn>"))),
+    Mistake(
+        "the turn ends with a token that the model does not end with",
+        ["end"],
+        template(CHATML.replace("<|im_end|>", "</turn>")),
+    ),
     Mistake(
         "today's time in every prompt", ["same", "template"], template("{{ strftime_now('%H:%M:%S.%f') }} " + CHATML)
     ),
@@ -219,20 +254,31 @@ TEMPLATE = [
         ["system"],
         together(
             setting(data__system_prompt="Be brief."),
-            template("{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML),
+            template(
+                "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+                + CHATML
+            ),
         ),
     ),
-    Mistake("the tokenizer of another model", ["vocab"], afterwards(lambda desk: desk.edit("config.json", vocab_size=64))),
+    Mistake(
+        "the tokenizer of another model", ["vocab"], afterwards(lambda desk: desk.edit("config.json", vocab_size=64))
+    ),
 ]
 
 REWARD = [
     Mistake("a reward that is not Python", ["my_reward.py", "line"], reward("return 1.0 if (")),
-    Mistake("a reward that raises on every row", ["KeyError"], reward("return float(extra_info['answer'] in solution_str)")),
+    Mistake(
+        "a reward that raises on every row",
+        ["extra_info['answer']"],
+        reward("return float(extra_info['answer'] in solution_str)"),
+    ),
     Mistake("a reward that is always 0", ["truth", "0"], reward("return 0.0")),
     Mistake("a reward that is always 1", ["wrong", "1"], reward("return 1.0")),
     Mistake("a reward that throws dice", ["same response"], reward("return time.time_ns() % 1000 / 1000")),
     Mistake(
-        "a reward slower than its deadline", ["reward.timeout_s"], together(reward("time.sleep(30)"), setting(reward__timeout_s=0.2))
+        "a reward slower than its deadline",
+        ["reward.timeout_s"],
+        together(reward("time.sleep(30)"), setting(reward__timeout_s=0.2)),
     ),
     Mistake("right and wrong exchanged", ["wrong"], reward("return 0.0 if ground_truth in solution_str else 1.0")),
     Mistake(
@@ -245,7 +291,9 @@ REWARD = [
         ["boxed"],
         reward("return 1.0 if '\\\\boxed{' + ground_truth + '}' in solution_str else 0.0"),
     ),
-    Mistake("a function that is not in the file", ["compute_reward"], setting(custom_reward_function__name="compute_reward")),
+    Mistake(
+        "a function that is not in the file", ["compute_reward"], setting(custom_reward_function__name="compute_reward")
+    ),
 ]
 
 RESOURCES = [
@@ -255,25 +303,42 @@ RESOURCES = [
     Mistake("an engine that is not there", ["sglang"], setting(R__name="sglang")),
     Mistake("a file where the outputs should go", ["outputs"], afterwards(a_file_in_the_way)),
     Mistake("weights of one layer missing", ["layers.1"], afterwards(half_the_weights)),
-    Mistake("more workers than cores", ["n_gpus_per_node", "core"], setting(trainer__n_gpus_per_node=512, data__train_batch_size=24)),
     Mistake(
-        "a name that another run has", ["resume_mode"], together(afterwards(another_run), setting(trainer__resume_mode="disable"))
+        "more workers than cores",
+        ["n_gpus_per_node", "core"],
+        setting(trainer__n_gpus_per_node=512, data__train_batch_size=24),
+    ),
+    Mistake(
+        "a name that another run has",
+        ["resume_mode"],
+        together(afterwards(another_run), setting(trainer__resume_mode="disable")),
     ),
     Mistake(
         "a cache that no memory holds",
         ["memory"],
-        setting(A__ppo_max_token_len_per_gpu=400000000, data__max_response_length=1900, data__train_batch_size=24, R__n=400000),
+        setting(A__ppo_max_token_len_per_gpu=10**10, R__n=10000, data__max_response_length=400),
     ),
 ]
 
 SUPERVISED = [
-    Mistake("no column with responses", ["response"], supervised("sft", lambda i, row: {**answered(i, row), "response": None})),
+    Mistake(
+        "no column with responses",
+        ["response"],
+        supervised("sft", lambda i, row: {**answered(i, row), "response": None}),
+    ),
     Mistake("rows longer than the limit", ["max_length"], supervised("sft", answered, data__max_length=12)),
-    Mistake("empty responses", ["empty"], supervised("sft", lambda i, row: {**answered(i, row), "response": ""} if i % 2 else answered(i, row))),
+    Mistake(
+        "empty responses",
+        ["empty"],
+        supervised("sft", lambda i, row: {**answered(i, row), "response": ""} if i % 2 else answered(i, row)),
+    ),
     Mistake(
         "the better answer is the worse one",
         ["same", "chosen"],
-        supervised("reward-model", lambda i, row: {**paired(i, row), "rejected": row["ground_truth"]} if i % 2 else paired(i, row)),
+        supervised(
+            "reward-model",
+            lambda i, row: {**paired(i, row), "rejected": row["ground_truth"]} if i % 2 else paired(i, row),
+        ),
     ),
     Mistake("a pair in both orders", ["both"], supervised("reward-model", lambda i, row: turned(i, row))),
 ]
@@ -285,4 +350,11 @@ def turned(i: int, row: dict) -> dict:
     return {"prompt": f"Question {i // 2}?", "chosen": better, "rejected": worse}
 
 
-ALL = {"configuration": CONFIGURATION, "data": DATA, "template": TEMPLATE, "reward": REWARD, "resources": RESOURCES, "supervised": SUPERVISED}
+ALL = {
+    "configuration": CONFIGURATION,
+    "data": DATA,
+    "template": TEMPLATE,
+    "reward": REWARD,
+    "resources": RESOURCES,
+    "supervised": SUPERVISED,
+}
