@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.trainer.ppo.ray_trainer import RunResult
+    from posttrain.trainer.run.result import RunResult
 
 
 def train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,27 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 
     return write_files(tmp_path_factory.mktemp("sums"), arithmetic_rows(max_operand=10))
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder; only the compiled kernels are those of the machine, as making them takes long."""
+    from posttrain.cache import cache_folder
+
+    kernels, own = cache_folder() / "kernels", tmp_path / "cache"
+    kernels.mkdir(parents=True, exist_ok=True)
+    own.mkdir()
+    (own / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(own))
+    return own
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For what divides its work among OpenMP threads: two of them, also where the suite has one core for itself."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -72,6 +72,9 @@ class ActorConfig(Section):
     """Entropy bonus: this times the mean entropy is subtracted from the loss."""
     grad_clip: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
+    ulysses_sequence_parallel_size: int = 1
+    """Workers that share the tokens of each row, in the reference too; it must divide the workers and the model's
+    heads."""
     old_log_probs: str = "auto"
     """Where the old log-probs come from: `trainer` recomputes them, `rollout` takes the engine's, `auto` recomputes
     only when needed."""

@@ -45,6 +45,7 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.learning_rate": f"{_ACTOR}.optim.lr",
     f"{_ACTOR}.weight_decay": f"{_ACTOR}.optim.weight_decay",
     f"{_ACTOR}.warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
+    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
     f"{_ACTOR}.max_grad_norm": f"{_ACTOR}.grad_clip",
     f"{_ACTOR}.policy_loss_fn": f"{_ACTOR}.policy_loss.loss_mode",
     f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
@@ -76,6 +77,14 @@ RENAMED: dict[str, str] = {
     "trainer.gradient_accumulation_steps": "trainer.gradient_accumulation",
 }
 
+_REF = "actor_rollout_ref.ref"
+AS_THE_ACTOR: dict[str, str] = {
+    f"{_REF}.fsdp_config.fsdp_size": f"{_ACTOR}.fsdp_config.fsdp_size",
+    f"{_REF}.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
+    f"{_REF}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
+}
+"""Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes."""
+
 DERIVED: dict[str, Any] = {
     "algorithm.kl_coef": float,
     "trainer.gradient_accumulation": int,
@@ -86,6 +95,7 @@ DERIVED: dict[str, Any] = {
     f"{_ROLLOUT}.load_format": str,
     f"{_ROLLOUT}.layered_summon": bool,
     f"{_ROLLOUT}.multi_turn": bool,
+    **dict.fromkeys(AS_THE_ACTOR, int),
 }
 """Keys that set or check other settings, with their type; `derived.py` says how."""
 
@@ -171,6 +181,7 @@ def canonical(spelling: str) -> Canonical:
     return Canonical(None)
 
 
+_ROLES = ("actor_rollout_ref", "critic", "reward_model")
 _PROGRAMS: dict[type[Section], tuple[str, str]] = {
     PPOConfig: ("`posttrain.trainer.main_ppo` (RL)", "posttrain config"),
     SFTConfig: ("`posttrain sft`", "posttrain config sft"),
@@ -196,14 +207,15 @@ def _likely(spelling: str) -> list[str]:
     """Keys that a spelling is likely to stand for, by the first rule that gives some.
 
     One part misspelt; the right name in another section; a name with words left out or added; a misspelt name in
-    another section.
+    another section. Another role's setting is never meant: an actor's batches are not those of the reward model.
     """
     known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived]))
     if found := [key for key in known if same_key(spelling, key)]:
         return sorted(found, key=lambda key: slips(spelling, key))[:1]
     path, _, last = spelling.rpartition(".")
-    names = {key: key.rsplit(".", 1)[-1] for key in leaves()}
     top = path.split(".")[0]
+    strangers = tuple(f"{role}." for role in _ROLES if role != top) if top in _ROLES else ()
+    names = {key: key.rsplit(".", 1)[-1] for key in leaves() if not key.startswith(strangers)}
     same = [key for key, name in names.items() if name == last]
     near = [key for key in same if top and key.startswith(f"{top}.")] or same
     if near and (not path or len(last) > 3) and len(near) <= 3:

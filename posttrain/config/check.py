@@ -9,6 +9,7 @@ from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.lora import check_quantization, check_quantized_offload
+from posttrain.config.parallel import check_sizes, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import MAY_BE_INFINITE, RANGES, Range
 from posttrain.config.root import PPOConfig
@@ -105,7 +106,7 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
 def one_process(checked: Checked) -> Iterator[Finding]:
     """A strategy that shards over workers is taken, and said to have nothing to share out."""
     named = sorted(key for key in checked.explicit if key.endswith(".strategy"))
-    if named:
+    if named and one_worker(checked.config):
         yield f"{', '.join(named)}: one process holds the whole model, nothing is sharded."
 
 
@@ -119,5 +120,6 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_resume,
     check_quantization,
     check_quantized_offload,
+    check_sizes,
     one_process,
 ]

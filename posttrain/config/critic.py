@@ -51,6 +51,8 @@ class CriticConfig(Section):
     """How token losses become one number, as for the actor."""
     grad_clip: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
+    ulysses_sequence_parallel_size: int = 1
+    """Workers that share the tokens of each row, as for the actor."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
+from posttrain.config.parallel import derive_reference_sizes
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
 from posttrain.config.settling import put as _put
@@ -22,6 +23,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _multi_turn(merged)
     _kl_coefficient(merged)
     derive_lora(merged)
+    derive_reference_sizes(merged)
     _embedded(merged, provided)
     _group_size(merged)
     _aggregation(merged)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from posttrain.config.choices import CRITIC_ESTIMATORS, ESTIMATORS, POLICY_LOSSES
 from posttrain.config.devices import runs_on_cpu
 from posttrain.config.optim import OptimConfig
+from posttrain.config.parallel import SHARD_SIZES, one_worker
 from posttrain.config.root import PPOConfig
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -162,14 +163,14 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         (
             f"{_ROLLOUT}.gpu_memory_utilization",
-            f"{_ACTOR}.fsdp_config.",
-            "critic.fsdp_config.",
+            *(f"{role}.fsdp_config.{what}_offload" for role in (_ACTOR, "critic") for what in ("param", "optimizer")),
             "actor_rollout_ref.ref.fsdp_config.",
             "reward_model.fsdp_config.",
         ),
         runs_on_cpu,
         "the run is on the CPU",
     ),
+    Effect(SHARD_SIZES, one_worker, "the run has one worker, which holds the whole model"),
     Effect(
         (f"{_ROLLOUT}.gpu_memory_utilization",),
         lambda c: c.actor_rollout_ref.rollout.name == "hf" and not runs_on_cpu(c),

@@ -38,6 +38,9 @@ class FSDPConfig(Section):
     """Keep the weights in host memory outside the stages that need them."""
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory outside the update."""
+    fsdp_size: int = -1
+    """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
+    of them."""
 
 
 @dataclass

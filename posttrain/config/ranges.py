@@ -76,6 +76,8 @@ _UPDATE: dict[str, Range] = {
     "ppo_max_token_len_per_gpu": _ONE_OR_MORE,
     "ppo_epochs": _ONE_OR_MORE,
     "grad_clip": _POSITIVE,
+    "ulysses_sequence_parallel_size": _ONE_OR_MORE,
+    "fsdp_config.fsdp_size": _COUNT_OR_ALL,
     **{f"optim.{name}": limits for name, limits in _OPTIM.items()},
 }
 _ACTOR: dict[str, Range] = {

@@ -11,10 +11,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass
 class Calls:
-    """The arguments of one call by rank. `rows` are the rows of the caller's batch that each rank was given, if any."""
+    """The arguments of one call by rank. `rows` are the rows of the caller's batch that each rank was given, if any;
+    `together` neighbouring ranks were given the same ones."""
 
     arguments: list[tuple[Any, ...]]
     rows: Sequence[Sequence[int]] | None = None
+    together: int = 1
 
 
 # (the group, the arguments) -> the calls of its ranks

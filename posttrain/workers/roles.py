@@ -36,8 +36,8 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> F
 def reference_engine(config: PPOConfig, device: torch.device) -> FSDPEngine:
     """A frozen copy of the policy as it was at the start."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    offload = FSDPConfig(param_offload=ref.fsdp_config.param_offload)
-    return FSDPEngine(_language_model(config, device), _settings(config, device, actor, None, offload, 1))
+    place = replace(actor.fsdp_config, param_offload=ref.fsdp_config.param_offload)
+    return FSDPEngine(_language_model(config, device), _settings(config, device, actor, None, place, 1))
 
 
 def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
@@ -91,7 +91,7 @@ def _language_model(
 
 
 def _settings(
-    config: PPOConfig, device: torch.device, role: Any, optim: OptimConfig | None, offload: FSDPConfig, total_steps: int
+    config: PPOConfig, device: torch.device, role: Any, optim: OptimConfig | None, place: FSDPConfig, total_steps: int
 ) -> EngineSettings:
     model = config.actor_rollout_ref.model
     return EngineSettings(
@@ -103,7 +103,7 @@ def _settings(
         max_rows=role.ppo_micro_batch_size_per_gpu,
         pack=model.use_remove_padding,
         gradient_checkpointing=model.enable_gradient_checkpointing,
-        param_offload=offload.param_offload,
-        optimizer_offload=offload.optimizer_offload,
-        ranks=group_ranks(device),
+        param_offload=place.param_offload,
+        optimizer_offload=place.optimizer_offload,
+        ranks=group_ranks(device, fsdp_size=place.fsdp_size, sequence_size=role.ulysses_sequence_parallel_size),
     )

@@ -38,9 +38,14 @@ def by_passes(group: Any, arguments: tuple[Any, ...]) -> Calls:
 
 def ranked_parts(data: DataProto, group: Any) -> list[RankPart]:
     """A part for every rank."""
-    facts = group.once("engine_facts")
-    together = getattr(facts, "sequence_parallel", 1)
-    return [part for part in plan_ranks(data, facts, group.world_size // together) for _ in range(together)]
+    together = ranks_together(group)
+    parts = plan_ranks(data, group.once("engine_facts"), group.world_size // together)
+    return [part for part in parts for _ in range(together)]
+
+
+def ranks_together(group: Any) -> int:
+    """Neighbouring ranks that compute the same rows, each a stretch of their tokens."""
+    return 1 if group.world_size == 1 else group.once("engine_facts").sequence_parallel
 
 
 def split_rows(groups: Sequence[Hashable], tokens: Sequence[int], ranks: int) -> list[list[int]]:

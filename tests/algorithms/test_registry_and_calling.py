@@ -96,6 +96,14 @@ def test_unknown_names_list_the_known_and_the_nearest(find, wrong, near):
         find(wrong)
 
 
+@pytest.mark.parametrize(
+    ("find", "wrong"), [(get_adv_estimator, "gspo"), (get_adv_estimator, "dapo"), (get_policy_loss, "vapo")]
+)
+def test_names_that_merely_look_alike_are_not_offered(find, wrong):
+    with pytest.raises(AlgorithmError, match=rf"`{wrong}`\. Known: "):
+        find(wrong)
+
+
 def test_estimators_declare_what_the_trainer_must_know():
     assert {"grpo", "rloo"} <= set(registry.group_estimators())
     assert registry.critic_estimators() == ["gae"]

@@ -29,6 +29,38 @@ def test_a_strategy_that_shards_is_taken_and_says_once_what_one_process_does(loa
     assert not any("sharded" in note for note in load("trainer.seed=1").notes)
 
 
+def test_several_workers_shard_whatever_the_strategy_is_called(load):
+    assert not any("sharded" in note for note in load(f"{STRATEGY}=fsdp2", "trainer.n_workers=2").notes)
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.actor", "critic"])
+def test_sizes_of_groups_of_workers_must_divide_them(load, problems, section):
+    four = ["trainer.n_workers=4", "algorithm.adv_estimator=gae"]
+    shards, sequence = f"{section}.fsdp_config.fsdp_size", f"{section}.ulysses_sequence_parallel_size"
+    resolved = load(*four, f"{shards}=2", f"{sequence}=4")
+    assert (resolved.value(shards), resolved.value(sequence)) == (2, 4)
+    assert not any("no effect" in note for note in resolved.notes)
+    assert load(*four).value(shards) == -1
+    for key in (shards, sequence):
+        assert f"`{key}=3` does not divide the 4 worker(s)" in problems(*four, f"{key}=3")
+        assert f"set {key} to one of 1, 2, 4" in problems(*four, f"{key}=3")
+        assert key in problems(*four, f"{key}=0")
+    assert f"`{sequence}=2` does not divide the 1 worker(s)" in problems(f"{sequence}=2", four[1])
+
+
+@pytest.mark.parametrize("name", ["fsdp_config.fsdp_size", "ulysses_sequence_parallel_size"])
+def test_the_reference_is_cut_as_the_actor_is(load, problems, name):
+    both = [f"actor_rollout_ref.{role}.{name}=2" for role in ("actor", "ref")]
+    assert load("trainer.n_workers=4", *both).value(f"actor_rollout_ref.actor.{name}") == 2
+    assert "the reference is cut as the actor is" in problems("trainer.n_workers=4", both[1])
+
+
+def test_the_place_of_the_sequence_size_in_newer_files_is_read_too(load):
+    key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
+    resolved = load("trainer.n_workers=2", key, key.replace(".actor.", ".ref."))
+    assert resolved.value("actor_rollout_ref.actor.ulysses_sequence_parallel_size") == 2
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_several_processes_get_one_refusal_before_anything_else(problems, monkeypatch, nodes):
     """As under `torchrun --nproc_per_node=2` and `torchrun --nnodes=2`: what else is wrong does not matter yet."""

@@ -95,6 +95,8 @@ def test_a_dict_chooses_groups_and_keeps_free_form_dicts():
         ([f"{ROLLOUT}.gpu_memory_utilization=0.5", "trainer.device=cpu"], f"{ROLLOUT}.gpu_memory_utilization"),
         ([f"{ACTOR}.fsdp_config.param_offload=True", "trainer.device=cpu"], f"{ACTOR}.fsdp_config.param_offload"),
         (["actor_rollout_ref.ref.fsdp_config.param_offload=True"], "actor_rollout_ref.ref.fsdp_config.param_offload"),
+        ([f"{ACTOR}.fsdp_config.fsdp_size=2"], f"{ACTOR}.fsdp_config.fsdp_size"),
+        (["critic.fsdp_config.fsdp_size=2", "algorithm.adv_estimator=gae"], "critic.fsdp_config.fsdp_size"),
         (["reward_model.max_length=9"], "reward_model.max_length"),
         (["algorithm.adv_estimator=gae", "critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio"),
     ],

@@ -14,8 +14,8 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.presets import PRESETS
 from posttrain.config.schema import using
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
-from posttrain.explain import _pages
-from posttrain.explain_texts import METRICS
+from posttrain.explain.pages import _pages
+from posttrain.explain.topics import METRICS
 from posttrain.rewards.scorers import known_sources
 from posttrain.trainer import main_eval, main_generation
 
@@ -121,7 +121,7 @@ def test_rooms_import_what_the_architecture_page_allows_and_nothing_else():
 
 @pytest.mark.parametrize("page", ["algorithms.md", "rewards.md"])
 def test_S2_07_the_made_tables_of_a_page_are_those_of_the_code(page):
-    from posttrain.explain_docs import PAGES as MADE
-    from posttrain.explain_docs import text
+    from posttrain.explain.docs import PAGES as MADE
+    from posttrain.explain.docs import text
 
     assert page in MADE and "<!-- made: " in PAGES[page] and text(page) == PAGES[page]

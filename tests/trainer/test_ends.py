@@ -13,7 +13,8 @@ from light_rewards import out_of_range
 from runs import metrics_of, run, settings
 
 from posttrain.trainer.ppo import ray_trainer
-from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingStopped
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+from posttrain.trainer.run.result import TrainingStopped
 
 SIGNALLED = """
     import os, signal, sys

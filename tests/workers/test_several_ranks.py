@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 from textbook import ACTOR, CPU, MODEL, ROLLOUT, batch, ppo_config
 
 from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.controller.wire import pack
+from posttrain.engine.ranks import join_ranks, leave_ranks
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.spread import by_groups, in_row_order
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 STEPS = 10
 
 
@@ -45,6 +49,14 @@ class Toy:
         return os.getpid()
 
 
+class Join:
+    """A process becomes one of `count` ranks, whatever it was before."""
+
+    def __init__(self, rank: int, count: int, address: str) -> None:
+        leave_ranks()
+        join_ranks(rank, count, address, CPU, timeout_s=300)
+
+
 @pytest.fixture(scope="module")
 def cluster():
     from posttrain.controller.ray_cluster import RayCluster
@@ -57,19 +69,26 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def ranks(cluster):
-    """`ranks(n)`: workers on n processes, or on this one."""
-    from posttrain.controller.ray_group import RayWorkers
+    """`ranks(n)`: workers on n of four processes, or on this one."""
+    from posttrain.controller.ray_group import RayWorkers, _fetched
 
-    made: dict[int, Workers] = {1: LocalWorkers()}
+    four = RayWorkers(4, CPU, cluster)
 
     def workers(count: int) -> Workers:
-        if count not in made:
-            made[count] = RayWorkers(count, CPU, cluster)
-        return made[count]
+        if count == 1:
+            return LocalWorkers()
+        some = copy.copy(four)
+        some.hosts, some.world_size = four.hosts[:count], count
+        address = ray.get(four.hosts[0].free_address.remote())
+        joining = [
+            host.build.remote("join", *pack((Join, (rank, count, address), {}))) for rank, host in enumerate(some.hosts)
+        ]
+        for joined in joining:
+            _fetched(joined)
+        return some
 
     yield workers
-    for group in made.values():
-        group.close()
+    four.close()
 
 
 def test_what_arrives_can_be_changed_without_changing_anybody_elses(ranks):
@@ -94,19 +113,43 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
     assert group.later.process().result() == first and group.on(1).process().result() == first[1]
 
 
-def updates(workers: Workers, model, settings: dict[str, Any], *, value: bool) -> tuple[list[dict], torch.Tensor]:
-    """Metrics of ten batches, several optimizer steps each, and what the model then gives for the last of them."""
+def layout(engine: Any) -> tuple[tuple[int, ...], int]:
+    """(copies of the model x ranks that hold one, or the latter alone; ranks that share a row's tokens)."""
+    ranks = engine.settings.ranks
+    return (tuple(ranks.mesh.shape), ranks.sequence_size) if ranks else ((1,), 1)
+
+
+class ActorAndReference(ActorRolloutRefWorker):
+    """Tells how it lies over the ranks."""
+
+    @register(to_all)
+    def layouts(self) -> list[Any]:
+        return [layout(engine) for engine in (self.engine, self.reference) if engine]
+
+
+class Critic(CriticWorker):
+    @register(to_all)
+    def layouts(self) -> list[Any]:
+        return [layout(self.engine)]
+
+
+def group_of(workers: Workers, model, settings: dict[str, Any], *, value: bool, **named: Any) -> WorkerGroup:
     config = ppo_config(
         model, {f"{ACTOR}.optim.lr": 1e-3, "critic.optim.lr": 1e-3, f"{ROLLOUT}.name": "hf", **settings}
     )
     if value:
-        group = workers.create("critic", CriticWorker, config, CPU, total_updates=40)
+        group = workers.create("critic", Critic, config, CPU, total_updates=40, **named)
     else:
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        group = workers.create("actor", ActorRolloutRefWorker, config, tokenizer, CPU, total_updates=40)
+        group = workers.create("actor", ActorAndReference, config, tokenizer, CPU, total_updates=40, **named)
     group.init_model()
+    return group
+
+
+def updates(group: WorkerGroup, *, value: bool, steps: int = STEPS) -> tuple[list[dict], torch.Tensor]:
+    """Metrics of `steps` batches, several optimizer steps each, and what the model then gives for the last of them."""
     data, metrics = batch(), []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         data.meta_info["step"] = step
         metrics.append(group.update_critic(data) if value else group.update_actor(data))
     if value:
@@ -121,12 +164,56 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(ranks, tiny_model):
+    """`alone(kind)`: ten steps on one process, made once."""
+    made: dict[str, Any] = {}
+
+    def steps(kind: str) -> tuple[list[dict], torch.Tensor]:
+        if kind not in made:
+            value = kind == "critic"
+            made[kind] = updates(group_of(ranks(1), tiny_model, SETTINGS[kind], value=value), value=value)
+        return made[kind]
+
+    return steps
+
+
+def check_equal(one: tuple[list[dict], torch.Tensor], many: tuple[list[dict], torch.Tensor]) -> None:
+    for mine, theirs in zip(one[0], many[0], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-9, abs=1e-9)
+    assert float((one[1] - many[1]).abs().max()) < 1e-9
+
+
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_ten_steps_on_several_processes_are_those_of_one(ranks, tiny_model, kind, count):
-    alone, given = updates(ranks(1), tiny_model, SETTINGS[kind], value=kind == "critic")
-    together, same = updates(ranks(count), tiny_model, SETTINGS[kind], value=kind == "critic")
-    for one, many in zip(alone, together, strict=True):
-        assert many == pytest.approx(one, rel=1e-9, abs=1e-9)
-    assert float((same - given).abs().max()) < 1e-9
-    assert alone[0] != pytest.approx(alone[-1], rel=1e-3)  # it has learnt something
+def test_ten_steps_on_several_processes_are_those_of_one(ranks, alone, tiny_model, kind, count):
+    group = group_of(ranks(count), tiny_model, SETTINGS[kind], value=kind == "critic")
+    assert set(group.layouts()) == {((count,), 1)}
+    check_equal(alone(kind), updates(group, value=kind == "critic"))
+    metrics, _ = alone(kind)
+    assert metrics[0] != pytest.approx(metrics[-1], rel=1e-3)  # it has learnt something
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("count, copies, together", [(4, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_settings_say_how_weights_and_rows_are_cut_and_no_number_changes(
+    ranks, alone, tiny_model, role, count, copies, together
+):
+    section, value = {"actor": ACTOR, "critic": "critic"}[role], role == "critic"
+    kind = "critic" if value else "grpo"
+    sizes = {
+        f"{section}.fsdp_config.fsdp_size": count // copies,
+        f"{section}.ulysses_sequence_parallel_size": together,
+    }
+    more = {} if value else {"reference": True}
+    group = group_of(ranks(count), tiny_model, {**SETTINGS[kind], **sizes}, value=value, **more)
+    shape = (copies, count // copies) if copies > 1 else (count,)
+    assert group.layouts() == [(shape, together)] * (1 if value else 2)  # the reference lies as the actor does
+    metrics, _ = updates(group, value=value, steps=2)
+    for mine, theirs in zip(alone(kind)[0], metrics, strict=False):
+        assert theirs == pytest.approx(mine, rel=1e-9, abs=1e-9)
+
+
+def test_heads_that_ranks_cannot_share_are_refused_in_words(ranks, tiny_model):
+    with pytest.raises(UserError, match=r"ulysses_sequence_parallel_size=4: .*4 heads of queries and 2 of keys"):
+        group_of(ranks(4), tiny_model, {f"{ACTOR}.ulysses_sequence_parallel_size": 4}, value=False)

@@ -26,10 +26,11 @@ from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
-from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, RunResult
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.rundirs import open_run_directory
+from posttrain.trainer.run.directory import open_run_directory
+from posttrain.trainer.run.process import errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.result import RunResult
 from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
@@ -136,7 +137,7 @@ def _load_external(config: PPOConfig) -> None:
     """Import the user's module, which may register estimators, losses or samplers."""
     name = config.actor_rollout_ref.model.external_lib
     if name:
-        from posttrain.trainer.ppo.external import import_external
+        from posttrain.trainer.run.external import import_external
 
         import_external(name)
         say(f"Loaded {name}.")

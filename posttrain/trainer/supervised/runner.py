@@ -15,9 +15,9 @@ from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
-from posttrain.trainer.ppo.ray_trainer import RunResult
-from posttrain.trainer.ppo.rundirs import open_run_directory
+from posttrain.trainer.run.directory import open_run_directory
+from posttrain.trainer.run.process import errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
 from posttrain.trainer.supervised.task import Task
 from posttrain.workers.lora_state import adapter_notes
@@ -87,7 +87,7 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
 
 def _load_external(config: Any) -> None:
     if config.model.external_lib:
-        from posttrain.trainer.ppo.external import import_external
+        from posttrain.trainer.run.external import import_external
 
         import_external(config.model.external_lib, "model.external_lib")
         say(f"Loaded {config.model.external_lib}.")

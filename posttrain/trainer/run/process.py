@@ -16,6 +16,7 @@ import torch
 
 from posttrain.checkpoint.errors import disk_words
 from posttrain.errors import UserError
+from posttrain.kernels.onednn import settle_products
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 
@@ -23,6 +24,8 @@ from posttrain.tracking.rundir import RunDirectory
 def prepare_torch(config: Any, device: torch.device) -> None:
     """Seed and determinism as `trainer` says, and the device in words."""
     seed_all(config.trainer.seed)
+    if device.type == "cpu":
+        settle_products()
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
