@@ -120,7 +120,7 @@ def _resolve(args: Sequence[str], tree: Tree, *, environment: bool) -> Resolved:
 def _prepare(case: Any) -> None:
     """The user's own module, and the embedded task where the run would use it."""
     if library := case.model.external_lib:
-        from posttrain.trainer.ppo.external import import_external
+        from posttrain.trainer.run.external import import_external
 
         import_external(library, f"{case.tree.model}.external_lib")
     data = case.config.data

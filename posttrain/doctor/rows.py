@@ -206,8 +206,9 @@ def _prompt_key(case: Case, row: Row) -> str:
         value = row.get(data.multiturn.messages_key)
     if is_missing(value) and case.is_pairs:
         value = [row.get(data.chosen_key), row.get(data.rejected_key)]
-    if isinstance(value, list) and len(value) == 1 and _role(value[0]) == "user":
-        value = value[0].get("content")  # the same as the text alone
+    if isinstance(value, list) and len(value) == 1:
+        only: Any = value[0]
+        value = only["content"] if _role(only) == "user" and "content" in only else value  # the same as the text alone
     return _key(value)
 
 
