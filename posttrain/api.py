@@ -23,6 +23,7 @@ def train(
     from posttrain.config import load_config
     from posttrain.errors import UserError
     from posttrain.trainer.constants_ppo import apply_environment
+    from posttrain.trainer.registered import registered_names
 
     apply_environment()
     provided = [
@@ -34,7 +35,7 @@ def train(
         )
         if value is not None
     ]
-    resolved = load_config(overrides or {}, environment=True, provided=provided)
+    resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
     if resolved.config.trainer.dry_run:
         raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.checkup.examine([...])")
     from posttrain.trainer.ppo.runner import run_training

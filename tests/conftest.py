@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,3 +72,25 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _registered_names_are_gone_after_a_test() -> Iterator[None]:
+    """Estimators, losses, samplers and scorers of a test's own are nobody else's."""
+    places = {
+        "posttrain.algorithms.registry": ("ADV_ESTIMATORS", "POLICY_LOSSES"),
+        "posttrain.data.sampler": ("SAMPLERS",),
+        "posttrain.rewards.scorers": ("SCORERS", "ALIASES"),
+    }
+    before = {
+        (module, name): dict(getattr(sys.modules[module], name))
+        for module, names in places.items()
+        if module in sys.modules
+        for name in names
+    }
+    yield
+    for (module, name), entries in before.items():
+        registry = getattr(sys.modules[module], name)
+        if registry != entries:
+            registry.clear()
+            registry.update(entries)

@@ -61,6 +61,13 @@ def test_the_index_names_every_page_and_written_pages_are_short():
         assert page.startswith(("settings", "mutants")) or len(text.splitlines()) <= 150, page
 
 
+def test_the_tests_that_the_review_page_names_are_there():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGES["review.md"])
+    assert len(named) > 50
+    files = {file: (ROOT / "tests" / file).read_text() for file, _ in named}
+    assert [name for file, name in named if f"\ndef {name}(" not in files[file]] == []
+
+
 def test_S0_148_S3_76_the_algorithms_page_links_the_grpo_paper_and_the_right_drgrpo_paper():
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGES["algorithms.md"], re.M | re.S))
     assert re.findall(r"https://arxiv\.org/abs/([\d.]+)", sections["GRPO"]) == ["2402.03300"]

@@ -75,6 +75,7 @@ def compute_advantage(
         response_mask=batch["response_mask"],
         index=data.non_tensor_batch.get("uid"),
         config=config,
+        data=data,
         **found,
         **settings,
     )

@@ -29,7 +29,7 @@ from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.process import errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.run.result import RunResult
 from posttrain.workers.roles import pick_device
 
@@ -47,6 +47,7 @@ def run_training(
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
+        stack.enter_context(determinism_ends_with_it())
         run, _ = open_run_directory(config, say)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))

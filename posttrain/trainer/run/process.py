@@ -27,10 +27,24 @@ def prepare_torch(config: Any, device: torch.device) -> None:
     if device.type == "cpu":
         settle_products()
     if config.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     say(f"Device: {device} ({what})")
+
+
+@contextmanager
+def determinism_ends_with_it() -> Iterator[None]:
+    """Around a run: what `prepare_torch` switches on holds for this run, not for what its process does next."""
+    before, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 def seed_all(seed: int) -> None:

@@ -16,7 +16,7 @@ from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.process import errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
 from posttrain.trainer.supervised.task import Task
@@ -42,6 +42,7 @@ def run_supervised(
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
+        stack.enter_context(determinism_ends_with_it())
         run, _ = open_run_directory(config, say, stem=stem)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
