@@ -173,7 +173,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
     "bench": (
         bench,
-        "`bench rollout`, `bench step`, `bench sweep`, `bench algorithms`: speed beside peers; what is learnt",
+        "`bench rollout`, `step`, `train`, `sync`, `sweep`: speed beside peers; `bench algorithms`: what is learnt",
     ),
     "version": (version, "print the version"),
 }
