@@ -122,6 +122,12 @@ def bench(args: Arguments) -> int:
     return command.main(args)
 
 
+def compat(args: Arguments) -> int:
+    from posttrain.compat_check import command
+
+    return command.main(args)
+
+
 def runs(args: Arguments) -> int:
     from posttrain.tracking import commands
 
@@ -160,6 +166,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "reward-model": (reward_model, "train a reward model on pairs of a better and a worse answer"),
     "config": (config, "print every setting that a run would use, and where it came from"),
     "doctor": (doctor, "look at a run before it starts: settings, data, template, reward, memory, disk"),
+    "compat": (compat, "say what becomes of each key of a run script of verl"),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "runs": (runs, "list runs: how each stands, and what it reached"),
