@@ -51,7 +51,7 @@ class NamedManager:
             return load_extern_object(self.file, self.name) if self.file else get_reward_manager_cls(self.name)
         except ValueError as error:
             raise UserError(
-                f"{error}. One of your own is found when its file is loaded: actor_rollout_ref.model.external_lib=FILE, "
+                f"{error}. Yours is found when its file is loaded: actor_rollout_ref.model.external_lib=FILE, "
                 f"or reward_manager.source=importlib reward_manager.name={self.name} reward_manager.module.path=FILE."
             ) from None
 

@@ -72,7 +72,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Key -> names that it takes (null aside, where the type allows it)."""
 
 SAMPLERS = ("default", "curriculum")
-LOGGERS = ("console", "details", "tensorboard", "wandb")
+LOGGER_PACKAGES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+"""Each is a logger, a package on the index and an extra of posttrain by the same name."""
+LOGGERS = ("console", "details", *LOGGER_PACKAGES)
 
 NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "
@@ -82,6 +84,15 @@ NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     **{
         (f"{role}.strategy", "megatron"): f"the Megatron engine is not built in this version; set {role}.strategy=fsdp2"
         for role in ("critic", "reward_model")
+    },
+    **{
+        ("actor_rollout_ref.rollout.name", name): "this engine is not built; set actor_rollout_ref.rollout.name=native"
+        for name in ("trtllm", "dynamo")
+    },
+    **{
+        (f"{role}.strategy", name): f"this engine is not built in this version; set {role}.strategy=fsdp2"
+        for role in ("actor_rollout_ref.actor", "critic")
+        for name in ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")
     },
     ("trainer.device", "npu"): "Ascend devices need the torch_npu plug-in, which this version does not use; "
     "set trainer.device=auto, cpu or cuda",

@@ -11,6 +11,7 @@ from pathlib import Path
 from posttrain.config.closest import closest
 from posttrain.config.devices import gpus_present, runs_on_cpu
 from posttrain.config.hub import why_not_from_hub
+from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.model_files import broken_files
 from posttrain.config.problem import ConfigError, Problem
@@ -49,6 +50,7 @@ def check_supervised_environment(
         *_own_code(resolved, folder, ("model.external_lib",)),
         *_workers(resolved, folder),
         *_folders(resolved, folder),
+        *missing_packages(resolved),
     ]
 
 
@@ -182,7 +184,8 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     name = resolved.value(f"{_ROLLOUT}.name")
     if name in ("vllm", "sglang"):
         what = f"`{_ROLLOUT}.name={name}`: this engine is not built in this version."
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), f"set {_ROLLOUT}.name=native (or hf)")
+        do = f"set {_ROLLOUT}.name=native: posttrain's own engine takes the same settings, those of {name} alone aside"
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
 
 
 def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -238,4 +241,5 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _workers,
     _parallel_rollout,
     _folders,
+    lambda resolved, cwd: iter(missing_packages(resolved)),
 ]
