@@ -21,7 +21,7 @@ def table(name: str) -> dict[str, str]:
 
 
 @cache
-def tests_of(path: str) -> set[str]:
+def names_in(path: str) -> set[str]:
     """The names of the tests in a file."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -39,7 +39,7 @@ def test_every_test_that_an_item_names_is_there():
     for item, nodes in table("manifest.tsv").items():
         for node in nodes.split(" "):
             path, _, name = node.partition("::")
-            if not (ROOT / path).is_file() or name.split("::")[-1] not in tests_of(path):
+            if not (ROOT / path).is_file() or name.split("::")[-1] not in names_in(path):
                 absent.append(f"{item}: {node}")
     assert absent == []
 
