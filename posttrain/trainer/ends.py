@@ -22,12 +22,17 @@ from posttrain.tracking.rundir import RunDirectory
 
 def prepare_torch(config: Any, device: torch.device) -> None:
     """Seed and determinism as `trainer` says, and the device in words."""
+    seed_and_determinism(config)
+    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    say(f"Device: {device} ({what})")
+
+
+def seed_and_determinism(config: Any) -> None:
+    """In every process that computes."""
     seed_all(config.trainer.seed)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    say(f"Device: {device} ({what})")
 
 
 def seed_all(seed: int) -> None:
