@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.trainer.ppo.ray_trainer import RunResult
+    from posttrain.trainer.run.result import RunResult
 
 
 def train(
@@ -22,6 +22,7 @@ def train(
     """
     from posttrain.config import load_config
     from posttrain.trainer.constants_ppo import apply_environment
+    from posttrain.trainer.registered import registered_names
 
     apply_environment()
     provided = [
@@ -33,7 +34,7 @@ def train(
         )
         if value is not None
     ]
-    resolved = load_config(overrides or {}, environment=True, provided=provided)
+    resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
     from posttrain.trainer.ppo.runner import run_training
 
     return run_training(resolved, reward=reward, data=data, val_data=val_data)

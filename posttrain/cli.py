@@ -134,6 +134,12 @@ def plot(args: Arguments) -> int:
     return commands.plot(args)
 
 
+def view(args: Arguments) -> int:
+    from posttrain.view import command
+
+    return command.main(args)
+
+
 def version(args: Arguments) -> int:
     from posttrain import __version__
 
@@ -152,6 +158,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "runs": (runs, "list runs: how each stands, and what it reached"),
     "samples": (samples, "show what a model answered at a step: `samples RUN --step N`"),
     "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
+    "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),

@@ -17,18 +17,23 @@ GRACE_S = 5.0
 """Seconds of tidying up after which a further Ctrl-C ends the process where it stands."""
 
 _since: float | None = None
+_programs = 0
+"""How many one_interrupt() are open: above zero the process ends with what it runs."""
 
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
     """For a whole program: the first Ctrl-C raises KeyboardInterrupt, further ones do not until GRACE_S have passed."""
+    global _programs
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     mine = default and threading.current_thread() is threading.main_thread()
     if mine:
         signal.signal(signal.SIGINT, _handle)
+    _programs += 1
     try:
         yield
     finally:
+        _programs -= 1
         if mine:  # after a Ctrl-C the last moments of the process must not be interrupted either
             signal.signal(signal.SIGINT, signal.default_int_handler if _since is None else signal.SIG_IGN)
 
@@ -42,6 +47,13 @@ def leaving() -> None:
     """A Ctrl-C was heeded: the process is ending."""
     global _since
     _since = time.monotonic()
+
+
+def left() -> None:
+    """What was ending has ended. A program goes on leaving; a caller in Python goes on living."""
+    global _since
+    if not _programs:
+        _since = None
 
 
 def once_more() -> None:

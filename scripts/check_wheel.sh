@@ -21,5 +21,8 @@ assert os.path.realpath(posttrain.__file__).startswith(os.path.realpath(sys.argv
 grep -q '^  train ' "$work/help.txt"
 "$RUN_PYTHON" -m posttrain.trainer.main_ppo --cfg job algorithm.adv_estimator=grpo >"$work/job.txt"
 grep -q 'adv_estimator: grpo' "$work/job.txt"
+mkdir "$work/run" && echo '{"step": 1, "reward_mean": 0.5}' >"$work/run/metrics.jsonl"
+"$RUN_PYTHON" "$work/site/bin/posttrain" view "$work/run" --export "$work/run.html"
+grep -q 'reward_mean' "$work/run.html" && grep -q 'uPlot' "$work/run.html"
 if [[ -e "$work/outputs" ]]; then echo "--cfg job wrote a run directory" >&2; exit 1; fi
 echo "the wheel works from outside the checkout"

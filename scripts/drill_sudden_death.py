@@ -247,7 +247,7 @@ def resumes_in(log: Path) -> int:
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("timing_", "perf/"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "timing_", "perf/"))} for line in lines]
 
 
 def tensors_of(folder: Path) -> dict:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,49 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 
     return write_files(tmp_path_factory.mktemp("sums"), arithmetic_rows(max_operand=10))
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder; only the compiled kernels are those of the machine, as making them takes long."""
+    from posttrain.cache import cache_folder
+
+    kernels, own = cache_folder() / "kernels", tmp_path / "cache"
+    kernels.mkdir(parents=True, exist_ok=True)
+    own.mkdir()
+    (own / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(own))
+    return own
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For what divides its work among OpenMP threads: two of them, also where the suite has one core for itself."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _registered_names_are_gone_after_a_test() -> Iterator[None]:
+    """Estimators, losses, samplers and scorers of a test's own are nobody else's."""
+    places = {
+        "posttrain.algorithms.registry": ("ADV_ESTIMATORS", "POLICY_LOSSES"),
+        "posttrain.data.sampler": ("SAMPLERS",),
+        "posttrain.rewards.scorers": ("SCORERS", "ALIASES"),
+    }
+    before = {
+        (module, name): dict(getattr(sys.modules[module], name))
+        for module, names in places.items()
+        if module in sys.modules
+        for name in names
+    }
+    yield
+    for (module, name), entries in before.items():
+        registry = getattr(sys.modules[module], name)
+        if registry != entries:
+            registry.clear()
+            registry.update(entries)

@@ -17,11 +17,15 @@ from posttrain.algorithms.registry import get_adv_estimator, get_policy_loss, na
 
 @dataclass
 class PolicyLoss:
-    """What a policy loss gave: `loss` is (rows, length), or one number if `is_scalar`; metrics carry no gradient."""
+    """What a policy loss gave: `loss` is (rows, length), or one number if `is_scalar`; metrics carry no gradient.
+
+    `is_share` says that the number is this part's share of the whole mini-batch's loss.
+    """
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor | float]
     is_scalar: bool
+    is_share: bool = False
 
 
 def scalar_loss_note(name: str) -> str:
@@ -97,12 +101,17 @@ def call_policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
     prepared: Mapping[str, Any] | None = None,
+    counts: Mapping[str, Any] | None = None,
 ) -> PolicyLoss:
-    """The named loss on one part of a mini-batch. `prepared` is what the loss's `prepare` gave for the whole of it."""
+    """The named loss on one part of a mini-batch. `prepared` is what the loss's `prepare` gave for the whole of it,
+    `counts` what `agg_loss` needs to know of it; a loss that takes them by name gives its share as one number."""
     function, name = get_policy_loss(name), name_of(name)
     arguments = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
     arguments |= {"response_mask": response_mask, "config": config, "rollout_is_weights": rollout_is_weights}
     arguments |= {"loss_agg_mode": setting(config, "loss_agg_mode", "token-mean"), **(prepared or {})}
+    takes_counts = "counts" in _parameters(function)
+    if takes_counts:
+        arguments["counts"] = dict(counts or {})
     accepted = _accepted(function, arguments)
     if rollout_is_weights is not None and "rollout_is_weights" not in accepted:
         raise AlgorithmError(
@@ -122,7 +131,7 @@ def call_policy_loss(
         # A mean over no token is 0/0: this part has nothing to say, and must not spoil the others.
         return PolicyLoss(keep_masked(log_prob, response_mask).sum(), {}, is_scalar=True)
     checked = {key: _metric(name, key, value, response_mask) for key, value in metrics.items()}
-    return PolicyLoss(loss, checked, is_scalar=loss.ndim == 0)
+    return PolicyLoss(loss, checked, is_scalar=loss.ndim == 0, is_share=takes_counts and loss.ndim == 0)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

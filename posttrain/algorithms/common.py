@@ -18,7 +18,9 @@ class AlgorithmError(UserError, ValueError):
 def unknown_name(what: str, name: object, known: Iterable[str], hint: str = "") -> AlgorithmError:
     """The error for a name that is not offered: lists the known ones and the nearest."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.75)  # none is better than a wrong one
+    # None is better than a wrong one: `gspo` is not `grpo`, but `grop` is.
+    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
+    nearest = nearest or [known for known in names if sorted(known) == sorted(str(name))]
     guess = f" Did you mean `{nearest[0]}`?" if nearest else ""
     return AlgorithmError(f"Unknown {what} `{name}`.{guess} Known: {', '.join(names)}.{' ' + hint if hint else ''}")
 

@@ -181,6 +181,7 @@ def canonical(spelling: str) -> Canonical:
     return Canonical(None)
 
 
+_ROLES = ("actor_rollout_ref", "critic", "reward_model")
 _PROGRAMS: dict[type[Section], tuple[str, str]] = {
     PPOConfig: ("`posttrain.trainer.main_ppo` (RL)", "posttrain config"),
     SFTConfig: ("`posttrain sft`", "posttrain config sft"),
@@ -206,14 +207,15 @@ def _likely(spelling: str) -> list[str]:
     """Keys that a spelling is likely to stand for, by the first rule that gives some.
 
     One part misspelt; the right name in another section; a name with words left out or added; a misspelt name in
-    another section.
+    another section. Another role's setting is never meant: an actor's batches are not those of the reward model.
     """
     known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived]))
     if found := [key for key in known if same_key(spelling, key)]:
         return sorted(found, key=lambda key: slips(spelling, key))[:1]
     path, _, last = spelling.rpartition(".")
-    names = {key: key.rsplit(".", 1)[-1] for key in leaves()}
     top = path.split(".")[0]
+    strangers = tuple(f"{role}." for role in _ROLES if role != top) if top in _ROLES else ()
+    names = {key: key.rsplit(".", 1)[-1] for key in leaves() if not key.startswith(strangers)}
     same = [key for key, name in names.items() if name == last]
     near = [key for key in same if top and key.startswith(f"{top}.")] or same
     if near and (not path or len(last) > 3) and len(near) <= 3:

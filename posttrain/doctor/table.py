@@ -35,7 +35,7 @@ def main(args: Sequence[str]) -> int:
     config = _resolve(rest).config if tree is None else load_config(rest[1:] or {}, tree=tree).config
     model_section = "actor_rollout_ref.model" if tree is None else tree.model
     if library := lookup(config, model_section).external_lib:
-        from posttrain.trainer.ppo.external import import_external
+        from posttrain.trainer.run.external import import_external
 
         import_external(library, f"{model_section}.external_lib")  # models and estimators may be registered there
     counter, levers = (Counter(), RL) if tree is None else (SupervisedCounter(), LEVERS)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from posttrain.engine.facts import EngineFacts
 from posttrain.errors import UserError
+from posttrain.kernels.onednn import settle_products
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +35,8 @@ def join_ranks(rank: int, world_size: int, address: str, device: torch.device, *
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        settle_products()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{address}",

@@ -7,12 +7,15 @@ installation. It uses the OpenMP threads that torch already runs. POSTTRAIN_COMP
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,9 +112,24 @@ def _library() -> Path:
     key = hashlib.sha256("\0".join([*texts, *FLAGS, version, _processor()]).encode()).hexdigest()[:20]
     target = cache_folder() / "kernels" / f"cpu-{key}.so"
     if not target.exists():
-        print("Compiling the CPU kernels (once, a few seconds) ...", file=sys.stderr, flush=True)
-        _compile(compiler, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(target.parent):
+            if not target.exists():
+                print("Compiling the CPU kernels (once, a few seconds) ...", file=sys.stderr, flush=True)
+                _compile(compiler, target)
     return target
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Workers that start together let one of them compile; where a folder cannot be locked, each does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _processor() -> str:
@@ -121,12 +139,11 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile and put the result in place in one move; a second process doing the same does no harm.
+    """Compile and put the result in place in one move.
 
     The library is linked without OpenMP on purpose: its symbols are then those of the OpenMP that torch has loaded,
     and both share one set of threads.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     wide = ["-mprefer-vector-width=512"] if "avx512f" in _processor() else []
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         linked, objects = Path(folder) / "cpu.so", [str(Path(folder) / f"{name}.o") for name in SOURCES]

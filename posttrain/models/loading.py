@@ -127,9 +127,6 @@ def load_causal_lm(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.models.completeness import check_weights, outside
-    from posttrain.models.fused_layer import fuse_layers
-    from posttrain.models.norms import fuse_norms
-    from posttrain.models.proof import find_way, plain_pass
 
     silence_progress_bars()
     source = local_or_hub(path or str(config.path))
@@ -163,7 +160,15 @@ def load_causal_lm(
     if wrong := not_finite(model.named_parameters()):
         raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     keep_one_layout(model)
-    model: Any = (model if quantization else model.to(device)).eval()  # pyright: ignore
+    return proved((model if quantization else model.to(device)).eval(), what)  # pyright: ignore
+
+
+def proved(model: Any, what: str) -> Any:
+    """The model with fused parts, and with the ways through it that give what it gave without them (`way_of`)."""
+    from posttrain.models.fused_layer import fuse_layers
+    from posttrain.models.norms import fuse_norms
+    from posttrain.models.proof import find_way, plain_pass
+
     plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)

@@ -38,6 +38,8 @@ class Task:
     number: int
     keys: list[Hashable]
     payloads: list[Payload]
+    killed_once: bool = False
+    """Its worker was killed from outside, perhaps before it began: it gets another one, once."""
 
 
 @dataclass
@@ -121,7 +123,16 @@ class Crew:
         for source in wait([*channels, wake], seconds):
             if source != wake and not self._hear(channels[source]):
                 worker = channels[source]
-                self._bury(worker, worker.fault or f"the worker process ended ({worker.handle.exit_text()})")
+                reason = worker.fault or f"the worker process ended ({worker.handle.exit_text()})"
+                self._bury(worker, reason, blame=not self._spared(worker))
+
+    def _spared(self, worker: _Worker) -> bool:
+        """Whether a worker's first task gets another one, as the kernel may have killed an idle worker in the moment in
+        which it was given work. A task that is at fault itself is found out with the second."""
+        if not worker.pending or not worker.handle.was_killed() or worker.pending[0].killed_once:
+            return False
+        worker.pending[0].killed_once = True
+        return True
 
     def _hear(self, worker: _Worker) -> bool:
         """Take in what a worker has said; False when it is gone or must go."""

@@ -81,6 +81,10 @@ class WorkerProcess:
         hint = ", perhaps because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"
 
+    def was_killed(self) -> bool:
+        """Whether it ended by SIGKILL, which the kernel sends where memory is short."""
+        return self.process.poll() == -signal.SIGKILL
+
     def kill(self) -> None:
         """End the process and whatever it started, and wait for it."""
         # Before wait(), so that the group's number still is the worker's.

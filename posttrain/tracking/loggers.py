@@ -32,15 +32,20 @@ class Logger(Protocol):
 
 
 class JsonlLogger:
-    """One JSON object per line, `step` first; floats to the bit, NaN and infinities as text that any reader takes."""
+    """One JSON object per line, `step` first; floats to the bit, NaN and infinities as text that any reader takes.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+    With a clock each line ends with its `time`.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
+        self._file, self._clock = path.open("ab"), clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody would ever read
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
         line = {"step": step, **{name: _plain(value) for name, value in metrics.items() if name != "step"}}
+        if self._clock is not None:
+            line["time"] = round(self._clock(), 3)
         self._file.write(utf8(json.dumps(line, ensure_ascii=False, allow_nan=False)) + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -160,8 +165,12 @@ def open_loggers(
     *,
     first_step: int = 0,
     say: Note = print,
+    clock: Callable[[], float] | None = None,
 ) -> LoggerGroup:
-    """`metrics.jsonl` and the loggers named in `trainer.logger`; `first_step` is the first that will be logged."""
+    """`metrics.jsonl` and the loggers named in `trainer.logger`; `first_step` is the first that will be logged.
+
+    With a clock every line of `metrics.jsonl` says its `time`.
+    """
     unknown = sorted(set(names) - set(LOGGERS))
     if unknown:
         raise ValueError(f"trainer.logger names {', '.join(unknown)}; known are {', '.join(LOGGERS)}.")
@@ -175,7 +184,7 @@ def open_loggers(
             say(f"The logger {name} is left out: {error}. Install it with `pip install 'posttrain[{name}]'`.")
         except Exception as error:
             say(f"The logger {name} is left out, as it could not start: {type(error).__name__}: {error}")
-    return LoggerGroup(JsonlLogger(run.metrics), optional, say)
+    return LoggerGroup(JsonlLogger(run.metrics, clock), optional, say)
 
 
 def _rows(words: Sequence[str], width: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 outputs/<project>/<experiment>/
   config.yaml     the resolved settings, secrets taken out
-  metrics.jsonl   one line per step
-  samples/        step_N.parquet
+  metrics.jsonl   one line per step; so have diagnosis.jsonl and timeline.jsonl
+  samples/        step_N.parquet, val_N.parquet
   logs/           run.log
   checkpoints/    global_step_N/
   crash/          what was at hand when a run failed
@@ -25,7 +25,8 @@ from posttrain.tracking.atomic import clear_leftovers, replace_file
 from posttrain.tracking.lock import RunDirectoryError, RunLock
 from posttrain.tracking.redact import redact
 
-_SAMPLES = re.compile(r"step_(\d+)\.parquet")
+_SAMPLES = re.compile(r"(?:step|val)_(\d+)\.parquet")
+_BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl")
 _FREE_TO_CHANGE = {
     "trainer.total_training_steps",
     "trainer.total_epochs",
@@ -130,10 +131,11 @@ class RunDirectory:
 
     def truncate_after(self, step: int) -> None:
         """Cut what was written past `step`, so that a killed and resumed run leaves what a straight one would have."""
-        if self.metrics.is_file():
-            kept = [line for line in self.metrics.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
-            replace_file(self.metrics, b"".join(kept))
-        for path in self.samples.glob("step_*.parquet"):
+        for file in (self.path / name for name in _BY_STEP):
+            if file.is_file():
+                kept = [line for line in file.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
+                replace_file(file, b"".join(kept))
+        for path in self.samples.glob("*.parquet"):
             match = _SAMPLES.fullmatch(path.name)
             if match and int(match[1]) > step:
                 path.unlink()

@@ -2,6 +2,8 @@
 
 One row per response, zstd. Lists are cut to the row's own length: `prompt_ids` without padding, and `response_ids`,
 `response_mask`, `*_log_probs`, `advantages`, `entropy` position by position. Equal input gives equal bytes.
+`length`, `advantage` and `mismatch` say in one number what is sorted and filtered by, so that lists need not be read.
+Responses of a validation lie beside them, in samples/val_N.parquet.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +40,36 @@ _TEXTS = {
     "error": ("reward_error",),
     "finish_reason": ("finish_reason",),
     "policy_versions": ("policy_versions",),
+    "extra_info": ("extra_info",),
 }
+_NUMBERS = {"seed": "seed", "data_row": "index"}
+ROWS_AT_ONCE = 256
+"""Rows that are read together when one of them is looked at."""
 
 
-def write_samples(folder: str | os.PathLike[str], step: int, batch: Any) -> Path:
+def write_samples(
+    folder: str | os.PathLike[str], step: int, batch: Any, *, sampling: Mapping[str, Any] | None = None
+) -> Path:
     """Write `step_<step>.parquet` into `folder` and return it; `batch` is a DataProto or one mapping of columns.
 
     Texts are the columns `prompt` and `response` (or `response_text`); log-probs, advantages and entropy are written
-    when present.
+    when present. `sampling` are the settings that all responses were sampled with.
     """
     path = Path(folder) / f"step_{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, sample_table(step, batch))
+    _write(path, sample_table(step, batch, sampling=sampling))
     return path
 
 
-def sample_table(step: int, batch: Any) -> pa.Table:
+def write_validation(folder: str | os.PathLike[str], step: int, tables: Sequence[pa.Table]) -> Path:
+    """Write `val_<step>.parquet` from the tables of a validation's batches."""
+    path = Path(folder) / f"val_{step}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, pa.concat_tables(tables, promote_options="default"))
+    return path
+
+
+def sample_table(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = None) -> pa.Table:
     """The table that `write_samples` writes."""
     fields = Fields(batch)
     responses, mask = fields.raw("responses"), fields.raw("response_mask")
@@ -70,9 +87,11 @@ def sample_table(step: int, batch: Any) -> pa.Table:
     }
     for name, spellings in _TEXTS.items():
         values = fields.objects(*spellings)
-        columns[name] = pa.array([None] * rows if values is None else [_text(value) for value in values], pa.string())
-    scores = fields.numbers("token_level_scores", "token_level_rewards")
-    columns["score"] = pa.array([None] * rows if scores is None else scores.sum(axis=1), pa.float64())
+        columns[name] = pa.array([None] * rows if values is None else _texts(values), pa.string())
+    columns["sampling"] = pa.array(_texts([None if sampling is None else dict(sampling)] * rows), pa.string())
+    for name, spelling in _NUMBERS.items():
+        columns[name] = pa.array(fields.objects(spelling) or [None] * rows, pa.int64())
+    columns["score"] = pa.array(_scores(fields, rows), pa.float64())
     prompts = fields.raw("prompts")
     if prompts is not None:
         columns["prompt_ids"] = _prompt_ids(as_numpy(prompts, np.int64), attention)
@@ -82,12 +101,34 @@ def sample_table(step: int, batch: Any) -> pa.Table:
         values = fields.raw(*spellings)
         if values is not None:
             columns[name] = _ragged(as_numpy(values, np.float32), ends, pa.float32())
-    return pa.table(columns)
+    return pa.table(columns | _in_one_number(fields, mask))
+
+
+def _scores(fields: Fields, rows: int) -> Any:
+    on_tokens = fields.numbers("token_level_scores", "token_level_rewards")
+    if on_tokens is not None:
+        return on_tokens.sum(axis=1)
+    scores = fields.objects("reward_score")
+    return [None] * rows if scores is None else [float(score) for score in scores]
+
+
+def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:
+    """Of each response: tokens that the policy wrote, mean advantage, largest gap of rollout and trainer log-probs."""
+    written = mask_BT > 0
+    found = {"length": pa.array(written.sum(axis=1), pa.int32())}
+    advantages = fields.numbers("advantages")
+    if advantages is not None:
+        sums = np.where(written, advantages, 0.0).sum(axis=1)
+        found["advantage"] = pa.array(sums / np.maximum(written.sum(axis=1), 1), pa.float32())
+    ours, rollout = fields.numbers("old_log_probs"), fields.numbers("rollout_log_probs")
+    if ours is not None and rollout is not None:
+        found["mismatch"] = pa.array(np.where(written, abs(ours - rollout), 0.0).max(axis=1, initial=0.0), pa.float32())
+    return found
 
 
 def thin_samples(folder: str | os.PathLike[str], max_bytes: float) -> None:
     """Bring the sample files under `max_bytes`: the oldest give up groups first, down to one, then whole files go."""
-    paths = sample_files(folder)
+    paths = sorted([*sample_files(folder), *validation_files(folder)], key=step_of)
     for path in paths:
         if (excess := _total(paths) - max_bytes) <= 0:
             return
@@ -100,8 +141,22 @@ def thin_samples(folder: str | os.PathLike[str], max_bytes: float) -> None:
 
 def sample_files(folder: str | os.PathLike[str]) -> list[Path]:
     """The sample files of a run, oldest step first."""
-    found = {path: re.fullmatch(r"step_(\d+)\.parquet", path.name) for path in Path(folder).glob("step_*.parquet")}
-    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.stem[5:]))
+    return _files(folder, "step")
+
+
+def validation_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The files with the responses of validations, oldest first."""
+    return _files(folder, "val")
+
+
+def step_of(path: Path) -> int:
+    """The step of a sample file."""
+    return int(path.stem.rpartition("_")[2])
+
+
+def _files(folder: str | os.PathLike[str], kind: str) -> list[Path]:
+    paths = Path(folder).glob(f"{kind}_*.parquet")
+    return sorted((path for path in paths if re.fullmatch(rf"{kind}_\d+\.parquet", path.name)), key=step_of)
 
 
 def _thin(path: Path, excess: float) -> None:
@@ -119,7 +174,8 @@ def _thin(path: Path, excess: float) -> None:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    replace_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+    how: Any = {"compression": "zstd", "row_group_size": ROWS_AT_ONCE}
+    replace_file(path, lambda temporary: pq.write_table(table, temporary, **how))
 
 
 def _total(paths: list[Path]) -> int:
@@ -155,8 +211,23 @@ def _numbers_within(uids: list[Any]) -> list[int]:
     return numbers
 
 
+def _texts(values: list[Any]) -> list[str | None]:
+    """Each value as text; one that several rows share is written down once."""
+    known: dict[int, str | None] = {}
+    for value in values:
+        if id(value) not in known:
+            known[id(value)] = _text(value)
+    return [known[id(value)] for value in values]
+
+
 def _text(value: Any) -> str | None:
     if value is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
-    return utf8(text).decode()  # parquet holds no lone surrogates
+    return utf8(value if isinstance(value, str) else _json(value)).decode()  # parquet holds no lone surrogates
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    except TypeError:  # names of several kinds have no order
+        return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)

@@ -22,7 +22,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
-from posttrain.models.loading import silence_progress_bars
+from posttrain.models.loading import proved, silence_progress_bars
 from posttrain.tracking.progress import Progress
 from posttrain.trainer.sft import fit_pairs, greedy_accuracy
 
@@ -63,15 +63,8 @@ def ensure_embedded(say: Any, *, model: bool = True) -> Path:
 
 
 def _make_model(folder: Path, say: Any) -> None:
-    from posttrain.models.attention import ATTENTION
-    from posttrain.models.fused_layer import fuse_layers
-    from posttrain.models.norms import fuse_norms
-
     tokenizer = byte_tokenizer()
-    model = build_model(tokenizer, seed=RECIPE["seed"])
-    model.set_attn_implementation(ATTENTION)
-    fuse_norms(model)
-    fuse_layers(model)
+    model = proved(build_model(tokenizer, seed=RECIPE["seed"]).eval(), "the embedded model")
     steps, pad = RECIPE["max_steps"], int(tokenizer.pad_token_id)  # pyright: ignore
     optim = OptimConfig(lr=RECIPE["lr"], betas=[0.9, 0.95], lr_warmup_steps=20)
     settings = EngineSettings(device=torch.device("cpu"), optim=optim, total_steps=steps, token_budget=8192)

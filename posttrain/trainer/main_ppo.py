@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from posttrain.config import ConfigError
 from posttrain.errors import UserError
 from posttrain.interrupts import interrupted, one_interrupt
 from posttrain.tracking.console import keep_going, prepare_streams
+from posttrain.trainer.registered import registered_names
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
 
@@ -27,7 +29,7 @@ def _from_command_line(args: list[str]) -> Any:
     from posttrain.config import load_config
 
     shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
-    resolved = load_config(args, environment=not shows)
+    resolved = load_config(args, environment=not shows, known_names=registered_names())
     if resolved.show == "help":
         print(HELP)
         print(resolved.describe())
@@ -72,15 +74,15 @@ def as_resolved(config: Any) -> Any:
     if isinstance(config, Resolved):
         return config
     if isinstance(config, PPOConfig):
-        return load_config(config.to_dict(), environment=True)
-    return load_config(config, environment=True)
+        config = config.to_dict()
+    return load_config(config, environment=True, known_names=registered_names())
 
 
-def cli() -> int:
-    """`main` with errors meant for users printed as they are."""
+def cli(entry: Callable[[], Any] = main) -> int:
+    """An entry with errors meant for users printed as they are."""
     prepare_streams()
     try:
-        return exit_status(main())
+        return exit_status(entry())
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2

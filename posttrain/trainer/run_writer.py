@@ -12,6 +12,7 @@ import torch
 
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
+from posttrain.tracking.by_step import TIMELINE, append_line
 from posttrain.tracking.every import Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
@@ -28,6 +29,8 @@ class RunWriter:
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
+        self.spans: list[list[Any]] = []
+        """[stage, when it began, its seconds] of this step."""
         self._stack, self._linked = ExitStack(), False
 
     def start(self, step: int) -> None:
@@ -39,7 +42,9 @@ class RunWriter:
             [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
         )
         first = step + 1 if step else 0
-        self.loggers = open_loggers(self.config.trainer.logger, self.run, self.stored_config, first_step=first, say=say)
+        self.loggers = open_loggers(
+            self.config.trainer.logger, self.run, self.stored_config, first_step=first, say=say, clock=time.time
+        )
         self._stack.callback(self.loggers.close)
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
         write_status(self.run.path, "running", step, self.total_steps)
@@ -65,7 +70,7 @@ class RunWriter:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Names a stage and adds its time to this step's timings."""
-        started = time.perf_counter()
+        started, at = time.perf_counter(), time.time()
         try:
             with self.showing(name):
                 yield
@@ -73,7 +78,14 @@ class RunWriter:
             error.add_note(name)
             raise
         finally:
-            self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
+            spent = time.perf_counter() - started
+            self.timing[name] = self.timing.get(name, 0.0) + spent
+            self.spans.append([name, round(at, 4), round(spent, 4)])
+
+    def write_timeline(self, step: int) -> None:
+        """When the stages of this step began and how long they took."""
+        append_line(self.run.path / TIMELINE, {"step": step, "stages": self.spans})
+        self.spans = []
 
     def save(
         self,

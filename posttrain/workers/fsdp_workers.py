@@ -18,6 +18,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch
+from posttrain.rollout.settings import sampling_for
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
 from posttrain.workers.engine_worker import EngineWorker, ExportingWorker
@@ -133,19 +134,7 @@ class ActorRolloutRefWorker(ExportingWorker):
         return replace(sampling, greedy=True) if prompts.meta_info.get("greedy") else sampling
 
     def sampling(self, *, validate: bool) -> Sampling:
-        rollout = self.config.actor_rollout_ref.rollout
-        chosen: Any = rollout.val_kwargs if validate else rollout
-        return Sampling(
-            max_tokens=self.config.data.max_response_length,
-            temperature=chosen.temperature,
-            greedy=(validate and not rollout.val_kwargs.do_sample) or chosen.temperature == 0,
-            top_p=chosen.top_p,
-            top_k=chosen.top_k,
-            min_p=0.0 if validate else rollout.min_p,
-            repetition_penalty=rollout.repetition_penalty,
-            stop_token_ids=() if rollout.ignore_eos else self.end_ids,
-            stop=tuple(rollout.stop),
-        )
+        return sampling_for(self.config, validate=validate, end_ids=self.end_ids)
 
     @register(by_passes, in_row_order)
     def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:

@@ -11,7 +11,7 @@ from posttrain.algorithms import AGGREGATION_MODES, KL_TYPES, registry
 from posttrain.config.problem import ConfigError
 from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import COMMANDS
-from posttrain.explain import ALIASES, _pages, explain
+from posttrain.explain.pages import ALIASES, _pages, explain
 
 
 def flat(name: str | None) -> str:

@@ -96,6 +96,14 @@ def test_unknown_names_list_the_known_and_the_nearest(find, wrong, near):
         find(wrong)
 
 
+@pytest.mark.parametrize(
+    ("find", "wrong"), [(get_adv_estimator, "gspo"), (get_adv_estimator, "dapo"), (get_policy_loss, "vapo")]
+)
+def test_names_that_merely_look_alike_are_not_offered(find, wrong):
+    with pytest.raises(AlgorithmError, match=rf"`{wrong}`\. Known: "):
+        find(wrong)
+
+
 def test_estimators_declare_what_the_trainer_must_know():
     assert {"grpo", "rloo"} <= set(registry.group_estimators())
     assert registry.critic_estimators() == ["gae"]
@@ -273,3 +281,27 @@ def test_enums_of_other_packages_name_algorithms_too():
         GRPO = "grpo"
 
     assert get_adv_estimator(Theirs.GRPO) is compute_grpo_outcome_advantage
+
+
+def test_a_scalar_loss_that_takes_counts_gives_its_share(monkeypatch):
+    from posttrain.algorithms import agg_loss, registry
+
+    monkeypatch.setattr(registry, "POLICY_LOSSES", dict(registry.POLICY_LOSSES))
+
+    @register_policy_loss("shared_out")
+    def shared_out(log_prob, advantages, response_mask, loss_agg_mode, counts, **kwargs):
+        return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **counts), {}
+
+    log_prob = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    counts = {"total_tokens": 5, "total_rows": 3, "loss_scale_factor": 2.0}
+    parts = []
+    for rows in (slice(0, 1), slice(1, 3)):
+        tensors = {"old_log_prob": log_prob[rows], "log_prob": log_prob[rows], "response_mask": mask[rows]}
+        config = {"loss_agg_mode": "seq-mean-token-mean"}
+        made = call_policy_loss(
+            "shared_out", **tensors, advantages=torch.ones(3, 2)[rows], config=config, counts=counts
+        )
+        assert made.is_scalar and made.is_share
+        parts.append(float(made.loss))
+    assert sum(parts) == pytest.approx((1.5 + 3.5 + 5.0) / 3)

@@ -17,6 +17,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def _bench_has_its_own_cache(own_cache: Path) -> None:
+    """What the bench keeps (models, environments of peers) must not come from another run."""

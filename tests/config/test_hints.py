@@ -62,6 +62,12 @@ def test_a_key_that_is_like_no_other_gets_the_list_instead_of_a_guess(problems, 
     assert f"Unknown key `{key}`" in said and "did you mean" not in said
 
 
+@pytest.mark.parametrize("key", ["critic.use_kl_loss", "reward_model.ppo_epochs", f"{ACTOR}.input_tokenizer"])
+def test_another_roles_setting_is_not_offered(problems, key):
+    said = problems("algorithm=grpo", f"{key}=1")
+    assert f"Unknown key `{key}`" in said and "did you mean" not in said
+
+
 @pytest.mark.parametrize(
     ("setting", "hint"),
     [

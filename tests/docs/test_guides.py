@@ -17,7 +17,7 @@ from posttrain.bench.entries import entries
 from posttrain.bench.pages import between
 from posttrain.config.schema import leaves
 from posttrain.doctor.remedies import _LOWER
-from posttrain.explain_texts import METRICS
+from posttrain.explain.topics import METRICS
 from posttrain.launch import BY_FLAG
 from posttrain.models.decoder import _FIXED_ROTATIONS, KNOWN
 from posttrain.tracking import diagnosis

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from posttrain.explain import explain
-from posttrain.explain_metrics import FAMILIES, family_text
-from posttrain.explain_supervised import METRICS as SUPERVISED
-from posttrain.explain_texts import METRICS
+from posttrain.explain.metrics import FAMILIES, family_text
+from posttrain.explain.supervised import METRICS as SUPERVISED
+from posttrain.explain.topics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2] / "posttrain"
 ROOMS = ("algorithms", "engine", "workers", "trainer/ppo", "trainer/supervised", "tracking/metrics.py")
 PREFIXES = {re.split(r"[/{]", name)[0] for name in [*METRICS, *SUPERVISED, *FAMILIES] if "/" in name} - {""}
 METRIC = re.compile(rf"(?:{'|'.join(sorted(PREFIXES))})/[a-z0-9_/@]+")
-HELP = "has no explanation: give it a sentence in FAMILIES of posttrain/explain_metrics.py"
+HELP = "has no explanation: give it a sentence in FAMILIES of posttrain/explain/metrics.py"
 
 
 def is_explained(name: str) -> bool:

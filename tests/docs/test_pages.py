@@ -14,8 +14,8 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.presets import PRESETS
 from posttrain.config.schema import using
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
-from posttrain.explain import _pages
-from posttrain.explain_texts import METRICS
+from posttrain.explain.pages import _pages
+from posttrain.explain.topics import METRICS
 from posttrain.rewards.scorers import known_sources
 from posttrain.trainer import main_eval, main_generation
 
@@ -59,6 +59,13 @@ def test_the_index_names_every_page_and_written_pages_are_short():
     for page, text in PAGES.items():
         assert page == "README.md" or f"({page})" in PAGES["README.md"]
         assert page.startswith(("settings", "mutants")) or len(text.splitlines()) <= 150, page
+
+
+def test_the_tests_that_the_review_page_names_are_there():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGES["review.md"])
+    assert len(named) > 50
+    files = {file: (ROOT / "tests" / file).read_text() for file, _ in named}
+    assert [name for file, name in named if f"\ndef {name}(" not in files[file]] == []
 
 
 def test_S0_148_S3_76_the_algorithms_page_links_the_grpo_paper_and_the_right_drgrpo_paper():
@@ -121,7 +128,7 @@ def test_rooms_import_what_the_architecture_page_allows_and_nothing_else():
 
 @pytest.mark.parametrize("page", ["algorithms.md", "rewards.md"])
 def test_S2_07_the_made_tables_of_a_page_are_those_of_the_code(page):
-    from posttrain.explain_docs import PAGES as MADE
-    from posttrain.explain_docs import text
+    from posttrain.explain.docs import PAGES as MADE
+    from posttrain.explain.docs import text
 
     assert page in MADE and "<!-- made: " in PAGES[page] and text(page) == PAGES[page]

@@ -159,3 +159,26 @@ def test_a_compiler_that_fails_is_no_crash(tmp_path):
     code = "from posttrain.kernels import compiled; print(compiled.why_not())"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "wrong-c++ failed: no such option" in done.stdout and not list(tmp_path.glob("kernels/*"))
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_processes_that_start_together_compile_once(tmp_path):
+    code = """
+import sys, time
+from posttrain.kernels import compiled
+
+def made(compiler, target):
+    with open(sys.argv[1], "a") as calls:
+        calls.write("one ")
+    time.sleep(0.5)
+    target.write_bytes(b"")
+
+compiled._compile = made
+print(compiled._library().name)
+"""
+    environment = os.environ | {"POSTTRAIN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", code, str(tmp_path / "calls")]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+    first, second = [process.communicate()[0] for process in both]
+    assert first == second and first.startswith(b"cpu-")
+    assert (tmp_path / "calls").read_text() == "one "

@@ -37,6 +37,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "child":
         open(ground_truth, "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
         time.sleep(60)
+    if solution_str == "killed" and not os.path.exists(ground_truth):
+        if ground_truth: open(ground_truth, "w").close()
+        os.kill(os.getpid(), 9)
     if solution_str == "eval": return eval(ground_truth)
     if solution_str == "print":
         print("one"); print("two", end="")
@@ -256,6 +259,13 @@ def test_idle_workers_that_are_killed_are_replaced_however_many(spec):
                 os.kill(worker.handle.process.pid, signal.SIGKILL)
             assert all(gone(worker.handle.process.pid) for worker in workers)
         assert [result.score for result in _scores(pool, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]
+
+
+def test_what_a_killed_worker_had_before_it_is_tried_again_once(spec, tmp_path):
+    """Nobody knows whether it had begun; what kills every worker is found out with the second."""
+    once, always, after = run(spec, [f"killed|{tmp_path / 'seen'}", "killed|", "four"])
+    assert (once.score, once.error) == (6.0, None)
+    assert "SIGKILL" in always.error and (after.score, after.error) == (4.0, None)
 
 
 def _scores(pool, texts):

@@ -232,11 +232,11 @@ def full_disk_at_a_sample(place):
 
     plain, tries = recorder.write_samples, []
 
-    def write(folder, step, batch):
+    def write(folder, step, batch, **more):
         tries.append(step)
         if tries == [1, 2]:
             raise OSError(errno.ENOSPC, "No space left on device", str(folder / "step_2.parquet"))
-        plain(folder, step, batch)
+        plain(folder, step, batch, **more)
 
     place.patch.setattr(recorder, "write_samples", write)
     said = place.refused(place.run, trainer__save_freq=1)

@@ -339,8 +339,8 @@ def test_S0_53_the_logged_learning_rate_is_the_number_given(main_ppo, small, bri
 def test_S0_54_S0_55_one_worker_on_one_node_and_more_than_there_are_is_an_error(grpo, four_rows):
     assert grpo.trainer.actor_rollout_wg.world_size == 1
     assert (grpo.config["trainer"]["n_gpus_per_node"], grpo.config["trainer"]["nnodes"]) == (1, 1)
-    text = problems("trainer.n_gpus_per_node=8", "trainer.device=cpu", f"data.train_files={four_rows}")
-    assert "asks for 8 workers; this machine has the CPU" in text
+    text = problems("trainer.n_gpus_per_node=4096", "trainer.device=cpu", f"data.train_files={four_rows}")
+    assert "asks for 4096 workers; this machine has" in text
 
 
 def test_S0_56_steps_are_epochs_times_batches_per_epoch(small):

@@ -12,7 +12,7 @@ from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.trainer.fsdp_sft_trainer import run_sft
 from posttrain.trainer.reward_model_trainer import run_reward_model
 
-TIMES = ("timing_", "perf/time", "perf/throughput")
+TIMES = ("time", "timing_", "perf/time", "perf/throughput")
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 PAIRS = [{"prompt": f"{a} + {b}", "response": str(a + b)} for a in range(4) for b in range(5)]
 TALKS = [

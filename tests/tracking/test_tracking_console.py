@@ -16,7 +16,7 @@ import pytest
 
 from posttrain.tracking.console import Console, as_console
 from posttrain.tracking.progress import Progress, say, tee_output
-from posttrain.trainer.ppo.stopping import GracefulStop
+from posttrain.trainer.run.stopping import GracefulStop
 
 PROGRAM = """
 import sys, time
@@ -94,7 +94,7 @@ def test_a_terminal_that_goes_away_does_not_take_the_run_with_it(tmp_path):
 HAMMERED = """
 import sys, time
 from posttrain import cli
-from posttrain.trainer.ppo.stopping import GracefulStop
+from posttrain.trainer.run.stopping import GracefulStop
 
 def slow(args):
     if "loop" in args:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from posttrain.tracking.by_step import DIAGNOSIS, TIMELINE, append_line, read_lines
 from posttrain.tracking.loggers import JsonlLogger, read_metrics
 from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, diff_config
@@ -117,6 +118,18 @@ def test_truncate_after_leaves_what_a_straight_run_would_have_written(tmp_path):
         assert [line["step"] for line in read_metrics(run.metrics)] == [0, 1, 2, 3]
         run.truncate_after(-1)
         assert run.metrics.read_bytes() == b"" and os.listdir(run.samples) == [] and not run.holds_run()
+
+
+def test_truncate_after_cuts_validations_timelines_and_advice_too(tmp_path):
+    with RunDirectory(tmp_path, "p", "e") as run:
+        for step in range(4):
+            (run.samples / f"val_{step}.parquet").write_bytes(b"x")
+            for name in (DIAGNOSIS, TIMELINE):
+                append_line(run.path / name, {"step": step, "text": "\ud800"})
+        run.truncate_after(1)
+        assert sorted(os.listdir(run.samples)) == ["val_0.parquet", "val_1.parquet"]
+        for name in (DIAGNOSIS, TIMELINE):
+            assert [line["step"] for line in read_lines(run.path / name)] == [0, 1]
 
 
 def test_holds_run_sees_checkpoints(tmp_path):

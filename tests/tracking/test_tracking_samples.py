@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from posttrain.protocol import DataProto
-from posttrain.tracking.samples import sample_files, thin_samples, write_samples
+from posttrain.tracking.samples import (
+    sample_files,
+    sample_table,
+    thin_samples,
+    validation_files,
+    write_samples,
+    write_validation,
+)
 
 GROUPS, N, PROMPT, WIDTH = 4, 3, 5, 8
 
@@ -121,3 +128,40 @@ def test_nothing_is_touched_below_the_limit(tmp_path):
     before = path.stat().st_mtime_ns
     thin_samples(tmp_path, 10**9)
     assert path.stat().st_mtime_ns == before
+
+
+def test_rows_say_where_they_come_from_and_how_they_were_sampled(tmp_path):
+    data = batch()
+    rows = len(data)
+    data.non_tensor_batch["seed"] = np.array([2**63 - 1 - row for row in range(rows)], dtype=object)
+    data.non_tensor_batch["index"] = np.array([row // N for row in range(rows)], dtype=object)
+    data.non_tensor_batch["extra_info"] = np.array([{"split": "train", 3: "\ud800"}] * rows, dtype=object)
+    written = pq.read_table(write_samples(tmp_path, 1, data, sampling={"temperature": 0.5})).to_pylist()
+    assert [row["seed"] for row in written[:2]] == [2**63 - 1, 2**63 - 2] and written[-1]["data_row"] == GROUPS - 1
+    assert json.loads(written[0]["sampling"]) == {"temperature": 0.5}
+    assert json.loads(written[0]["extra_info"]) == {"split": "train", "3": "\ud800"}
+
+
+def test_one_number_of_each_response_stands_for_its_tokens(tmp_path):
+    data = batch()
+    written = pq.read_table(write_samples(tmp_path, 1, data)).to_pylist()
+    for i, row in enumerate(written):
+        length = int(data.batch["response_mask"][i].sum())
+        gap = (data.batch["old_log_probs"][i] - data.batch["rollout_log_probs"][i]).abs()[:length].max().item()
+        assert row["length"] == length and row["mismatch"] == pytest.approx(gap)
+        assert row["advantage"] == pytest.approx(data.batch["advantages"][i, :length].mean().item(), abs=1e-6)
+
+
+def test_validations_lie_beside_and_are_thinned_with_the_steps(tmp_path):
+    table = sample_table(
+        3, {key: batch().batch[key] for key in ("responses", "response_mask")} | {"reward_score": [1] * 12}
+    )
+    path = write_validation(tmp_path, 3, [table, table])
+    write_samples(tmp_path, 2, batch())
+    assert path.name == "val_3.parquet" and pq.read_table(path)["score"].to_pylist() == [1.0] * 24
+    assert [file.name for file in sample_files(tmp_path)] == ["step_2.parquet"]
+    assert validation_files(tmp_path) == [path]
+    thin_samples(tmp_path, path.stat().st_size)
+    assert sample_files(tmp_path) == [] and validation_files(tmp_path) == [path]
+    thin_samples(tmp_path, 0)
+    assert validation_files(tmp_path) == []

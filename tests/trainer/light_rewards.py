@@ -20,3 +20,11 @@ def rarely_right(data_source, solution_str, ground_truth, extra_info=None):
 def out_of_range(data_source, solution_str, ground_truth, extra_info=None):
     """Every third response gets a score that float32 cannot hold, or an integer without a text."""
     return [1e308, 10**5000, even_share(data_source, solution_str, ground_truth)][sum(map(ord, solution_str)) % 3]
+
+
+def fingerprint(data_source, solution_str, ground_truth, extra_info=None):
+    """Another number for every text, so that equal scores mean equal responses."""
+    number = 1
+    for char in solution_str:
+        number = (number * 65599 + ord(char)) % 1000003
+    return number / 1000003

@@ -9,9 +9,9 @@ from typing import Any
 from light_rewards import even_share as parity_reward
 
 import posttrain
-from posttrain.trainer.ppo.ray_trainer import RunResult
+from posttrain.trainer.run.result import RunResult
 
-TIMES = ("timing_", "perf/")
+TIMES = ("time", "timing_", "perf/")
 
 
 def settings(model: Path, data: dict[str, Path], out: Path, **more: Any) -> dict[str, Any]:

@@ -77,6 +77,15 @@ def test_the_surplus_comes_first_in_the_next_step_and_may_spare_a_batch():
     assert filter_.surplus is None
 
 
+def test_a_surplus_saved_before_samples_had_seeds_is_joined_with_rows_that_have_them():
+    old, new = batch_of(0, [True]), batch_of(1, [True])
+    new.non_tensor_batch["seed"] = np.array([7] * len(new), dtype=object)
+    filter_ = GroupFilter(FilterGroupsConfig(enable=True, metric="score"))
+    filter_.surplus = old
+    batch, _ = filter_.fill(lambda _: new, 2)
+    assert list(batch.non_tensor_batch["seed"]) == [None] * len(old) + [7] * len(new)
+
+
 def test_what_the_limit_leaves_open_is_filled_with_groups_without_signal():
     filter_ = GroupFilter(FilterGroupsConfig(enable=True, max_num_gen_batches=2))
     batch, metrics, asked = filled(filter_, [[False, False, True], [False, False, False]])

@@ -5,15 +5,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from light_rewards import out_of_range
 from runs import metrics_of, run, settings
 
+from posttrain.errors import UserError
 from posttrain.trainer.ppo import ray_trainer
-from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingStopped
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+from posttrain.trainer.run.result import TrainingStopped
 
 SIGNALLED = """
     import os, signal, sys
@@ -218,3 +223,24 @@ def test_scores_out_of_range_are_failures_and_the_run_goes_on(tiny_model, sums, 
     assert result.status == "finished" and result.steps == 2
     lines = metrics_of(result.path)
     assert sum(line["reward/failures"] for line in lines) > 0 and all(-1 <= line["reward_mean"] <= 1 for line in lines)
+
+
+def _process() -> dict[str, Any]:
+    """What of a process a run might leave changed."""
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    streams = (sys.stdout, sys.stderr, warnings.showwarning, list(warnings.filters))
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")
+    of_torch = (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype())
+    theirs = ("PYTEST", "TOKENIZERS_", "HF_")  # libraries set these
+    place = (Path.cwd(), {k: v for k, v in os.environ.items() if not k.startswith(theirs)}, torch.is_grad_enabled())
+    return {"signals": signals, "streams": streams, "threads": threads, "torch": of_torch, "place": place}
+
+
+def test_a_run_leaves_its_process_as_it_was(tiny_model, sums, tmp_path):
+    before = _process()
+    more = {"trainer__deterministic": True, "trainer__total_training_steps": 1}
+    run(tiny_model, sums, tmp_path, **more)
+    assert {name: found for name, found in _process().items() if found != before[name]} == {}
+    with pytest.raises(UserError):
+        run(tiny_model, sums, tmp_path / "failing", reward=lambda **_: 1 / 0, **more)
+    assert {name: found for name, found in _process().items() if found != before[name]} == {}

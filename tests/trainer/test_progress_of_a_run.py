@@ -11,8 +11,8 @@ import pytest
 from runs import run
 
 from posttrain import pulse
-from posttrain.explain_metrics import family_text
-from posttrain.explain_texts import METRICS
+from posttrain.explain.metrics import family_text
+from posttrain.explain.topics import METRICS
 from posttrain.tracking import status
 from posttrain.tracking.status import stands, write_status
 from posttrain.trainer.fsdp_sft_trainer import run_sft
@@ -78,7 +78,7 @@ def test_every_long_stage_of_an_rl_run_counts_to_its_end(tiny_model, sums, tmp_p
     times = [datetime.fromisoformat(one["time"]) for one in seen]
     assert times == sorted(times) and times[0].tzinfo == UTC
     unknown = {name for line in result.metrics for name in line if not is_explained(name)}
-    assert not unknown, "give these a sentence in FAMILIES of posttrain/explain_metrics.py"
+    assert not unknown, "give these a sentence in FAMILIES of posttrain/explain/metrics.py"
     assert str(result) == f"finished at step 2, val/math_reasoning/mean@1 0.000: {result.path}"
     final = status.read_status(result.path)
     assert (final["status"], final["step"], final["stage"]) == ("finished", 2, None)

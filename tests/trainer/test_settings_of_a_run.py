@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from runs import metrics_of, run, settings
 import posttrain
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
-from posttrain.trainer.ends import prepare_torch
+from posttrain.tracking.by_step import TIMELINE, read_lines
+from posttrain.tracking.samples import sample_files, validation_files
+from posttrain.tracking.vocabulary import read_vocabulary
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs, tolerance
+from posttrain.trainer.run.process import prepare_torch
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 from posttrain.workers.roles import pick_device
 
@@ -92,7 +96,32 @@ def test_checkpoints_validations_samples_and_lines_come_when_they_are_due(due):
     kept = {int(path.name.split("_")[-1]) for path in (result.path / "checkpoints").glob("global_step_*")}
     assert {6, 7} <= kept and len(kept) < 4  # the newest two, and the best by validation if it is another
     assert (result.path / "checkpoints" / "global_step_6" / "huggingface" / "config.json").exists()
-    assert sorted(path.name for path in (result.path / "samples").glob("*")) == ["step_3.parquet", "step_6.parquet"]
+    assert [path.name for path in sample_files(result.path / "samples")] == ["step_3.parquet", "step_6.parquet"]
+
+
+def test_samples_and_validations_can_be_traced_to_their_data_and_read_token_by_token(due, sums):
+    result, _ = due
+    data = json.loads(sums["train"].read_text())
+    tokens = read_vocabulary(result.path)
+    for row in pq.read_table(result.path / "samples" / "step_3.parquet").to_pylist():
+        assert data[row["data_row"]]["prompt"] in row["prompt"] and row["seed"] >= 0
+        assert json.loads(row["sampling"])["temperature"] == 1.0
+        assert b"".join(tokens[number] for number in row["prompt_ids"]).decode() == row["prompt"]
+    held_out = [pq.read_table(path) for path in validation_files(result.path / "samples")]
+    assert [len(table) for table in held_out] == [24, 24] and held_out[0]["step"].to_pylist() == [4] * 24
+    assert None not in held_out[0]["score"].to_pylist() and len(set(held_out[0]["seed"].to_pylist())) == 24
+
+
+def test_every_step_says_when_it_was_made_and_when_its_stages_began(due):
+    result, _ = due
+    lines, spans = metrics_of(result.path, times=True), list(read_lines(result.path / TIMELINE))
+    assert [line["step"] for line in spans] == [line["step"] for line in lines] == list(range(1, 8))
+    for line, span in zip(lines, spans, strict=True):
+        assert {name for name, _, _ in span["stages"]} == {
+            name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/") and name != "timing_s/step"
+        }
+        begins = [begin for _, begin, _ in span["stages"]]
+        assert begins == sorted(begins) and begins[-1] <= line["time"]
 
 
 def test_validation_takes_its_own_number_of_responses_and_prompts_at_a_time(due):

@@ -109,6 +109,9 @@ def _alike(parts: list[DataProto]) -> list[DataProto]:
     if any("sampling_log_probs" in part.batch for part in parts):
         for part in parts:
             part.batch.setdefault("sampling_log_probs", part.batch["rollout_log_probs"])
+    if any("seed" in part.non_tensor_batch for part in parts):
+        for part in parts:  # checkpoints of earlier versions have no seeds
+            part.non_tensor_batch.setdefault("seed", np.full(len(part), None))
     return parts
 
 

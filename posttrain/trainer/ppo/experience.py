@@ -85,9 +85,8 @@ class Experience:
         samples = [sample for count in counts for sample in range(count)]
         rows.non_tensor_batch["sample"] = np.array(samples, dtype=object)
         parts = (self.config.trainer.seed, *(() if stream is None else (stream,)))
-        seeds = np.array(sample_seeds(serials, samples, *parts), dtype=object)
-        own = {name: rows.non_tensor_batch[name] for name in ("uid", "sample")}
-        asked.non_tensor_batch.update(own | {"seed": seeds})
+        rows.non_tensor_batch["seed"] = np.array(sample_seeds(serials, samples, *parts), dtype=object)
+        asked.non_tensor_batch.update({name: rows.non_tensor_batch[name] for name in ("uid", "sample", "seed")})
         asked.meta_info = dict(how)
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)

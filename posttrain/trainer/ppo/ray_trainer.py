@@ -7,7 +7,6 @@ with one worker the group calls it in this process and Ray is not needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
-from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
@@ -49,45 +47,14 @@ from posttrain.trainer.ppo.step_zero import (
     tolerance,
     too_slow_to_try,
 )
-from posttrain.trainer.ppo.stopping import GracefulStop
 from posttrain.trainer.ppo.validate import Validator
+from posttrain.trainer.run.result import RunResult, TrainingStopped
+from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
 REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores", "reward_error": "reward_errors"}
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
-
-
-class TrainingStopped(UserError):
-    """The run ended before its last step; the text says why."""
-
-
-@dataclass
-class RunResult:
-    """What a run gave: its directory, how it ended, and the metrics of every step."""
-
-    path: Path
-    status: str
-    steps: int
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    stopped_by: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.status} at step {self.steps}{self._reached()}: {self.path}"
-
-    def _reached(self) -> str:
-        """The last validation's means, else the last reward or loss."""
-        found = {name: value for name, value in (self.validation[-1][1] if self.validation else {}).items()}
-        shown = {name: value for name, value in found.items() if "/mean@" in name} or found
-        if not shown and self.metrics:
-            shown = {name: self.metrics[-1][name] for name in ("reward_mean", "train/loss") if name in self.metrics[-1]}
-        return "".join(f", {name} {value:.3f}" for name, value in list(shown.items())[:3])
-
-    @property
-    def exit_status(self) -> int:
-        """0, or what a shell expects of a program that a signal ended."""
-        return 0 if self.stopped_by is None or self.status == "finished" else 128 + self.stopped_by
 
 
 def compute_advantage(
@@ -108,6 +75,7 @@ def compute_advantage(
         response_mask=batch["response_mask"],
         index=data.non_tensor_batch.get("uid"),
         config=config,
+        data=data,
         **found,
         **settings,
     )
@@ -214,6 +182,8 @@ class RayPPOTrainer:
         self.recorder.start(self.step)
         status = "failed"
         try:
+            if self.config.tracking.samples_freq > 0:
+                self.recorder.keep_vocabulary(self.tokenizer)
             with GracefulStop(say) as stop:
                 self._validate_at_start()
                 while self.step < self.sizes.total_steps and not self.config.trainer.val_only:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import pyarrow as pa
 
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
+from posttrain.rollout.settings import sampling_words
 from posttrain.tracking.before import Before, read_before, write_before
+from posttrain.tracking.by_step import DIAGNOSIS, append_line
 from posttrain.tracking.curve import before_after, text_plot
 from posttrain.tracking.diagnosis import RunFacts, diagnose
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import step_metrics
 from posttrain.tracking.progress import console_width, say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.tracking.samples import thin_samples, write_samples
+from posttrain.tracking.samples import sample_table, thin_samples, write_samples, write_validation
+from posttrain.tracking.vocabulary import write_vocabulary
 from posttrain.trainer.run_writer import RunWriter
 
 
@@ -60,12 +66,36 @@ class Recorder(RunWriter):
         line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
         tracking = self.config.tracking
         if tracking.samples_freq > 0 and step % tracking.samples_freq == 0:
-            write_samples(self.run.samples, step, batch)
+            write_samples(self.run.samples, step, batch, sampling=sampling_words(self.config))
             thin_samples(self.run.samples, tracking.samples_max_gb * 1e9)
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
+        self.write_timeline(step)
+        if advice:
+            append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": advice})
         self.loggers.log(step, metrics)
         self.history.append(metrics)
+
+    def keep_vocabulary(self, tokenizer: Any) -> None:
+        """What each token id of the samples stands for; a tokenizer that cannot tell is no reason to stop."""
+        try:
+            write_vocabulary(self.run.path, tokenizer)
+        except OSError:
+            raise
+        except Exception as error:
+            say(f"note: samples will be shown without their tokens, as the tokenizer does not list them: {error}")
+
+    def validation_table(self, step: int, batch: DataProto) -> pa.Table | None:
+        """One batch of a validation for `write_validation_samples`; None where no samples are wanted."""
+        if self.config.tracking.samples_freq == 0:
+            return None
+        return sample_table(step, batch, sampling=sampling_words(self.config, validate=True))
+
+    def write_validation_samples(self, step: int, tables: Sequence[pa.Table | None]) -> None:
+        wanted = [table for table in tables if table is not None]
+        if wanted:
+            write_validation(self.run.samples, step, wanted)
+            thin_samples(self.run.samples, self.config.tracking.samples_max_gb * 1e9)
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))

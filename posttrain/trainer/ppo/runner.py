@@ -23,11 +23,12 @@ from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
-from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, RunResult
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.rundirs import open_run_directory
-from posttrain.trainer.processes import open_workers
+from posttrain.trainer.run.directory import open_run_directory
+from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.result import RunResult
+from posttrain.trainer.run.workers import open_workers
 from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
@@ -44,6 +45,7 @@ def run_training(
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
+        stack.enter_context(determinism_ends_with_it())
         run, _ = open_run_directory(config, say)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
@@ -123,7 +125,7 @@ def _load_external(config: PPOConfig) -> None:
     """Import the user's module, which may register estimators, losses or samplers."""
     name = config.actor_rollout_ref.model.external_lib
     if name:
-        from posttrain.trainer.ppo.external import import_external
+        from posttrain.trainer.run.external import import_external
 
         import_external(name)
         say(f"Loaded {name}.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.checkpoint.rng import restore_rng
 from posttrain.tracking.progress import say
-from posttrain.trainer.ppo.bases import check_bases
+from posttrain.trainer.run.bases import check_bases
 
 if TYPE_CHECKING:
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -34,11 +34,14 @@ class Validator:
     def run(self, step: int) -> dict[str, float]:
         """Metrics by name; also remembers a few samples for the end of the run."""
         columns: dict[str, list[Any]] = {name: [] for name in NAMES}
+        tables: list[Any] = []
         responses = len(self.dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
         shown, most_tokens = self.recorder.showing("validation"), self.config.data.max_response_length
         with shown, pulse.work("responses", responses, most_tokens=most_tokens):
             for rows in sequential_batches(len(self.dataset), self.config.data.val_batch_size):
-                self._add(self._scored(rows), columns)
+                scored = self._scored(rows)
+                self._add(scored, columns)
+                tables.append(self.recorder.validation_table(step, scored))
         rows_of = zip(*(columns[name] for name in ("source", "response", "parts", "error")), strict=True)
         metrics = validation_metrics(
             data_sources=columns["source"],
@@ -51,6 +54,7 @@ class Validator:
             {"prompt": columns["prompt"][row], "response": columns["response"][row], "score": columns["score"][row]}
             for row in range(0, len(columns["uid"]), max(1, len(columns["uid"]) // SHOWN))
         ]
+        self.recorder.write_validation_samples(step, tables)
         self.recorder.record_validation(step, metrics, samples)
         return metrics
 

@@ -36,6 +36,7 @@ class SupervisedRecorder(RunWriter):
         self.timing = {}
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(fitted(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
+        self.write_timeline(step)
         self.loggers.log(step, logged)
         self.history.append({"step": step, **logged})
 

@@ -15,10 +15,10 @@ from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.ends import errors_in_words, out_of_memory, prepare_torch
-from posttrain.trainer.ppo.ray_trainer import RunResult
-from posttrain.trainer.ppo.rundirs import open_run_directory
-from posttrain.trainer.processes import open_workers
+from posttrain.trainer.run.directory import open_run_directory
+from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.result import RunResult
+from posttrain.trainer.run.workers import open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
 from posttrain.trainer.supervised.task import Task
 from posttrain.workers.lora_state import adapter_notes
@@ -43,6 +43,7 @@ def run_supervised(
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
+        stack.enter_context(determinism_ends_with_it())
         run, _ = open_run_directory(config, say, stem=stem)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
@@ -90,7 +91,7 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
 
 def _load_external(config: Any) -> None:
     if config.model.external_lib:
-        from posttrain.trainer.ppo.external import import_external
+        from posttrain.trainer.run.external import import_external
 
         import_external(config.model.external_lib, "model.external_lib")
         say(f"Loaded {config.model.external_lib}.")

@@ -18,6 +18,7 @@ from posttrain.algorithms import (
     compute_rollout_correction,
     correction_is_on,
     kl_penalty,
+    mask_counts,
     prepare_policy_loss,
     sampled_from,
     scalar_loss_note,
@@ -57,7 +58,9 @@ class ActorObjective:
         for name, value in list(prepared.items()):
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
                 tensors[f"{PREPARED}{name}"] = prepared.pop(name)
-        known = {"prepared": prepared, "measured": facts}
+        tokens, rows = mask_counts(mask_BR)
+        counts = {"total_tokens": int(tokens), "total_rows": int(rows), "loss_scale_factor": self.loss_scale_factor}
+        known = {"prepared": prepared, "measured": facts, "counts": counts}
         mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
         self.begin(mini)
         return mini
@@ -84,10 +87,13 @@ class ActorObjective:
             config=self.config,
             rollout_is_weights=batch.get("rollout_is_weights"),
             prepared=micro.meta_info["prepared"] | own,
+            counts=micro.meta_info["counts"],
         )
-        if result.is_scalar and not self.notes:
+        if result.is_scalar and not result.is_share and not self.notes:
             self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
-        share = result.loss * means.sum() if result.is_scalar else (weights * result.loss).sum()
+        share = result.loss if result.is_scalar else (weights * result.loss).sum()
+        if result.is_scalar and not result.is_share:
+            share = share * means.sum()
         self._add("policy_loss", share)
         share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
         self._add("actor/loss", share)

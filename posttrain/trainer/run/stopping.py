@@ -29,6 +29,8 @@ class GracefulStop:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore
+        if self._left:
+            interrupts.left()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._left:

@@ -1,4 +1,4 @@
-"""`python -m posttrain.explain_docs`: tables of docs/algorithms.md and docs/rewards.md, made from what the code says.
+"""`python -m posttrain.explain.docs`: tables of docs/algorithms.md and docs/rewards.md, made from what the code says.
 
 With `--check` nothing is written: status 1 if a page is out of date.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
-from posttrain.explain import LOSS_PAGES, explain, first_sentence
+from posttrain.explain.pages import LOSS_PAGES, explain, first_sentence
 from posttrain.rewards.scorers import ALIASES, SCORERS
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("algorithms.md", "rewards.md")
 _TABLE = re.compile(r"(<!-- made: (\w+) -->\n).*?(?=<!-- end -->)", re.S)
 
@@ -72,7 +72,7 @@ def text(page: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m posttrain.explain_docs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m posttrain.explain.docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; status 1 if a page is out of date")
     check = parser.parse_args(argv).check
     stale = {page: made for page in PAGES if (made := text(page)) != (DOCS / page).read_text(encoding="utf-8")}

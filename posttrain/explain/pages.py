@@ -1,7 +1,7 @@
 """`posttrain explain NAME`: what an algorithm, setting or metric is, its source, when to use it, what to watch.
 
 The pages are the docstrings of the algorithm files, read without importing them (no torch), and the texts of
-`explain_texts` and `explain_supervised`; every settings key has at least its own sentence.
+`topics` and `supervised`; every settings key has at least its own sentence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.schema import Leaf, leaves
 from posttrain.config.supervised_tree import COMMANDS
-from posttrain.explain_metrics import FAMILIES, family_text
-from posttrain.explain_supervised import METRICS as SUPERVISED_METRICS
-from posttrain.explain_supervised import TOPICS as SUPERVISED_TOPICS
-from posttrain.explain_texts import METRICS, TOPICS
+from posttrain.explain.metrics import FAMILIES, family_text
+from posttrain.explain.supervised import METRICS as SUPERVISED_METRICS
+from posttrain.explain.supervised import TOPICS as SUPERVISED_TOPICS
+from posttrain.explain.topics import METRICS, TOPICS
 
 LOSS_PAGES = {"gpg": "gpg_loss"}
 """Losses that share their name with an estimator have a page of their own name."""
@@ -184,7 +184,7 @@ def _sentence(leaf: Leaf, commands: Sequence[str] = ()) -> str:
 
 @cache
 def _docstring(file: str, function: str) -> str:
-    tree = ast.parse((Path(__file__).parent / "algorithms" / file).read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parents[1] / "algorithms" / file).read_text(encoding="utf-8"))
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     return ast.get_docstring(functions[function] if function else tree) or ""
 

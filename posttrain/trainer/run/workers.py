@@ -9,8 +9,8 @@ import torch
 
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.tracking.progress import say
-from posttrain.trainer.ends import seed_and_determinism
-from posttrain.trainer.ppo.external import import_external
+from posttrain.trainer.run.external import import_external
+from posttrain.trainer.run.process import seed_and_determinism
 
 
 def open_workers(config: Any, device: torch.device, external: str | None) -> Workers:
@@ -22,11 +22,11 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
     from posttrain.controller.ray_group import RayWorkers
 
     say(f"{ranks} workers: starting Ray; the loop, the data and Ctrl-C stay in this process.")
-    return RayWorkers(ranks, device, prepare=partial(_prepare, config, external))
+    return RayWorkers(ranks, device, prepare=partial(_prepare, config, device, external))
 
 
-def _prepare(config: Any, external: str | None) -> None:
+def _prepare(config: Any, device: torch.device, external: str | None) -> None:
     """In the process of a rank, before its workers are made."""
-    seed_and_determinism(config)
+    seed_and_determinism(config, device)
     if external:
         import_external(external)

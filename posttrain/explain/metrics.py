@@ -1,5 +1,5 @@
-"""Every metric that a run writes, name -> what it is and what to make of it; `METRICS` of `explain_texts` and
-`explain_supervised` say more of the most useful ones.
+"""Every metric that a run writes, name -> what it is and what to make of it; `METRICS` of `topics` and
+`supervised` say more of the most useful ones.
 
 A name may stand for several: `{mean,max,min}` for each of these words, a word in capitals for any text
 (`timing_s/STAGE`), `K` for a number.

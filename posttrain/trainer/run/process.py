@@ -16,23 +16,40 @@ import torch
 
 from posttrain.checkpoint.errors import disk_words
 from posttrain.errors import UserError
+from posttrain.kernels.onednn import settle_products
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 
 
 def prepare_torch(config: Any, device: torch.device) -> None:
     """Seed and determinism as `trainer` says, and the device in words."""
-    seed_and_determinism(config)
+    seed_and_determinism(config, device)
     what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     say(f"Device: {device} ({what})")
 
 
-def seed_and_determinism(config: Any) -> None:
+def seed_and_determinism(config: Any, device: torch.device) -> None:
     """In every process that computes."""
     seed_all(config.trainer.seed)
+    if device.type == "cpu":
+        settle_products()
     if config.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def determinism_ends_with_it() -> Iterator[None]:
+    """Around a run: what `prepare_torch` switches on holds for this run, not for what its process does next."""
+    before, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 def seed_all(seed: int) -> None:

@@ -1,0 +1,45 @@
+"""Settings as verl's code reads them: attributes, `config["name"]`, `config.get("name")`, `config.name = value`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+
+class BaseConfig(Mapping[str, Any]):
+    """A section of settings. Values come from the keywords, then from posttrain's own section."""
+
+    _section: ClassVar[Any] = None
+    """posttrain's class of the same section: the defaults."""
+
+    def __init__(self, /, **values: Any) -> None:
+        own = self._section() if self._section is not None else None
+        defaults = {} if own is None else {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+        self.__dict__.update({**defaults, **values})
+
+    @classmethod
+    def of(cls, section: Any, **values: Any) -> Any:
+        """A view of a section as it is now."""
+        if isinstance(section, cls):
+            return section
+        names = list(section) if isinstance(section, Mapping) else [f.name for f in dataclasses.fields(section)]
+        return cls(**({name: section[name] for name in names} | values))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.__dict__ if not name.startswith("_"))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"

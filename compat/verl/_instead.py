@@ -1,0 +1,49 @@
+"""What to use instead of the names of verl that are not given here, by the longest matching beginning."""
+
+from __future__ import annotations
+
+_DEFAULT = (
+    "Its README lists what it gives (`compat/README.md`); docs/architecture.md says where posttrain keeps the rest."
+)
+
+INSTEAD = {
+    "verl.workers.megatron_workers": "Megatron is not built: train with `verl.workers.fsdp_workers`, which cuts "
+    "weights and optimizer over ranks (trainer.n_gpus_per_node).",
+    "verl.models": "Models are loaded by transformers and decoded by posttrain's own engine: nothing has to be "
+    "registered. docs/add_model.md says what is proved about a model when it is loaded.",
+    "verl.third_party": "No engine is patched here. actor_rollout_ref.rollout.name chooses the engine.",
+    "verl.workers.rollout": "Engines are those of `posttrain.rollout` (contract: posttrain/rollout/base.py); "
+    "actor_rollout_ref.rollout.name chooses one.",
+    "verl.workers.sharding_manager": "Rollout and trainer share their weights: there is no resharding step. "
+    "`sync_weights` of posttrain.workers.fsdp_workers is the place where weights travel.",
+    "verl.workers.engine": "The train engine is `posttrain.engine` (contract: posttrain/engine/base.py).",
+    "verl.workers.actor": "The policy's update is `posttrain.workers.actor.dp_actor.DataParallelPPOActor`; a loss of "
+    "your own is registered with verl.trainer.ppo.core_algos.register_policy_loss.",
+    "verl.workers.critic": "The critic's update is `posttrain.workers.critic.dp_critic`.",
+    "verl.workers.reward_model": "Reward models are `posttrain.workers.reward_model`; reward_model.enable=true.",
+    "verl.experimental": "Not built: rollouts with tools or environments, agent loops, and asynchronous trainers. "
+    "Rewards already run while other responses are generated.",
+    "verl.interactions": "Rollouts with several turns are not built.",
+    "verl.trainer.ppo.v1": "There is one trainer: `verl.trainer.ppo.ray_trainer.RayPPOTrainer`.",
+    "verl.trainer.distillation": "Distillation is not built.",
+    "verl.model_merger": "Nothing has to be merged: `posttrain export RUN` writes Hugging Face files.",
+    "verl.checkpoint_engine": "`posttrain.checkpoint` saves and verifies checkpoints.",
+    "verl.utils.megatron_utils": "Megatron is not built.",
+    "verl.utils.megatron": "Megatron is not built.",
+    "verl.utils.vllm": "vLLM is not patched here.",
+    "verl.utils.vllm_utils": "vLLM is not patched here.",
+    "verl.utils.sglang": "SGLang is not patched here.",
+    "verl.utils.fsdp_utils": "FSDP is applied by `posttrain.engine.sharding`.",
+    "verl.utils.ulysses": "Sequence parallelism is `posttrain.kernels.sequence_parallel`.",
+    "verl.utils.flops_counter": "`posttrain plan` counts what a step costs.",
+    "verl.utils.kernel": "Kernels are in `posttrain.kernels`.",
+    "verl.utils.reward_score.sandbox_fusion": "Programs are judged by posttrain's own sandbox, without a server: "
+    "data_source=code (docs/sandbox.md).",
+    "verl.utils.reward_score": "The scorers are in posttrain/rewards/scorers (docs/rewards.md).",
+}
+
+
+def instead_of(name: str) -> str:
+    """The sentence for a name that is missing."""
+    known = [start for start in INSTEAD if name == start or name.startswith(f"{start}.")]
+    return INSTEAD[max(known, key=len)] if known else _DEFAULT

@@ -1,0 +1,14 @@
+"""Sections of settings under verl's names."""
+
+from posttrain.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
+from verl._config import BaseConfig
+from verl._missing import not_given
+
+__all__ = ["AlgoConfig", "BaseConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"]
+__getattr__ = not_given(__name__)
+
+
+class AlgoConfig(BaseConfig):
+    """The section `algorithm`."""
+
+    _section = AlgorithmConfig

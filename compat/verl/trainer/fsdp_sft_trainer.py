@@ -1,0 +1,14 @@
+"""`python3 -m verl.trainer.fsdp_sft_trainer key=value ...`: posttrain's supervised fine-tuning with verl's keys."""
+
+import sys
+
+from posttrain.interrupts import one_interrupt
+from posttrain.trainer.fsdp_sft_trainer import main, run_sft
+from verl._missing import not_given
+
+__all__ = ["main", "run_sft"]
+__getattr__ = not_given(__name__)
+
+if __name__ == "__main__":
+    with one_interrupt():
+        sys.exit(main())

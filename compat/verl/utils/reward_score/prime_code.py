@@ -1,0 +1,23 @@
+"""Programs against the tests of their task, in posttrain's sandbox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl._missing import not_given
+
+__getattr__ = not_given(__name__)
+
+
+def compute_score(completion: str, test_cases: Any, continuous: bool = False) -> tuple[float | bool, list[Any]]:
+    """(all tests passed, or with `continuous` the share that did; what went wrong)."""
+    from posttrain.rewards.scorers import code
+
+    before = code._settings["partial_credit"]
+    code._settings["partial_credit"] = continuous
+    try:
+        result = code.score(completion, test_cases)
+    finally:
+        code._settings["partial_credit"] = before
+    passed = float(result["tests_passed"]) if continuous else result["acc"] == 1.0
+    return passed, [{"failure": result["failure"]}]

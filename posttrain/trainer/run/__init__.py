@@ -1,0 +1,1 @@
+"""What every trainer does around its loop: the process, the directory, signals, external modules, the result."""

@@ -1,0 +1,1 @@
+"""`posttrain view`: run directories in a browser, served from this machine alone."""

@@ -1,0 +1,119 @@
+"""What the page may ask: a name and plain texts in, an object for JSON (or a stream of them) out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.view import health, samples
+from posttrain.view.catalogue import Catalogue, previews
+from posttrain.view.letters import Letters
+from posttrain.view.metrics import Metrics
+from posttrain.view.runs import Runs, about
+from posttrain.view.search import search
+from posttrain.view.settings import differences, settings
+
+Query = Mapping[str, str]
+
+
+class NotFound(LookupError):
+    """There is no such question, run or sample; the text says which."""
+
+
+class Answers:
+    """Answers for the runs of `runs`; what was read is kept between questions."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self._metrics: dict[Path, Metrics] = {}
+        self._catalogues: dict[tuple[Path, str], Catalogue] = {}
+        self._letters: dict[tuple[Path, str], Letters] = {}
+        self._questions: dict[str, Callable[[Query], Any]] = {
+            "runs": lambda q: [about(name, folder) for name, folder in self.runs.folders().items()],
+            "run": lambda q: about(q["run"], self._folder(q)),
+            "metrics": self._columns,
+            "config": lambda q: settings(self._folder(q)),
+            "compare": lambda q: differences({name: self._folder({"run": name}) for name in q["runs"].split("\t")}),
+            "steps": self._steps,
+            "groups": lambda q: samples.groups(self._folder(q), _kind(q), int(q["step"])),
+            "group": lambda q: samples.group(self._folder(q), _kind(q), int(q["step"]), q["uid"]),
+            "response": lambda q: samples.response(
+                self._folder(q), _kind(q), int(q["step"]), q["uid"], int(q["sample"])
+            ),
+            "find": lambda q: self._catalogue(q).find(q["which"], int(q["step"]) if q.get("step") else None),
+            "previews": lambda q: previews(self._folder(q), _kind(q), _places(q["rows"])),
+            "same": lambda q: self._catalogue(q).same_prompt(int(q["data_row"])),
+            "search": self._search,
+            "diagnosis": lambda q: health.diagnosis(self._folder(q), self.metrics(self._folder(q)).refresh().names),
+            "failures": lambda q: health.failures(self._catalogue(q)),
+            "timeline": lambda q: health.timeline(self._folder(q), int(q["last"]) if q.get("last") else None),
+        }
+
+    def answer(self, name: str, query: Query) -> Any:
+        if name not in self._questions:
+            raise NotFound(f"There is nothing called `{name}`.")
+        try:
+            return self._questions[name](query)
+        except samples.NoSamples as error:
+            raise NotFound(str(error)) from error
+
+    def read_all(self, run: str) -> None:
+        """Wait until everything is known of a run's samples."""
+        for kind in samples.KINDS:
+            catalogue = self._catalogue({"run": run, "kind": kind})
+            catalogue.refresh()
+            catalogue.wait()
+
+    def metrics(self, folder: Path) -> Metrics:
+        return self._metrics.setdefault(folder, Metrics(folder / "metrics.jsonl"))
+
+    def _folder(self, query: Query) -> Path:
+        folder = self.runs.folder(query["run"])
+        if folder is None:
+            raise NotFound(f"There is no run `{query['run']}` here.")
+        return folder
+
+    def _columns(self, query: Query) -> dict[str, Any]:
+        names = query.get("names", "").split(",")
+        after, identity = int(query.get("after") or 0), query.get("identity", "")
+        return self.metrics(self._folder(query)).columns(names, after=after, identity=identity)
+
+    def _steps(self, query: Query) -> dict[str, list[int]]:
+        found = samples.steps(self._folder(query))
+        if query.get("learn"):  # somebody looks at samples: filters and searches will be wanted
+            for kind in ("val", "step"):
+                catalogue = self._catalogue({**query, "kind": kind})
+                catalogue.refresh()
+                self._learn(catalogue)
+        return found
+
+    def _catalogue(self, query: Query) -> Catalogue:
+        key = (self._folder(query), _kind(query))
+        return self._catalogues.setdefault(key, Catalogue(*key))
+
+    def _search(self, query: Query) -> Any:
+        folder, kind = self._folder(query), _kind(query)
+        before = int(query["before"]) if query.get("before") else None
+        return search(folder, kind, query["words"], self._letters_of(folder, kind), before=before)
+
+    def _letters_of(self, folder: Path, kind: str) -> Letters:
+        return self._letters.setdefault((folder, kind), Letters())
+
+    def _learn(self, catalogue: Catalogue) -> None:
+        """What searches need, once the catalogue was read."""
+        files = list(reversed(samples.KINDS[catalogue.kind](catalogue.folder / "samples")))
+        self._letters_of(catalogue.folder, catalogue.kind).learn(files, catalogue.wait)
+
+
+def _kind(query: Query) -> str:
+    kind = query.get("kind") or "step"
+    if kind not in samples.KINDS:
+        raise NotFound(f"There are samples of steps and of validations (val), not of `{kind}`.")
+    return kind
+
+
+def _places(text: str) -> list[tuple[int, int]]:
+    """`12.3,12.4` as (step, row)."""
+    pairs = [pair.split(".") for pair in text.split(",") if pair]
+    return [(int(step), int(row)) for step, row in pairs[:100]]

@@ -1,0 +1,221 @@
+"""Catalogue: one row of numbers for every response of a run, in memory, so that a million of them are filtered at once.
+
+It is read in the background, newest step first, and an answer says how much of it was there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from posttrain.tracking.samples import step_of
+from posttrain.view.metrics import number
+from posttrain.view.sample_file import LIGHT, SampleFile, pc
+from posttrain.view.samples import KINDS, preview
+
+REFRESH_S = 2.0
+MOST = 500
+"""Responses in one answer."""
+Chosen = Callable[["Part"], np.ndarray]
+
+
+class Part:
+    """The responses of one file."""
+
+    def __init__(self, path: Path) -> None:
+        table = SampleFile(path).columns(LIGHT)
+        self.step, self.rows = step_of(path), len(table)
+        self.uid, self.sample = table["uid"].combine_chunks(), _array(table["sample"], np.int32, -1)
+        self.score, self.mismatch = _array(table["score"], np.float32), _array(table["mismatch"], np.float32)
+        self.length, self.data_row = _array(table["length"], np.int32, 0), _array(table["data_row"], np.int64, -1)
+        self.truncated = _flags(table["finish_reason"], "length")
+        self.failed = pc.is_valid(table["error"]).to_numpy(zero_copy_only=False)
+
+
+class Catalogue:
+    """All responses of one run and kind; `refresh` notices new, changed and removed files."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+        self._parts: dict[Path, tuple[int, Part | None]] = {}
+        self._lock, self._thread, self._looked = threading.Lock(), None, 0.0
+        self._joined: tuple[Any, dict[str, np.ndarray]] | None = None
+        self.total = 0
+
+    def refresh(self) -> None:
+        """Look for new files and have them read by a thread of its own."""
+        with self._lock:
+            if time.monotonic() - self._looked < REFRESH_S or (self._thread and self._thread.is_alive()):
+                return
+            self._looked = time.monotonic()
+            files = {path: _changed(path) for path in reversed(KINDS[self.kind](self.folder / "samples"))}
+            self._parts = {path: known for path, known in self._parts.items() if files.get(path) == known[0]}
+            self.total = len(files)
+            missing = [(path, changed) for path, changed in files.items() if path not in self._parts]
+            if missing:
+                self._thread = threading.Thread(target=self._read, args=(missing,), daemon=True)
+                self._thread.start()
+
+    def _read(self, missing: list[tuple[Path, int]]) -> None:
+        for path, changed in missing:
+            try:
+                part = Part(path)
+            except (OSError, pa.ArrowException, KeyError):  # thinned away, or damaged: it has nothing to show
+                part = None
+            self._parts[path] = (changed, part)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until everything was read, at most so long."""
+        thread = self._thread
+        if thread:
+            thread.join(seconds)
+
+    def parts(self) -> list[Part]:
+        """What was read up to now, newest step first."""
+        known = [part for _, part in list(self._parts.values()) if part is not None]
+        return sorted(known, key=lambda part: -part.step)
+
+    # -- questions
+
+    def find(self, which: str, step: int | None = None) -> dict[str, Any]:
+        """At most MOST responses by one of FILTERS, of a step or of all, newest first among equals."""
+        rule = FILTERS[which]
+        self.refresh()
+        self.wait(0.15)
+        parts = [part for part in self.parts() if step is None or part.step == step]
+        chosen, count = rule(parts)
+        return self._answer(parts, chosen) | {"count": count}
+
+    def same_prompt(self, data_row: int) -> dict[str, Any]:
+        """All groups of one row of the data, oldest step first."""
+        self.refresh()
+        self.wait(0.15)
+        found = []
+        for part in reversed(self.parts()):
+            rows = np.flatnonzero(part.data_row == data_row)
+            for uid in dict.fromkeys(part.uid.take(pa.array(rows)).to_pylist()):
+                own = [row for row in rows.tolist() if part.uid[row].as_py() == uid]
+                scores = part.score[own]
+                mean = number(float(np.nanmean(scores))) if np.isfinite(scores).any() else None
+                length = number(float(part.length[own].mean()))
+                found.append({"step": part.step, "uid": uid, "n": len(own), "mean": mean, "length": length})
+        return {"groups": found, **self._progress()}
+
+    def _answer(self, parts: list[Part], chosen: list[tuple[int, int]]) -> dict[str, Any]:
+        found = []
+        for place, row in chosen:
+            part = parts[place]
+            found.append(
+                {
+                    "step": part.step,
+                    "row": row,
+                    "uid": part.uid[row].as_py(),
+                    "sample": int(part.sample[row]),
+                    "score": number(float(part.score[row])),
+                    "length": int(part.length[row]),
+                    "mismatch": number(float(part.mismatch[row])),
+                    "truncated": bool(part.truncated[row]),
+                    "failed": bool(part.failed[row]),
+                }
+            )
+        return {"found": found, **self._progress()}
+
+    def _progress(self) -> dict[str, int]:
+        return {"read": len(self._parts), "files": self.total}
+
+
+def previews(folder: Path, kind: str, wanted: list[tuple[int, int]]) -> list[str]:
+    """The beginnings of responses, given by (step, row)."""
+    rows: dict[int, list[int]] = {}
+    for step, row in wanted:
+        rows.setdefault(step, []).append(row)
+    texts: dict[tuple[int, int], str] = {}
+    for step, own in rows.items():
+        try:
+            found = SampleFile(folder / "samples" / f"{kind}_{step}.parquet").take(own, ("response",))
+        except (OSError, pa.ArrowException):
+            continue
+        texts |= {(step, row): preview(one["response"]) for row, one in zip(own, found, strict=True)}
+    return [texts.get(key, "") for key in wanted]
+
+
+Rule = Callable[[list[Part]], tuple[list[tuple[int, int]], int]]
+
+
+def _largest(values_of: Callable[[Part], np.ndarray]) -> Rule:
+    """The responses with the largest finite values, in falling order; among equals those of newer steps."""
+
+    def rule(parts: list[Part]) -> tuple[list[tuple[int, int]], int]:
+        if not parts:
+            return [], 0
+        values = np.concatenate([values_of(part) for part in parts])
+        values = np.where(np.isfinite(values), values, -np.inf)
+        count = int(np.isfinite(values).sum())
+        most = min(MOST, count)
+        if most == 0:
+            return [], 0
+        bound = np.partition(values, len(values) - most)[len(values) - most]
+        above = np.flatnonzero(values > bound)
+        above = above[np.argsort(-values[above], kind="stable")]
+        equal = np.flatnonzero(values == bound)[: most - len(above)]
+        return _places(parts, np.concatenate([above, equal])), count
+
+    return rule
+
+
+def _marked(marks_of: Callable[[Part], np.ndarray]) -> Rule:
+    """The responses with a mark, newest step first."""
+
+    def rule(parts: list[Part]) -> tuple[list[tuple[int, int]], int]:
+        marks = np.concatenate([marks_of(part) for part in parts]) if parts else np.zeros(0, bool)
+        found = np.flatnonzero(marks)
+        return _places(parts, found[:MOST]), len(found)
+
+    return rule
+
+
+FILTERS: dict[str, Rule] = {
+    "best": _largest(lambda part: part.score),
+    "worst": _largest(lambda part: -part.score),
+    "mismatch": _largest(lambda part: part.mismatch),
+    "longest": _largest(lambda part: part.length.astype(np.float32)),
+    "truncated": _marked(lambda part: part.truncated),
+    "failed": _marked(lambda part: part.failed),
+}
+
+
+def _places(parts: list[Part], rows: np.ndarray) -> list[tuple[int, int]]:
+    """(number of the part, row in it) of rows counted over all parts."""
+    ends = np.cumsum([part.rows for part in parts])
+    owners = np.searchsorted(ends, rows, side="right")
+    return [(int(owner), int(row - (ends[owner - 1] if owner else 0))) for owner, row in zip(owners, rows, strict=True)]
+
+
+def _array(column: Any, kind: Any, empty: float = np.nan) -> np.ndarray:
+    if pa.types.is_null(column.type):
+        return np.full(len(column), empty, kind)
+    values = (
+        pc.fill_null(column, empty if pa.types.is_floating(column.type) else int(empty))
+        if column.null_count
+        else column
+    )
+    return values.to_numpy(zero_copy_only=False).astype(kind)
+
+
+def _flags(column: Any, text: str) -> np.ndarray:
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column), bool)
+    return pc.fill_null(pc.equal(column, text), False).to_numpy(zero_copy_only=False)
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,92 @@
+"""One HTML file of some runs: all metrics, settings and advice, and as many samples as fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from posttrain.tracking.atomic import replace_file
+from posttrain.view.answers import Answers, NotFound
+from posttrain.view.bundle import one_file
+from posttrain.view.server import to_json
+
+SAMPLE_BYTES = 15_000_000
+"""Of samples in one file, shared by its runs: browsers open it at once, and it can be sent by mail."""
+STEPS, GROUPS = 12, 16
+"""Of one run: steps with samples, spread evenly from the first to the last, and groups of each."""
+
+
+def export(answers: Answers, path: Path) -> Path:
+    """Write the file and give its path."""
+    names = list(answers.runs.folders())
+    held: dict[str, Any] = {"runs": answers.answer("runs", {})}
+    for name in names:
+        held |= _run(answers, name, SAMPLE_BYTES // len(names))
+    day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    page = one_file({"answers": held, "note": f"exported {day}"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, page.encode())
+    return path
+
+
+def _run(answers: Answers, run: str, room: int) -> dict[str, Any]:
+    whole = answers.answer("metrics", {"run": run})
+    every = answers.answer("metrics", {"run": run, "names": ",".join(whole["names"])})
+    held = {key("metrics", run=run): every, key("config", run=run): answers.answer("config", {"run": run})}
+    for name in ("diagnosis", "timeline"):
+        held[key(name, run=run)] = answers.answer(name, {"run": run})
+    answers.read_all(run)
+    held[key("failures", run=run)] = answers.answer("failures", {"run": run})
+    held[key("steps", run=run, learn=1)] = kept = {"step": [], "val": []}
+    for kind, step, found in _steps(answers, run, room):
+        kept[kind].append(step)
+        held |= found
+    for steps in kept.values():
+        steps.sort()
+    return held
+
+
+def _steps(answers: Answers, run: str, room: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(kind, step, its answers) of the newest, the first and those between, until there is no more room."""
+    available = answers.answer("steps", {"run": run})
+    wanted = [("val", step) for step in spread(available["val"], 3)] + [
+        ("step", step) for step in spread(available["step"], STEPS)
+    ]
+    for kind, step in sorted(wanted, key=lambda one: -one[1]):
+        try:
+            found = _step(answers, run, kind, step)
+        except NotFound:
+            continue  # thinned meanwhile
+        room -= len(to_json(found))
+        if room < 0:
+            return
+        yield kind, step, found
+
+
+def _step(answers: Answers, run: str, kind: str, step: int) -> dict[str, Any]:
+    where = {"run": run, "step": step} | ({"kind": "val"} if kind == "val" else {"kind": "step"})
+    asked = {name: str(value) for name, value in where.items()}
+    groups = answers.answer("groups", asked)[:GROUPS]
+    held = {key("groups", **where): groups}
+    for group in groups:
+        one = asked | {"uid": group["uid"]}
+        held[key("group", **where, uid=group["uid"])] = found = answers.answer("group", one)
+        for response in found["responses"]:
+            sample = response["sample"]
+            tokens = answers.answer("response", one | {"sample": str(sample)})
+            held[key("response", **where, uid=group["uid"], sample=sample)] = tokens
+    return held
+
+
+def spread(steps: list[int], count: int) -> list[int]:
+    """At most `count` of the steps, evenly, the first and the last among them."""
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def key(name: str, **query: Any) -> str:
+    """As the page spells a question to an exported file."""
+    return name + "?" + "&".join(f"{field}={value}" for field, value in sorted(query.items()))

@@ -1,0 +1,92 @@
+"""What went wrong and where: advice with its metric, failures of the reward with their inputs, stages in time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from posttrain.tracking.by_step import DIAGNOSIS, TIMELINE, read_lines
+from posttrain.view.catalogue import Catalogue
+from posttrain.view.sample_file import SampleFile
+from posttrain.view.samples import preview
+
+METRIC_OF = {
+    r"rewards are (all )?0": "reward_mean",
+    r"reward failed": "reward/failures",
+    r"equal rewards": "groups/no_signal",
+    r"reward fell": "reward_mean",
+    r"not finite": "actor/bad_steps",
+    r"tokens are clipped": "actor/pg_clipfrac",
+    r"gradient norm": "actor/grad_norm",
+    r"kl_loss": "kl_loss",
+    r"Responses (grew|shrank)": "response_length",
+    r"cut off": "response_length/clip_ratio",
+    r"entropy": "actor/entropy",
+}
+"""What an advice speaks about, by its words: lines of diagnosis.jsonl may be texts alone."""
+TIMELINE_STEPS = 40
+
+
+def diagnosis(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """Advice of all steps: (step, text, the metric behind it, the rule that spoke)."""
+    found = []
+    for line in read_lines(folder / DIAGNOSIS):
+        for advice in line.get("advice", []):
+            about = advice if isinstance(advice, dict) else {"text": advice}
+            text = str(about.get("text", ""))
+            metric = about.get("metric") or _metric_of(text, names)
+            found.append({"step": line.get("step"), "text": text, "metric": metric, "rule": about.get("rule")})
+    return found
+
+
+def _metric_of(text: str, names: list[str]) -> str | None:
+    named = [name for name in names if "/" in name and name in text]
+    if named:
+        return max(named, key=len)
+    return next((metric for words, metric in METRIC_OF.items() if re.search(words, text)), None)
+
+
+def failures(catalogue: Catalogue) -> dict[str, Any]:
+    """Errors of the reward by their first line: how many, and the newest response of each with its inputs."""
+    found = catalogue.find("failed")
+    kinds: dict[str, dict[str, Any]] = {}
+    for step, rows in _by_step(found["found"]).items():
+        try:
+            file = SampleFile(catalogue.folder / "samples" / f"{catalogue.kind}_{step}.parquet")
+            texts = file.take(rows, ("uid", "sample", "error", "prompt", "response", "ground_truth"))
+        except (OSError, pa.ArrowException):
+            continue
+        for one in texts:
+            first = (one["error"] or "").split("\n")[0][:200]
+            kind = kinds.setdefault(first, {"error": one["error"], "count": 0, "step": step, **_inputs(one)})
+            kind["count"] += 1
+    ordered = sorted(kinds.values(), key=lambda kind: -kind["count"])
+    return {"kinds": ordered, "count": found["count"], "read": found["read"], "files": found["files"]}
+
+
+def _by_step(found: list[dict[str, Any]]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for one in found:
+        rows.setdefault(one["step"], []).append(one["row"])
+    return rows
+
+
+def _inputs(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "uid": row["uid"],
+        "sample": row["sample"],
+        "prompt": preview(row["prompt"]),
+        "response": preview(row["response"]),
+        "ground_truth": preview(row["ground_truth"]),
+    }
+
+
+def timeline(folder: Path, last: int | None = None) -> dict[str, Any]:
+    """When the stages of some steps began and how long they took, up to step `last` or the newest."""
+    lines = list(read_lines(folder / TIMELINE))
+    kept = [line for line in lines if last is None or line.get("step", 0) <= last][-TIMELINE_STEPS:]
+    ends = [lines[0]["step"], lines[-1]["step"]] if lines else None
+    return {"steps": kept, "range": ends}

@@ -1,0 +1,82 @@
+"""metrics.jsonl as columns, read on as it grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+DIGITS = 7
+"""Significant digits of a number in an answer: more than a chart or a person can tell apart."""
+
+
+class Metrics:
+    """The lines of one run. What was read is kept; a file that was cut and written anew is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._forget(None)
+
+    def _forget(self, identity: int | None) -> None:
+        self._identity, self._offset = identity, 0
+        self.lines: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self._known: set[str] = set()
+
+    def refresh(self) -> Metrics:
+        with self._lock:
+            try:
+                facts = self._path.stat()
+            except OSError:
+                self._forget(None)
+                return self
+            if facts.st_ino != self._identity or facts.st_size < self._offset:
+                self._forget(facts.st_ino)
+            if facts.st_size > self._offset:
+                self._read_on()
+            return self
+
+    def _read_on(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for text in whole.splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                self.lines.append(line)
+                new = [name for name in line if name not in self._known and name != "step"]
+                self._known.update(new)
+                self.names += new
+
+    def columns(self, names: Iterable[str], *, after: int = 0, identity: str = "") -> dict[str, Any]:
+        """`steps` and one list per name, from line `after` on; all of it where `identity` tells of another file."""
+        self.refresh()
+        now = str(self._identity)
+        first = after if identity == now and after <= len(self.lines) else 0
+        lines = self.lines[first:]
+        wanted = [name for name in names if name in self._known]
+        return {
+            "identity": now,
+            "first": first,
+            "count": len(self.lines),
+            "names": self.names,
+            "steps": [line["step"] for line in lines],
+            "values": {name: [number(line.get(name)) for line in lines] for name in wanted},
+        }
+
+
+def number(value: Any) -> Any:
+    """A number short enough to send, None for what is none or not finite."""
+    if isinstance(value, bool | int):
+        return value
+    if not isinstance(value, float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}") if abs(value) < 1e9 else value

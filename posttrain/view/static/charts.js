@@ -1,0 +1,119 @@
+// Charts by uPlot, in the page's colours, as wide as their place, each with a name that can be read aloud.
+
+import {h, short} from "./dom.js";
+
+export const COLOURS = ["#3b7dd8", "#d9782d", "#2f9e63", "#b8479b", "#8a6fd1", "#a8862b", "#2a9d9d", "#d0504f"];
+const HEIGHT = 190;
+
+function colourOf(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function axes() {
+  const look = {stroke: colourOf("--soft"), grid: {stroke: colourOf("--line"), width: 1}, ticks: {stroke: colourOf("--line"), width: 1}};
+  const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
+  return [{...look, size: 32}, {...look, size: 56, values}];
+}
+
+/** {element, set(series)}; series: [{label, x, y, colour, faint, dots}] may each have steps of their own. */
+export function lineChart(title, {log = false, time = false, onpick} = {}) {
+  const place = h("div", {class: "plot"});
+  const words = h("span", {class: "last"});
+  const element = h("figure", {class: "chart", "aria-label": title}, h("figcaption", {}, h("b", {}, title), " ", words), place);
+  let plot = null, drawn = "";
+
+  function set(series) {
+    const [data, spans] = joined(series);
+    const key = JSON.stringify([series.map(({label, colour, faint, dots}) => [label, colour, faint, dots]), log, time, document.documentElement.dataset.theme]);
+    const ends = series.filter((one) => !one.faint && !one.dots).map((one) => `${one.label} ${short(lastOf(one.y))}`);
+    words.textContent = ends.slice(0, 4).join(", ");
+    place.setAttribute("role", "img");
+    place.setAttribute("aria-label", `${title} over ${time ? "time" : "steps"}; last values: ${ends.join(", ") || "none"}`);
+    if (plot && key === drawn) return plot.setData(data);
+    if (plot) plot.destroy();
+    drawn = key;
+    plot = new uPlot(options(series, spans), data, place);
+  }
+
+  function options(series, spans) {
+    return {
+      width: Math.max(place.clientWidth, 200),
+      height: HEIGHT,
+      scales: {x: {time}, y: {distr: log ? 3 : 1}},
+      axes: axes(),
+      cursor: {sync: {key: time ? "time" : "step"}, drag: {x: true, y: false}},
+      legend: {live: true},
+      series: [{label: time ? "time" : "step"}, ...series.map((one) => ({
+        label: one.label,
+        stroke: one.faint ? `${one.colour}55` : one.colour,
+        width: one.dots ? 0 : one.faint ? 1 : 1.8,
+        spanGaps: true,
+        points: {show: one.dots || spans.get(one) < 40, size: 5, fill: one.dots ? one.colour : undefined},
+        value: (_, value) => short(value),
+      }))],
+      hooks: {ready: [(self) => {
+        for (const row of self.root.querySelectorAll(".u-legend .u-series")) if (row.textContent.startsWith("raw ")) row.hidden = true;
+        if (onpick) self.over.addEventListener("dblclick", () => onpick(self.data[0][self.cursor.idx]));
+      }]},
+    };
+  }
+
+  watchWidth(place, () => plot && plot.setSize({width: Math.max(place.clientWidth, 200), height: HEIGHT}));
+  return {element, set};
+}
+
+/** Stacked bars: {element, set(x, [{label, y}])}. */
+export function stackedChart(title, unit) {
+  const place = h("div", {class: "plot", role: "img"});
+  const element = h("figure", {class: "chart wide", "aria-label": title}, h("figcaption", {}, h("b", {}, title)), place);
+  let plot = null, drawn = "";
+
+  function set(x, parts) {
+    const sums = x.map(() => 0);
+    const heaps = parts.map((part) => part.y.map((value, i) => (sums[i] += value || 0)));
+    const data = [x, ...heaps.slice().reverse()];
+    const key = JSON.stringify([parts.map((part) => part.label), document.documentElement.dataset.theme]);
+    place.setAttribute("aria-label", `${title}; at the last step: ${parts.map((part) => `${part.label} ${short(lastOf(part.y), 3)} ${unit}`).join(", ")}`);
+    if (plot && key === drawn) return plot.setData(data);
+    if (plot) plot.destroy();
+    drawn = key;
+    const bars = uPlot.paths.bars({size: [1, 40], gap: 0});
+    const reversed = parts.map((part, i) => ({part, i})).reverse();
+    plot = new uPlot({
+      width: Math.max(place.clientWidth, 200),
+      height: HEIGHT + 30,
+      scales: {x: {time: false}, y: {range: (_, low, high) => [0, high || 1]}},
+      axes: axes(),
+      cursor: {sync: {key: "step"}},
+      series: [{label: "step"}, ...reversed.map(({part, i}) => ({
+        label: part.label,
+        fill: COLOURS[i % COLOURS.length],
+        width: 0,
+        paths: bars,
+        points: {show: false},
+        value: (self, value, number, at) => (at === null ? "–" : `${short(part.y[at], 3)} ${unit}`),
+      }))],
+    }, data, place);
+    plot.parts = parts;
+  }
+
+  watchWidth(place, () => plot && plot.setSize({width: Math.max(place.clientWidth, 200), height: HEIGHT + 30}));
+  return {element, set};
+}
+
+function watchWidth(place, act) {
+  new ResizeObserver(() => place.isConnected && place.clientWidth && act()).observe(place);
+}
+
+function joined(series) {
+  const spans = new Map(series.map((one) => [one, one.y.filter((value) => value !== null && value !== undefined).length]));
+  const same = series.every((one) => one.x === series[0].x || (one.x.length === series[0].x.length && one.x.every((x, i) => x === series[0].x[i])));
+  if (!series.length) return [[[]], spans];
+  if (same) return [[series[0].x, ...series.map((one) => one.y)], spans];
+  return [uPlot.join(series.map((one) => [one.x, one.y])), spans];
+}
+
+export function lastOf(values) {
+  for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i];
+  return null;
+}

@@ -1,0 +1,104 @@
+"""verl's commands run posttrain's programs, and what is not given says what to use."""
+
+import importlib
+import json
+import runpy
+import sys
+
+import pytest
+
+from posttrain.data.rows import load_rows
+
+RUN = [
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=2",
+    "data.train_batch_size=2",
+    "data.max_prompt_length=32",
+    "data.max_response_length=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "trainer.total_training_steps=1",
+    "trainer.device=cpu",
+    "trainer.export_hf=none",
+    "trainer.save_freq=-1",
+    "reward.num_workers=1",
+    "trainer.project_name=p",
+    "trainer.experiment_name=e",
+]
+
+
+def command(monkeypatch, module, *arguments):
+    """`python -m module arguments` in this process; gives its exit status."""
+    monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+    return end.value.code
+
+
+REWARD = """
+from verl.utils.reward_score import default_compute_score
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    known = default_compute_score("openai/gsm8k", solution_str, ground_truth)
+    return {"score": known + len(solution_str) % 2, "known": known}
+"""
+ALGORITHM = """
+from verl.trainer.ppo.core_algos import register_adv_est
+
+@register_adv_est("as_it_is")
+def compute(token_level_rewards, response_mask, index, config=None, **kwargs):
+    scores = token_level_rewards.sum(-1, keepdim=True) * response_mask
+    return scores, scores
+"""
+
+
+def test_main_ppo_trains_with_a_reward_file_and_an_estimator_written_for_verl(
+    monkeypatch, tmp_path, tiny_model, sums, capfd
+):
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    (tmp_path / "my_estimator.py").write_text(ALGORITHM)
+    monkeypatch.chdir(tmp_path)
+    files = [f"actor_rollout_ref.model.path={tiny_model}", f"data.train_files={sums['train']}"]
+    own = ["custom_reward_function.path=my_reward.py", "algorithm.adv_estimator=as_it_is"]
+    out = f"trainer.default_local_dir={tmp_path}"
+    status = command(monkeypatch, "verl.trainer.main_ppo", *RUN[1:], *files, *own, out)
+    assert status == 0, capfd.readouterr()
+    [metrics] = tmp_path.rglob("metrics.jsonl")
+    [line] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert line["reward/known/mean"] == 0 and line["actor/grad_norm"] > 0
+    assert "Loaded my_estimator.py" in capfd.readouterr().out
+
+
+def test_main_ppo_shows_its_settings_and_names_mistakes(monkeypatch, capsys):
+    assert command(monkeypatch, "verl.trainer.main_ppo", "--cfg", "job", *RUN) == 0
+    assert "adv_estimator: grpo" in capsys.readouterr().out
+    assert command(monkeypatch, "verl.trainer.main_ppo", "data.trian_batch_size=2") == 2
+    assert "data.train_batch_size" in capsys.readouterr().err
+
+
+def test_generation_and_evaluation_speak_verls_keys(monkeypatch, tmp_path, tiny_model, sums, capsys):
+    rows = json.loads(sums["test"].read_text())[:2]
+    (tmp_path / "two.json").write_text(json.dumps(rows))
+    out = tmp_path / "out.parquet"
+    keys = [f"model.path={tiny_model}", f"data.path={tmp_path / 'two.json'}", f"data.output_path={out}"]
+    sizes = ["data.n_samples=2", "rollout.response_length=3", "trainer.device=cpu"]
+    assert command(monkeypatch, "verl.trainer.main_generation", *keys, *sizes) == 0
+    assert [len(row["responses"]) for row in load_rows(str(out)).rows] == [2, 2]
+    assert command(monkeypatch, "verl.trainer.main_eval", f"data.path={out}") == 0
+    assert "test_score/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["verl.trainer.sft_trainer", "verl.trainer.fsdp_sft_trainer"])
+def test_supervised_training_under_both_names(monkeypatch, capsys, module):
+    assert command(monkeypatch, module, "--cfg", "job") == 0
+    assert "micro_batch_size_per_gpu" in capsys.readouterr().out
+
+
+def test_what_is_missing_says_what_to_use():
+    with pytest.raises(ModuleNotFoundError, match=r"`verl.models`. Models are loaded by transformers"):
+        importlib.import_module("verl.models.registry")
+    with pytest.raises(ImportError, match=r"does not give `verl.trainer.ppo.core_algos.compute_magic`"):
+        from verl.trainer.ppo.core_algos import compute_magic  # noqa: F401
+    core_algos = importlib.import_module("verl.trainer.ppo.core_algos")
+    assert not hasattr(core_algos, "compute_magic")
+    with pytest.raises(AttributeError, match="compute_magic"):
+        _ = core_algos.compute_magic

@@ -1,0 +1,20 @@
+"""A run's products are made by one library from its first step to its last."""
+
+import subprocess
+import sys
+
+CODE = """
+import torch
+from posttrain.kernels.onednn import settle_products
+
+settle_products()
+x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+before = torch.nn.functional.linear(x, x, x[0])
+torch.nn.functional.linear(x.bfloat16(), x.bfloat16(), x[0].bfloat16())
+print(torch.equal(before, torch.nn.functional.linear(x, x, x[0])), torch.backends.mkldnn.enabled)
+"""
+
+
+def test_a_product_in_bfloat16_does_not_change_those_in_float32_that_follow():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+    assert done.stdout.split()[:1] == ["True"] and done.stderr == "", done
