@@ -80,12 +80,14 @@ class RayCluster:
         self.ranks, self.address = ranks, os.environ.get(ADDRESS)
         self._watcher: subprocess.Popen[bytes] | None = None
         self._connected = False
+        self.was_there = False
+        """Whether this process had a Ray before: it is used, and left as it is."""
         self.folder = ""
         """Of the Ray that was started here."""
 
     def start(self) -> None:
         if ray.is_initialized():  # inside an actor, or in a program that has connected itself
-            self.address = "the address that this process is connected to"
+            self.was_there = True
             return
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address:
@@ -106,6 +108,8 @@ class RayCluster:
             )
 
     def words(self) -> str:
+        if self.was_there:
+            return "which this process is connected to"
         return f"at {self.address}" if self.address else "started for this run"
 
     def stop(self) -> None:

@@ -130,8 +130,8 @@ class RayWorkers(Workers):
         return f"{self.world_size} processes in Ray {ray.__version__}, {self.cluster.words()}"
 
     def close(self) -> None:
+        if self._shared or self.cluster.was_there:
+            for host in self.hosts:
+                ray.kill(host)
         if not self._shared:
             self.cluster.stop()
-            return
-        for host in self.hosts:
-            ray.kill(host)

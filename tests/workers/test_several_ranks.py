@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import shutil
@@ -22,6 +23,7 @@ from light_rewards import even_share, rarely_right
 from replay import LENGTHS, Watched
 from runs import metrics_of, settings
 from safetensors.torch import load_file
+from sft_runs import PAIRS
 from sft_runs import settings as sft_settings
 from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
 
@@ -45,6 +47,8 @@ from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.spread import by_groups, in_row_order
 
 ray = pytest.importorskip("ray")
+from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
+
 STEPS = 2
 
 
@@ -81,8 +85,6 @@ class Join:
 
 @pytest.fixture(scope="module")
 def cluster():
-    from posttrain.controller.ray_cluster import RayCluster
-
     made = RayCluster(4)
     made.start()
     yield made
@@ -136,6 +138,24 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
     other, first = ranks(2).create("other", Toy, None).process(), group.process()
     assert other == first and len(set(first)) == 2 and os.getpid() not in first
     assert group.later.process().result() == first and group.on(1).process().result() == first[1]
+
+
+def test_S0_54_there_are_as_many_processes_as_workers(ranks):
+    for count in (2, 4):
+        assert len(set(ranks(count).create("toy", Toy, None).process()) - {os.getpid()}) == count
+
+
+def test_S0_70_S0_112_the_runner_can_be_an_actor_and_uses_the_ray_that_it_is_in(cluster, tiny_model, sums, tmp_path):
+    from posttrain.trainer.main_ppo import TaskRunner
+
+    runner = ray.remote(TaskRunner).options(num_cpus=0).remote()
+    wanted = settings(tiny_model, sums, tmp_path, trainer__total_training_steps=1)
+    assert ray.get(runner.run.remote(wanted), timeout=600).status == "finished"
+    ray.kill(runner)
+    here = RayCluster(2)
+    here.start()  # this process is connected already
+    here.stop()
+    assert here.was_there and here.folder == "" and ray.is_initialized()
 
 
 def layout(engine: Any) -> tuple[tuple[int, ...], int]:
@@ -462,3 +482,21 @@ def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_th
     runs.free("killed", 2, SIX)
     assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_model, tmp_path):
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps(PAIRS))
+    given = {
+        **sft_settings(tiny_model, tmp_path / "many", data__train_files=str(rows)),
+        "trainer.val_before_train": False,
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "posttrain.trainer.fsdp_sft_trainer", *(f"{key}={value}" for key, value in given.items())]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    assert ran.stdout.count("2 workers: starting Ray") == 1
+    one = run_sft(sft_settings(tiny_model, tmp_path / "one"), data=PAIRS)
+    losses = [line["train/loss"] for line in metrics_of(tmp_path / "many" / "test" / "run") if "train/loss" in line]
+    assert losses == pytest.approx([line["train/loss"] for line in one.metrics], rel=1e-5) and len(losses) == 2
