@@ -232,15 +232,20 @@ class FSDPEngine(TrainEngine):
     # -- memory ---------------------------------------------------------------------------------------------------
     def offload(self) -> None:
         if self.settings.param_offload:
-            self.module.to("cpu")
+            self._movable().to("cpu")
         if self.settings.optimizer_offload and self.optimizer:
             self.optimizer.move("cpu")
 
     def onload(self, *, optimizer: bool = False) -> None:
         if self.settings.param_offload:
-            self.module.to(self.settings.device)
+            self._movable().to(self.settings.device)
         if optimizer and self.settings.optimizer_offload and self.optimizer:
             self.optimizer.move(self.settings.device)
+
+    def _movable(self) -> torch.nn.Module:
+        """What is moved: a sharded model with the pass around it, which gathers the weights outside its layers, and
+        would go on with those where they were."""
+        return self.module if self.settings.ranks is None else self.forward_pass
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
