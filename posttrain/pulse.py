@@ -25,6 +25,8 @@ class Work:
     """Of items that are not done yet."""
     tokens_each: float = 0.0
     """What an item is expected to hold; 0 where only items count."""
+    most_tokens: int = 0
+    """What an item can hold at most."""
     started: float = field(default_factory=time.monotonic)
 
     def advance(self, items: int = 0, tokens: int = 0, running_tokens: int = 0) -> None:
@@ -46,8 +48,14 @@ class Work:
         if not self.total:
             return 0.0
         items = self.done / self.total
-        tokens = self.all_tokens / (self.tokens_each * self.total) if self.tokens_each else 0.0
+        tokens = self.all_tokens / max(1.0, self._expected_tokens()) if self.tokens_each else 0.0
         return min(max(items, tokens), 0.99 if self.done < self.total else 1.0)
+
+    def _expected_tokens(self) -> float:
+        """Items that run longer than those of the work before are expected to grow by half, up to the limit."""
+        running = self.total - self.done
+        each = max(self.tokens_each, 1.5 * self.running_tokens / max(1, running))
+        return self.tokens + running * min(each, self.most_tokens or each)
 
     @property
     def seconds_left(self) -> float | None:
@@ -74,7 +82,7 @@ def work(unit: str, total: int, *, most_tokens: int = 0) -> Iterator[Work]:
         yield outer if outer.unit == unit else Work(unit, total)
         return
     usual = _usual.get(unit, most_tokens)
-    _now = own = Work(unit, total, tokens_each=min(usual, most_tokens) if most_tokens else 0.0)
+    _now = own = Work(unit, total, tokens_each=min(usual, most_tokens), most_tokens=most_tokens)
     try:
         yield own
         if own.done:

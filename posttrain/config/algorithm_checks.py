@@ -63,10 +63,10 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
             f"here it is {actor.loss_agg_mode}."
         )
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    if name in _CLIP_RATIO and low >= 1:
+    if name in _CLIP_RATIO and low > 1:
         key = f"{_ACTOR}.clip_ratio" if actor.clip_ratio_low is None else f"{_ACTOR}.clip_ratio_low"
         what = f"`{key}={low:g}` would let the ratio fall to {1 - low:g}; a ratio of probabilities is never below 0."
-        yield checked.problem(what, f"set {_ACTOR}.clip_ratio_low below 1; 0.2 is usual", key)
+        yield checked.problem(what, f"set {_ACTOR}.clip_ratio_low to at most 1, which never clips; 0.2 is usual", key)
     if config.algorithm.adv_estimator == "gdpo" and config.algorithm.use_kl_in_reward:
         what = "gdpo learns from the parts of the reward, so KL in the reward would be lost."
         do = f"set algorithm.use_kl_in_reward=False, and {_ACTOR}.use_kl_loss=True for KL in the loss"

@@ -15,6 +15,12 @@ from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import active_root, leaf_of, leaves, sections
 from posttrain.config.sft import SFTConfig
+from posttrain.config.verl import renamed as verl
+from posttrain.config.verl.actor import ACTOR_RULES
+from posttrain.config.verl.algorithm import ALGORITHM_RULES
+from posttrain.config.verl.rollout import ROLLOUT_RULES
+from posttrain.config.verl.rule import Rule
+from posttrain.config.verl.run import RUN_RULES
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -92,8 +98,6 @@ DERIVED: dict[str, Any] = {
     "trainer.reward_fn.type": str,
     f"{_ACTOR}.peft_config.peft_type": str,
     f"{_ROLLOUT}.enable_lora": bool,
-    f"{_ROLLOUT}.load_format": str,
-    f"{_ROLLOUT}.layered_summon": bool,
     f"{_ROLLOUT}.multi_turn": bool,
     **dict.fromkeys(AS_THE_ACTOR, int),
 }
@@ -101,19 +105,10 @@ DERIVED: dict[str, Any] = {
 
 _SFT = "these are settings of supervised training (`posttrain sft`)"
 NOT_BUILT: dict[str, str] = {
-    "reward_model.reward_manager": "there is one manager; shaping and several rewards are set by "
-    "reward.overlong_buffer and reward.functions",
-    "reward_model.enable_resource_pool": "this version runs all roles in one process; remove the key",
-    f"{_ACTOR}.megatron_config.": "the Megatron engine is not built in this version; the nearest is "
-    f"{_ACTOR}.strategy=fsdp2 without parallel sizes",
-    f"{_ACTOR}.megatron.": f"the Megatron engine is not built in this version; the nearest is {_ACTOR}.strategy=fsdp2",
-    f"{_ROLLOUT}.multi_turn.": "multi-turn rollout is not built in this version; remove the key",
     f"{_ROLLOUT}.max_turns": "multi-turn rollout is not built in this version; remove the key",
     f"{_ROLLOUT}.tools": "tools are not built in this version; remove the key",
     f"{_ROLLOUT}.tool_config.": "tools are not built in this version; remove the key",
     "trainer.node_rank": "this version trains on one machine; remove the key and set trainer.nnodes=1",
-    "ray_init.": "this version runs in one process, without Ray; remove the key",
-    "ray_kwargs.": "this version runs in one process, without Ray; remove the key",
     "training.learning_rate": f"{_SFT}; here the learning rate is {_ACTOR}.optim.lr",
     "training.num_train_epochs": f"{_SFT}; here the number of epochs is trainer.total_epochs",
     "training.": _SFT,
@@ -130,9 +125,21 @@ class Spellings:
     renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Mapping[str, Any] = field(default_factory=dict)
     not_built: Mapping[str, str] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    """Answers to verl's keys that are none of these."""
+
+    def rule_of(self, key: str) -> Rule | None:
+        """The first rule that knows the key."""
+        return next((rule for rule in self.rules if rule.matches(key)), None)
 
 
-PPO_SPELLINGS = Spellings(MOVED_SECTIONS, RENAMED, DERIVED, NOT_BUILT)
+PPO_SPELLINGS = Spellings(
+    {**MOVED_SECTIONS, **verl.MOVED},
+    {**RENAMED, **verl.RENAMED},
+    DERIVED,
+    NOT_BUILT,
+    (*ACTOR_RULES, *ROLLOUT_RULES, *ALGORITHM_RULES, *RUN_RULES),
+)
 _active: ContextVar[Spellings] = ContextVar("spellings", default=PPO_SPELLINGS)
 
 
@@ -160,12 +167,16 @@ class Canonical(NamedTuple):
     """A sentence to print, for a spelling that is a slip."""
     not_built: str = ""
     """Why the key cannot be used, if its feature is not built."""
+    rule: Rule | None = None
+    """The answer to a key of verl that is no setting here."""
+    spelled: str = ""
+    """The key that the rule is for, in its own section."""
 
 
 def canonical(spelling: str) -> Canonical:
     """The canonical key of a spelling."""
     key, note, table = spelling, "", spellings()
-    if leaf_of(key) is None and key not in table.renamed and key not in table.derived:
+    if not _is_leaf(key) and key not in table.renamed and key not in table.derived:
         for old, new in table.moved.items():
             if key.startswith(old):
                 key = new + key[len(old) :]
@@ -173,12 +184,21 @@ def canonical(spelling: str) -> Canonical:
                     note = f"`{spelling}` is read as `{key}` (an underscore, not a dot, before `ref`)."
                 break
     key = table.renamed.get(key, key)
-    if key in table.derived or leaf_of(key) is not None:
+    if key in table.derived or _is_leaf(key):
+        return Canonical(key, note)
+    if (rule := table.rule_of(key)) is not None:
+        return Canonical(None, rule=rule, spelled=key)
+    if leaf_of(key) is not None:
         return Canonical(key, note)
     for prefix, reason in table.not_built.items():
         if key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)):
             return Canonical(None, not_built=reason)
     return Canonical(None)
+
+
+def _is_leaf(key: str) -> bool:
+    """Whether the key itself is a setting, and not only a name inside a free-form one."""
+    return key in leaves()
 
 
 _ROLES = ("actor_rollout_ref", "critic", "reward_model")
@@ -209,7 +229,9 @@ def _likely(spelling: str) -> list[str]:
     One part misspelt; the right name in another section; a name with words left out or added; a misspelt name in
     another section. Another role's setting is never meant: an actor's batches are not those of the reward model.
     """
-    known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived]))
+    from posttrain.config.verl.answers import verl_keys
+
+    known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived, *verl_keys()]))
     if found := [key for key in known if same_key(spelling, key)]:
         return sorted(found, key=lambda key: slips(spelling, key))[:1]
     path, _, last = spelling.rpartition(".")

@@ -83,6 +83,15 @@ NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
         (f"{role}.strategy", "megatron"): f"the Megatron engine is not built in this version; set {role}.strategy=fsdp2"
         for role in ("critic", "reward_model")
     },
+    **{
+        ("actor_rollout_ref.rollout.name", name): "this engine is not built; set actor_rollout_ref.rollout.name=native"
+        for name in ("trtllm", "dynamo")
+    },
+    **{
+        (f"{role}.strategy", name): f"this engine is not built in this version; set {role}.strategy=fsdp2"
+        for role in ("actor_rollout_ref.actor", "critic")
+        for name in ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")
+    },
     ("trainer.device", "npu"): "Ascend devices need the torch_npu plug-in, which this version does not use; "
     "set trainer.device=auto, cpu or cuda",
 }

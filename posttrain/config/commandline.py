@@ -50,6 +50,8 @@ class CommandLine:
     """(choice as Hydra takes it, source)."""
     values: list[tuple[str, str, str]] = field(default_factory=list)
     """(key, text, source), in order."""
+    removed: list[tuple[str, str]] = field(default_factory=list)
+    """(key, source) of `~key`."""
     problems: list[Problem] = field(default_factory=list)
     misses_files: bool = False
     """Whether a file or a group's choice that was asked for could not be read."""
@@ -131,8 +133,7 @@ def add_override(line: CommandLine, text: str, source: str, is_group: Callable[[
         return
     sign, key, value = match["sign"] or "", match["key"], (match["value"] or "=")[1:]
     if sign == "~":
-        do = "no setting can be removed; set it to its default or to null instead, or leave it away"
-        line.problems.append(Problem(f"`~{key}` asks to remove a key.", source, do))
+        line.removed.append((key, source))
     elif key.split(".")[0] == "hydra":
         do = "remove it: Hydra's run folder and sweeper are off; runs are written to trainer.default_local_dir"
         line.problems.append(Problem(f"`{key}` is a setting of Hydra itself.", source, do))

@@ -197,7 +197,8 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     name = resolved.value(f"{_ROLLOUT}.name")
     if name in ("vllm", "sglang"):
         what = f"`{_ROLLOUT}.name={name}`: this engine is not built in this version."
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), f"set {_ROLLOUT}.name=native (or hf)")
+        do = f"set {_ROLLOUT}.name=native: posttrain's own engine takes the same settings, those of {name} alone aside"
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
 
 
 def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import assign, build, leaves, using
 from posttrain.config.tree import Tree
+from posttrain.config.verl.settle import settle
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
@@ -86,7 +87,9 @@ def _load(
         folders, name = [PACKAGE_TREE], tree.main
 
     def is_group(group: str) -> bool:
-        return any((root / group).is_dir() and any((root / group).glob("*.yaml")) for root in folders)
+        return tree.spellings.rule_of(group) is None and any(
+            (root / group).is_dir() and any((root / group).glob("*.yaml")) for root in folders
+        )
 
     for text, source in [*labelled, *((text, "command line") for text in overrides)]:
         add_override(line, text, source, is_group)
@@ -104,6 +107,9 @@ def _load(
     for key, value in given:
         explicit = not (whole_tree and key in leaves() and value == leaves()[key].default)
         merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
+    for key, source in line.removed:
+        merge.remove(merged, key, source)
+    settle(merged)
     merge.resolve_references(merged)
     merge.convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)

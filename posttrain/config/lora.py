@@ -112,13 +112,6 @@ def derive_lora(merged: Merged) -> None:
         what = f"`{enable.spelling}={enable.value}`, but {_MODEL}.lora_rank={rank}: the rollout follows the actor."
         do = "remove it" if rank > 0 else f"set {_MODEL}.lora_rank above 0, or remove it"
         merged.problems.append(Problem(what, enable.source, do))
-    for name in ("load_format", "layered_summon"):
-        entry = merged.entries.pop(f"{_ROLLOUT}.{name}", None)
-        if entry is not None:
-            merged.note(
-                f"`{entry.spelling}={entry.value}` has nothing to decide: the rollout reads the trainer's own weights "
-                "and adapters, and loads none."
-            )
 
 
 def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Finding]:

@@ -11,7 +11,8 @@ from posttrain.config.aliases import canonical, nearest, spellings
 from posttrain.config.compose import Composed, Layer, flatten
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
-from posttrain.config.values import WrongValue, convert, describe_hint, parse_yaml, shown, split_hint
+from posttrain.config.values import NULLS, WrongValue, convert, describe_hint, parse_yaml, shown, split_hint
+from posttrain.config.verl.rule import Rule
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _UNSET_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -51,6 +52,8 @@ class Entry:
     spelling: str
     rank: int
     explicit: bool
+    rule: Rule | None = None
+    """The answer to a key of verl that is no setting here."""
 
     def where(self, key: str) -> str:
         """The place for a message."""
@@ -62,6 +65,8 @@ class Merged:
     """Entries by canonical (or derived) key, sections of the user's own, and what was found on the way."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    elsewhere: dict[str, Entry] = field(default_factory=dict)
+    """Keys of verl that are no settings here; `verl/settle.py` answers them."""
     extra: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -94,7 +99,8 @@ def merge_files(merged: Merged, composed: Composed) -> None:
         unchanged = key in layer.copied and leaf is not None and leaf.key == key and value == leaf.default
         in_package = layer.label.startswith("posttrain/trainer/config/")
         source = "default" if unchanged and in_package else layer.label
-        if canonical(key).key is None and _own_section(merged, key, value, layer):
+        found = canonical(key)
+        if found.key is None and found.rule is None and _own_section(merged, key, value, layer):
             continue
         add(merged, key, value, source, rank, explicit=layer.explicit and not unchanged, from_file=True)
 
@@ -124,6 +130,11 @@ def add(
         merged.extra[spelling] = value
         return
     found = canonical(spelling)
+    if found.rule is not None and not _is_section(spelling, value):
+        old = merged.elsewhere.get(found.spelled)
+        if old is None or old.rank <= rank:
+            merged.elsewhere[found.spelled] = Entry(value, source, spelling, rank, explicit, found.rule)
+        return
     if found.key is None:
         _not_a_setting(merged, spelling, value, source, rank, explicit, found.not_built)
         return
@@ -137,6 +148,8 @@ def add(
             _not_yaml(merged, spelling, value, source, error)
             return
     optional = leaf is not None and split_hint(leaf.hint)[1]
+    if key != spelling and not optional and str(value).lower() in NULLS:
+        return  # in verl the other name is then unset, and the setting counts
     if value is None and from_file and not optional:
         merged.note(f"`{spelling}:` in {source} is empty and counts as not given.")
         return
@@ -149,6 +162,17 @@ def add(
         where = old.source if old.source == source else f"{old.source}, and {source}"
         merged.problems.append(Problem(what, where, f"keep one of them; the canonical spelling is `{key}`", (key,)))
     merged.entries[key] = new
+
+
+def remove(merged: Merged, spelling: str, source: str) -> None:
+    """`~key`: what files say about a key does not count, and it has its default."""
+    found = canonical(spelling)
+    if found.key is None and found.rule is None:
+        merged.problems.append(Problem(f"`~{spelling}` removes an unknown key.", source, nearest(spelling)))
+        return
+    merged.entries.pop(found.key or "", None)
+    merged.elsewhere.pop(found.spelled, None)
+    merged.note(f"`~{spelling}`: no setting can be removed; it has its default.")
 
 
 def _contradicts(key: str, old: Entry, new: Entry) -> bool:
@@ -183,9 +207,18 @@ def _not_yaml(merged: Merged, key: str, value: Any, source: str, error: ValueErr
     merged.problems.append(Problem(f"`{key}={str(value)[:80]}` cannot be read as YAML: {reason}.", source, do))
 
 
+def _names_section(key: str) -> bool:
+    return key in sections() or f"{key}." in spellings().moved
+
+
+def _is_section(key: str, value: Any) -> bool:
+    """Whether a whole section is given, and not a choice of verl's under the section's name (`optim=fsdp`)."""
+    return _names_section(key) and (value in (None, {}) or str(value).startswith("{"))
+
+
 def _not_a_setting(merged: Merged, key: str, value: Any, source: str, rank: int, explicit: bool, reason: str) -> None:
     """A key that is no setting: a section, a feature that is not built, or unknown."""
-    is_section = key in sections() or f"{key}." in spellings().moved
+    is_section = _names_section(key)
     if is_section and value in (None, {}):
         return
     if is_section and isinstance(value, str) and value.startswith("{"):

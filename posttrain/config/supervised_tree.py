@@ -30,6 +30,8 @@ from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.settling import put, set_default, take
 from posttrain.config.sft import SFTConfig
 from posttrain.config.tree import Tree
+from posttrain.config.verl.renamed import SUPERVISED_RENAMED
+from posttrain.config.verl.supervised import SUPERVISED_RULES
 from posttrain.errors import UserError
 
 _MICRO, _BATCH = "data.micro_batch_size_per_gpu", "data.train_batch_size"
@@ -65,6 +67,8 @@ _RENAMED: dict[str, str] = {
     "engine.fsdp_size": _SHARDS,
     "ulysses_sequence_parallel_size": _SEQUENCE,
     "engine.ulysses_sequence_parallel_size": _SEQUENCE,
+    "engine.ulysses_parallel_size": _SEQUENCE,
+    **SUPERVISED_RENAMED,
 }
 _SFT_RENAMED: dict[str, str] = {
     **_RENAMED,
@@ -73,8 +77,6 @@ _SFT_RENAMED: dict[str, str] = {
 }
 _DERIVED: dict[str, Any] = {_PER_DEVICE: int, _ACCUMULATION: int}
 _NOT_BUILT: dict[str, str] = {
-    "model.fsdp_config.": "weights and optimizer stay on their device here; over how many workers they are cut is "
-    "fsdp.fsdp_size",
     "actor_rollout_ref.": "these are settings of RL (`posttrain.trainer.main_ppo`); here the model is `model.*`, the "
     "optimizer `optim.*`",
 }
@@ -220,7 +222,7 @@ SFT = Tree(
     main="sft_trainer",
     root=SFTConfig,
     model="model",
-    spellings=Spellings({}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
+    spellings=Spellings({}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT, SUPERVISED_RULES),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
@@ -232,7 +234,7 @@ REWARD_MODEL = Tree(
     main="reward_model_trainer",
     root=RewardTrainerConfig,
     model="model",
-    spellings=Spellings({}, _RENAMED, _DERIVED, _NOT_BUILT),
+    spellings=Spellings({}, _RENAMED, _DERIVED, _NOT_BUILT, SUPERVISED_RULES),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,

@@ -147,18 +147,24 @@ def _number(value: Any, kind: type) -> int | float:
 
 def _as_list(value: Any) -> list[Any]:
     if isinstance(value, str):
-        text = value.strip()
+        text = _quoted_list(value)
         value = parse_yaml(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
     if isinstance(value, dict):
         raise ValueError
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def _quoted_list(text: str) -> str:
+    """A list with quotes around the whole of it, without them."""
+    inner = unquote(text.strip())
+    return inner if inner.startswith("[") and inner.endswith("]") else text.strip()
+
+
 def _path_or_list(value: Any) -> Any:
     """For settings that take one text or several: `a`, `a,b`, `[a, b]`."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, tuple) else value
-    text = value.strip()
+    text = _quoted_list(value)
     if text[:1] in "\"'" and unquote(text) != text:
         return unquote(text)
     if text.startswith("[") or "," in text:

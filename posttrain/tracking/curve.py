@@ -125,9 +125,10 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     if low >= 0.0 and high <= 1.0 and high > 0.5:
         return 0.0, 1.0  # shares and accuracies are read against the whole scale
+    if low == high == 0.0:
+        return 0.0, 1.0  # rewards that never came
     if low == high:
-        margin = abs(low) * 0.1 or 1.0
-        return low - margin, high + margin
+        return low - abs(low) * 0.1, high + abs(high) * 0.1
     return low, high
 
 

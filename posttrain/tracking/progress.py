@@ -21,6 +21,7 @@ from posttrain import pulse
 from posttrain.tracking.colour import has_colour, is_terminal, painted, plain
 from posttrain.tracking.console import as_console
 from posttrain.tracking.every import Every
+from posttrain.tracking.folding import folded
 from posttrain.tracking.live import DRAW_EVERY, LiveRow, columns
 from posttrain.tracking.row import Moment, progress_row
 
@@ -35,13 +36,16 @@ _active: Progress | None = None
 
 def say(text: str) -> None:
     """Print one note, without tearing the live row apart; a running tee writes it to the log too."""
-    bar = _active
-    text = painted(text) if has_colour(_console(sys.stdout)) else text
-    if bar is None or not bar.has_bar or isinstance(sys.stdout, Tee):  # a tee moves the bar itself
-        print(text, flush=True)
+    bar, stream = _active, _console(sys.stdout)
+    shown = folded(text, columns(stream)) if is_terminal(stream) else text
+    shown = painted(shown) if has_colour(stream) else shown
+    if isinstance(sys.stdout, Tee):  # it moves the bar itself
+        sys.stdout.say(text, shown)
+    elif bar is None or not bar.has_bar:
+        print(shown, flush=True)
     else:
         with bar.moved_away(sys.stdout):
-            print(text, flush=True)
+            print(shown, flush=True)
 
 
 def console_width(most: int = LINE_COLUMNS) -> int:
@@ -58,12 +62,20 @@ class Tee:
         self._pending, self._lost, self._log_failed = "", "", False
 
     def write(self, text: str) -> int:
+        self._write(text, text)
+        return len(text)
+
+    def say(self, text: str, shown: str) -> None:
+        """A note: `text` goes into the log, `shown` to the console."""
+        self._write(f"{text}\n", f"{shown}\n")
+        self.flush()
+
+    def _write(self, text: str, shown: str) -> None:
         with self._lock:
             self._to_log(lambda: self._log.write(_for_log(text)))
-            self._show(text)
+            self._show(shown)
             if self._lost and text.endswith("\n"):
                 self._log_loss()
-        return len(text)
 
     def _to_log(self, action: Callable[[], object]) -> None:
         # A log on a full disk must not end the run; what is printed is still shown.

@@ -146,10 +146,11 @@ def test_there_are_fewer_than_200_settings():
 
 @pytest.mark.parametrize("key", ["clip_ratio", "clip_ratio_low"])
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "clip_cov"])
-def test_a_lower_clip_of_1_or_more_is_refused_where_it_clips_the_ratio(key, loss):
+def test_a_lower_clip_above_1_is_refused_where_it_clips_the_ratio(key, loss):
     actor = "actor_rollout_ref.actor"
     chosen = [f"{actor}.policy_loss.loss_mode={loss}", f"{actor}.{key}=1.5"]
-    with pytest.raises(ConfigError, match=rf"`{actor}.{key}=1.5` would let the ratio fall to -0.5[\s\S]*below 1"):
+    with pytest.raises(ConfigError, match=rf"`{actor}.{key}=1.5` would let the ratio fall to -0.5[\s\S]*at most 1"):
         load_config(chosen)
     free = [f"{actor}.policy_loss.loss_mode=cispo", f"{actor}.clip_ratio_low=1.5"]
     assert load_config(free).value(f"{actor}.clip_ratio_low") == 1.5
+    assert load_config([chosen[0], f"{actor}.{key}=1"]).value(f"{actor}.{key}") == 1.0  # never clips

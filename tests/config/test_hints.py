@@ -44,8 +44,10 @@ def test_a_name_is_meant_only_where_it_is_a_slip_away(word, known, found):
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        (f"{ROLLOUT}.dtype", f"did you mean `{MODEL}.dtype`?"),
-        (f"{ACTOR}.ppo_micro_batch_size", f"did you mean `{ACTOR}.ppo_micro_batch_size_per_gpu`?"),
+        (f"{ROLLOUT}.lora_adapter_path", f"did you mean `{MODEL}.lora_adapter_path`?"),
+        ("data.train_batch_siz", "did you mean `data.train_batch_size`?"),
+        (f"{ACTOR}.use_dynamic_bzs", f"did you mean `{ACTOR}.use_dynamic_bsz`?"),
+        (f"{ROLLOUT}.enforce_eagre", f"did you mean `{ROLLOUT}.enforce_eager`?"),
         ("adv_estimator", "did you mean `algorithm.adv_estimator`?"),
         ("optim.lr", "did you mean `actor_rollout_ref.actor.optim.lr` or `critic.optim.lr`?"),
         ("actor_rolout_ref.rollout.n", f"did you mean `{ROLLOUT}.n`?"),
@@ -56,7 +58,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(problems, key, h
     assert hint in problems("algorithm=grpo", f"{key}=1")
 
 
-@pytest.mark.parametrize("key", [f"{ROLLOUT}.engine_kwargs", "data.foo", "trainer.wobble", "some.path", f"{ACTOR}.x"])
+@pytest.mark.parametrize("key", [f"{ROLLOUT}.server_args", "data.foo", "trainer.wobble", "some.path", f"{ACTOR}.x"])
 def test_a_key_that_is_like_no_other_gets_the_list_instead_of_a_guess(problems, key):
     said = problems("algorithm=grpo", f"{key}=1")
     assert f"Unknown key `{key}`" in said and "did you mean" not in said

@@ -136,7 +136,7 @@ def test_M_33_a_warm_up_over_all_steps_is_noted(load):
     [
         (["--multirun", "trainer.seed=1"], "sweeps are not offered"),
         (["trainer.seed=1,2"], "looks like a sweep"),
-        (["~trainer.seed"], "no setting can be removed"),
+        (["~trainer.sede"], "did you mean `trainer.seed`"),
         (["hydra.run.dir=x"], "Hydra's run folder"),
         (["--lr", "trainer.seed=1"], "key=value"),
         (["--config-nam=x"], "--config-name"),
@@ -153,7 +153,7 @@ def test_M_33_a_warm_up_over_all_steps_is_noted(load):
         (["reward_model.max_length=1", *RM], "2 or more"),
         (["reward_model.strategy=megatron", *RM], "reward_model.strategy=fsdp2"),
         (["critic.strategy=megatron"], "critic.strategy=fsdp2"),
-        (["reward_model.reward_manager=dapo"], "reward.overlong_buffer"),
+        (["reward_model.reward_manager=mine"], "custom_reward_function.path=FILE"),
         (["reward_model.model.paht=x"], "did you mean `reward_model.model.path`"),
         ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "Megatron engine is not built"),
         ([f"{ROLLOUT}.multi_turn=True"], "multi-turn rollout is not built"),

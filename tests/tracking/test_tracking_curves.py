@@ -34,6 +34,7 @@ def test_rising_curve_goes_from_bottom_left_to_top_right():
 def test_constant_single_and_missing_values_can_be_drawn():
     assert len({y for _, y in dots(text_plot([1, 2, 3], [5.0, 5.0, 5.0]))}) == 1
     assert len(dots(text_plot([1], [0.0]))) == 1
+    assert "-1" not in text_plot([1, 2], [0.0, 0.0])  # rewards that never came: no axis below zero
     assert text_plot([1, 2], [math.nan, math.inf], title="x") == "x: no values"
     assert dots(text_plot([1, 2, 3], [0.0, math.nan, 1.0]))
 

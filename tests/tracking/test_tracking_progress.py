@@ -114,6 +114,19 @@ def test_text_without_a_line_end_is_not_lost_under_a_bar(tmp_path, monkeypatch):
     assert screen.getvalue().endswith("half") and (tmp_path / "run.log").read_text() == "half"
 
 
+def test_long_notes_are_broken_between_words_on_a_terminal_and_whole_in_the_log(tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    note = "note: This run loads no reference, as nothing asks for it (actor_rollout_ref.actor.use_kl_loss=True would)."
+    with tee_output(tmp_path / "run.log"):
+        say(note)
+    rows = rows_of(plain(terminal.getvalue()))
+    assert len(rows) == 2 and max(map(len, rows)) <= 80
+    assert " ".join(row.strip() for row in rows) == note and rows[1].startswith("  ")
+    assert (tmp_path / "run.log").read_text() == note + "\n"
+
+
 def test_same_advice_with_other_numbers_is_repeated_every_tenth_step_only(capsys):
     with Progress(30, stream=io.StringIO()) as progress:
         for step in range(21):
@@ -171,6 +184,15 @@ def test_loops_of_one_unit_count_into_the_outermost():
     with pytest.raises(ValueError), pulse.work("rows", 1):
         raise ValueError
     assert pulse.now() is None
+
+
+def test_responses_that_run_longer_than_before_are_not_said_to_be_done_at_once(monkeypatch):
+    monkeypatch.setattr(pulse, "_usual", {"responses": 10.0})
+    with pulse.work("responses", 10, most_tokens=100) as work:
+        work.advance(items=2, tokens=20, running_tokens=8 * 60)
+        assert 0.6 < work.share < 0.7  # 8 that have 60 tokens may grow to 90
+        work.advance(items=0, running_tokens=8 * 100)
+        assert work.share == 0.99
 
 
 def test_the_row_moves_inside_a_step(monkeypatch):

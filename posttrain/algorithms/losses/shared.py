@@ -47,10 +47,10 @@ def clip_sides(config: Any) -> tuple[float, float]:
 def ratio_range(config: Any) -> tuple[float, float]:
     """(low, high) of a clip of the ratio to 1 - low ... 1 + high."""
     low, high = clip_sides(config)
-    if low >= 1:
+    if low > 1:
         raise AlgorithmError(
-            f"The clip range is 1-{low} to 1+{high}. Set actor_rollout_ref.actor.clip_ratio, or clip_ratio_low (0 to "
-            "below 1) and clip_ratio_high (0 or more)."
+            f"The clip range is 1-{low} to 1+{high}. Set actor_rollout_ref.actor.clip_ratio, or clip_ratio_low "
+            "(0 to 1) and clip_ratio_high (0 or more)."
         )
     return low, high
 

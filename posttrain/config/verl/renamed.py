@@ -1,0 +1,60 @@
+"""Keys of verl that are settings here under another name, in RL and in supervised training."""
+
+from __future__ import annotations
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_OPTIM = {
+    "clip_grad": "grad_clip",
+    "warmup_style": "optim.lr_scheduler_type",
+    "lr_decay_style": "optim.lr_scheduler_type",
+    "lr_scheduler_name": "optim.lr_scheduler_type",
+    "lr_scheduler.name": "optim.lr_scheduler_type",
+    "lr_scheduler_num_warmup_steps": "optim.lr_warmup_steps",
+    "lr_scheduler.num_warmup_steps": "optim.lr_warmup_steps",
+}
+"""Under `optim.` of actor and critic -> key of that role."""
+_LORA = {
+    "rank": "lora_rank",
+    "alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+}
+
+MOVED: dict[str, str] = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "critic.fsdp.": "critic.fsdp_config.",
+    f"{_MODEL}.override_config.model_config.": f"{_MODEL}.override_config.",
+}
+"""Prefix -> prefix, as `MOVED_SECTIONS`."""
+
+RENAMED: dict[str, str] = {
+    **{f"{role}.optim.{old}": f"{role}.{new}" for role in (_ACTOR, "critic") for old, new in _OPTIM.items()},
+    **{f"{role}.fsdp_config.strategy": f"{role}.strategy" for role in (_ACTOR, "critic")},
+    **{f"{role}.rollout_n": f"{_ROLLOUT}.n" for role in (_ACTOR, "actor_rollout_ref.ref", "critic")},
+    **{f"critic.model.lora.{old}": f"critic.model.{new}" for old, new in _LORA.items()},
+    **{f"{_ACTOR}.clip_cov_{name}": f"{_ACTOR}.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")},
+    f"{_ACTOR}.loss_mode": f"{_ACTOR}.policy_loss.loss_mode",
+    f"{_ACTOR}.use_remove_padding": f"{_MODEL}.use_remove_padding",
+    f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
+    f"{_ROLLOUT}.response_length": "data.max_response_length",
+    f"{_MODEL}.torch_dtype": f"{_MODEL}.dtype",
+    "critic.model.trust_remote_code": f"{_MODEL}.trust_remote_code",
+    "critic.model.external_lib": f"{_MODEL}.external_lib",
+    "data.trust_remote_code": f"{_MODEL}.trust_remote_code",
+    "data.tokenizer": f"{_MODEL}.tokenizer_path",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.param_offload": "reward_model.fsdp_config.param_offload",
+    "reward_model.model.external_lib": f"{_MODEL}.external_lib",
+    "reward.reward_model.enable": "reward_model.enable",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+}
+
+SUPERVISED_RENAMED: dict[str, str] = {
+    "engine.strategy": "fsdp.strategy",
+    "engine.use_remove_padding": "model.use_remove_padding",
+    "optim.lr_decay_style": "optim.lr_scheduler_type",
+    "optim.warmup_style": "optim.lr_scheduler_type",
+    "data.trust_remote_code": "model.trust_remote_code",
+}

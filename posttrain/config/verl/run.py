@@ -1,0 +1,121 @@
+"""verl's keys of the run: Ray, logging, profilers, other trainers; of other engines; of recipes."""
+
+from __future__ import annotations
+
+from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
+
+_ASYNC = "asynchronous training is not built: a step trains on responses of its own policy"
+_PROFILE = "profilers are not started by settings"
+_PROFILE_DO = "remove it; timing_s/* in metrics.jsonl shows each stage, and py-spy or nsys can watch the process"
+
+RUN: tuple[Rule, ...] = (
+    not_supported(
+        "hydra.*",
+        "Hydra's run folder, search path and sweeper are off",
+        "remove it; runs are written to trainer.default_local_dir, --config-dir adds a folder of group files",
+        off=(),
+    ),
+    not_supported(
+        "ray_kwargs.ray_init.runtime_env.env_vars.*",
+        "workers take over the environment of the command",
+        "write `export NAME=VALUE` before it",
+    ),
+    not_needed("{ray_kwargs,ray_init}.*", "posttrain starts Ray itself, and only for several workers"),
+    not_needed("trainer.ray_wait_register_center_timeout", "workers are waited for until they are there"),
+    not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
+    not_supported("trainer.v1.trainer_mode", _ASYNC, "set it to sync", off=("sync",)),
+    not_needed("trainer.v1.*", "settings of verl's asynchronous trainers"),
+    not_needed("transfer_queue.*", "batches reach the workers without a queue"),
+    not_needed(
+        "trainer.{log_val_generations,rollout_data_dir,validation_data_dir,rl_logging_board_dir,tensorboard_dir}",
+        "the run directory holds every response (samples/) and what loggers write",
+    ),
+    not_supported("trainer.log_freq", "every step is logged", "set it to 1", off=("1",)),
+    not_supported("trainer.default_hdfs_dir", "checkpoints are written to a folder", "set trainer.default_local_dir"),
+    not_supported(
+        "trainer.del_local_ckpt_after_load", "a checkpoint stays where it is", "set trainer.max_ckpt_to_keep"
+    ),
+    not_supported(
+        "trainer.esi_redundant_time",
+        "a run does not watch the end of its machine's lease",
+        "set trainer.save_freq; SIGTERM saves as well",
+        off=("0",),
+    ),
+    not_supported("trainer.worker_env.*", "workers take over the environment of the command", "export it before"),
+    not_supported("*.profiler.enable", _PROFILE, _PROFILE_DO),
+    not_supported("global_profiler.{tool,steps}", _PROFILE, _PROFILE_DO),
+    not_supported("trainer.profile_steps", _PROFILE, _PROFILE_DO),
+    not_needed("*.profiler.*", "settings of profilers, which are not started by settings"),
+    not_needed("{global_profiler,trainer.npu_profile}.*", "settings of profilers, which are not started by settings"),
+    not_supported(
+        "{async_training,async_flow,async_resources}.*", _ASYNC, "remove it, and start main_ppo instead of the recipe"
+    ),
+    *(
+        not_supported(
+            f"skip.{part}.*", "a run does not take its responses from a dump", "remove it", switch=f"skip.{part}.enable"
+        )
+        for part in ("rollout", "async_rollout", "rollout_tq")
+    ),
+)
+
+_MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2), with which it has no effect"
+OTHER_ENGINES: tuple[Rule, ...] = (
+    translated(
+        "model_engine", "engine", "`dp` (FSDP) is the engine here; megatron, veomni, torchtitan and others are refused"
+    ),
+    translated("actor_rollout_ref.actor.model_engine", "engine", "as `model_engine`"),
+    not_supported(
+        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}.{megatron,megatron_config}.*",
+        "the Megatron engine is not built in this version",
+        _MEGATRON_DO,
+        idle="fsdp",
+    ),
+    not_supported(
+        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan,engine,automodel,mindspeed}.*",
+        "this engine is not built",
+        _MEGATRON_DO,
+        idle="fsdp",
+    ),
+    not_supported(
+        "*.fsdp_config.turbo_config.*", "the engine fsdp_turbo (Ascend) is not built", _MEGATRON_DO, idle="fsdp"
+    ),
+    not_supported(
+        "{actor,critic,ref}@*", "verl's group files are not here", "give the keys that the file sets", off=()
+    ),
+)
+
+_RECIPE = "a key of a recipe, not of verl's trainers"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+RECIPES: tuple[Rule, ...] = (
+    not_supported(
+        f"{_ACTOR}.{{ppo_adv_clip_max,ppo_clip_range,ppo_kl_coeff,ppo_max_grad_norm,gvpo_beta}}",
+        _RECIPE,
+        "choose a policy loss (`posttrain explain` lists them), or register your own (docs/own_algorithm.md)",
+        off=(),
+    ),
+    not_supported(
+        f"{_ACTOR}.{{sampling_steps,shift,timestep_fraction,train_cfg_scale,model_args_path,num_images_in_input,"
+        "freeze_non_attn_ffn,micro_batch_size}",
+        f"{_RECIPE} (diffusion or robots)",
+        "remove it: models of text are trained here",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.{{cfg_scale,text_cfg_scale,eta,height,width,init_same_noise,latent_h,latent_w,num_inference_steps,"
+        "online.prompt,online.save.path,online.step.interval,online.test,only,output_dir,result.save.path,"
+        "vae_scale_factor,micro_batch_size,single_turn_response_length}",
+        f"{_RECIPE} (diffusion or robots)",
+        "remove it: models of text are trained here",
+        off=(),
+    ),
+    not_supported("actor_rollout_ref.model.{reward_model,reward_model_path}", _RECIPE, "set reward_model.model.path"),
+    not_supported("{env,atropos}.*", f"{_RECIPE} (an environment outside the run)", "remove it"),
+    not_supported(
+        "trainer.{debug,dump_high_diff_dir,dump_high_diff_tokens,fixed_eval,n_env_gpus_per_node,"
+        "n_rollout_gpus_per_node,ref_update_freq}",
+        _RECIPE,
+        "remove it",
+    ),
+    not_supported("trainer.spo.*", _RECIPE, "remove it", switch="trainer.spo.enable"),
+)
+
+RUN_RULES: tuple[Rule, ...] = (*RUN, *OTHER_ENGINES, *RECIPES)

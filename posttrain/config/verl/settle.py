@@ -1,0 +1,61 @@
+"""Keys of verl are answered: translated ones take effect, the others become notes or problems, one per reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from posttrain.config.merge import Entry, Merged
+from posttrain.config.problem import Problem
+from posttrain.config.verl.conditions import CONDITIONS, ON, given
+from posttrain.config.verl.rule import NOT_NEEDED, NOT_SUPPORTED, Rule
+from posttrain.config.verl.translations import TRANSLATIONS
+from posttrain.config.verl.values import translate_values
+
+
+def settle(merged: Merged) -> None:
+    """Answer what `merge.add` put aside; other words for values are translated as well."""
+    translate_values(merged)
+    notes: dict[str, list[str]] = {}
+    refused: dict[Rule, list[Entry]] = {}
+    for key, entry in merged.elsewhere.items():
+        rule = entry.rule
+        assert rule is not None
+        if rule.how:
+            TRANSLATIONS[rule.how](merged, key, entry)
+        elif rule.kind == NOT_SUPPORTED and not _idle(merged, rule, key, entry):
+            refused.setdefault(rule, []).append(entry)
+        elif entry.explicit:
+            why = rule.says if rule.kind == NOT_NEEDED else _off(merged, rule, key)
+            notes.setdefault(why, []).append(entry.spelling)
+    for rule, entries in refused.items():
+        merged.problems.append(_problem(rule, entries))
+    for why, keys in notes.items():
+        verb = "is" if len(keys) == 1 else "are"
+        merged.note(f"{_listed(keys)} {verb} not needed here: {why}.")
+
+
+def _idle(merged: Merged, rule: Rule, key: str, entry: Entry) -> bool:
+    """Whether an unsupported key asks for nothing, as it is set."""
+    if rule.asks_for_nothing(entry.value):
+        return True
+    if rule.switch and rule.switch_of(key) != key:
+        return given(merged, rule.switch_of(key)) not in ON
+    return bool(rule.idle) and CONDITIONS[rule.idle](merged, key)
+
+
+def _off(merged: Merged, rule: Rule, key: str) -> str:
+    if rule.switch and rule.switch_of(key) != key:
+        return f"{rule.switch_of(key)} is not on"
+    return f"with this value it asks for nothing ({rule.says})"
+
+
+def _problem(rule: Rule, entries: list[Entry]) -> Problem:
+    keys = [f"{entry.spelling}={entry.value}" for entry in entries]
+    where = ", and ".join(dict.fromkeys(entry.source for entry in entries))
+    return Problem(f"{_listed(keys)} cannot be used: {rule.says}.", where, rule.do or "remove the key")
+
+
+def _listed(keys: Iterable[str], most: int = 6) -> str:
+    shown = [f"`{key}`" for key in keys]
+    rest = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + rest

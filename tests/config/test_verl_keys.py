@@ -1,0 +1,346 @@
+"""Every key known of verl gets one of four answers, and the answer is what happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from posttrain.config import load_config
+from posttrain.config.aliases import canonical, spelled
+from posttrain.config.choices import CHOICES
+from posttrain.config.merge import Merged, add
+from posttrain.config.ppo_tree import PPO
+from posttrain.config.schema import leaf_of, leaves, using
+from posttrain.config.supervised_tree import SFT
+from posttrain.config.values import split_hint
+from posttrain.config.verl.answers import all_answers
+from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
+from posttrain.config.verl.settle import settle
+from posttrain.config.verl.supervised import GENERATION
+from posttrain.config.verl.translations import TRANSLATIONS
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"
+TREES = {"main_ppo": PPO, "sft_trainer": SFT}
+ANSWERS = {key: (program, found) for key, program, found in all_answers()}
+
+
+def keys_with(kind: str, program: str) -> list[str]:
+    return [key for key, (of, found) in ANSWERS.items() if of == program and found and found.kind == kind]
+
+
+def settled(program: str, **values: Any) -> Merged:
+    """These keys alone, taken in and answered."""
+    merged, tree = Merged(), TREES[program]
+    with using(tree.root), spelled(tree.spellings):
+        for key, value in values.items():
+            add(merged, key, value, "command line", 1, explicit=True)
+        settle(merged)
+    return merged
+
+
+def test_all_1591_keys_get_one_of_the_four_answers():
+    assert len(ANSWERS) == 1591 and not [key for key, (_, found) in ANSWERS.items() if found is None]
+    counted = Counter(found.kind for _, found in ANSWERS.values() if found)
+    assert set(counted) == set(KINDS) and counted[HONOURED] + counted[TRANSLATED] > 300
+
+
+def test_an_answer_says_why_and_what_to_do():
+    for key, (_, found) in ANSWERS.items():
+        assert found is not None
+        assert found.kind == HONOURED or found.says, key
+        if found.kind == NOT_SUPPORTED and found.rule:
+            assert found.rule.do, key
+
+
+@pytest.mark.parametrize("program", list(TREES))
+def test_a_key_that_is_not_needed_becomes_a_note_and_nothing_else(program):
+    for key in keys_with(NOT_NEEDED, program):
+        merged = settled(program, **{key: "7"})
+        assert len(merged.notes) == 1 and f"`{key}` is not needed here" in merged.notes[0], key
+        assert not merged.problems and not merged.entries, key
+
+
+@pytest.mark.parametrize("program", list(TREES))
+def test_a_key_that_is_not_supported_is_an_error_with_a_reason_and_a_way_out(program):
+    for key in keys_with(NOT_SUPPORTED, program):
+        rule = ANSWERS[key][1].rule  # type: ignore[union-attr]
+        if rule is None or key.startswith("hydra."):
+            continue
+        values = dict.fromkeys([f"{ACTOR}.optim.lr_scheduler_type", "critic.optim.lr_scheduler_type"], "cosine")
+        values = values if program == "main_ppo" else {"optim.lr_scheduler_type": "cosine"}
+        values[key] = "wobble"
+        if rule.switch:
+            values[rule.switch_of(key)] = "True"
+        problems = settled(program, **values).problems
+        assert any(f"`{key}=" in str(problem) and rule.do in str(problem) for problem in problems), key
+
+
+def rules_with_a_way_to_be_off() -> list[tuple[str, Rule]]:
+    rules = {found.rule: key for key, (_, found) in ANSWERS.items() if found and found.rule}
+    return [(key, rule) for rule, key in rules.items() if rule.kind == NOT_SUPPORTED and rule.off]
+
+
+@pytest.mark.parametrize(("key", "rule"), rules_with_a_way_to_be_off())
+def test_an_unsupported_key_that_asks_for_nothing_is_only_noted(key, rule):
+    for value in (rule.off[0], "null"):
+        merged = settled(ANSWERS[key][0], **{key: value})
+        assert not merged.problems and "not needed" in merged.notes[0], (key, value)
+
+
+SPECIAL: dict[str, str] = {
+    "algorithm.adv_estimator": "rloo",
+    "algorithm.filter_groups.metric": "acc",
+    f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+    f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0",
+    f"{CORRECTION}.rollout_is_threshold": "3.0",
+    f"{ACTOR}.policy_loss.loss_mode": "sapo",
+    f"{ACTOR}.optim.betas": "[0.8, 0.9]",
+    f"{ACTOR}.clip_ratio_c": "5.0",
+    "critic.optim.betas": "[0.8, 0.9]",
+    "optim.betas": "[0.8, 0.9]",
+    "fsdp.strategy": "fsdp",
+    "optim.lr_scheduler_type": "linear",
+    "data.train_batch_size": "2048",
+    "trainer.logger": "[console,tensorboard]",
+    "trainer.device": "cpu",
+    "trainer.resume_mode": "resume_path",
+}
+"""Honoured key -> a value other than its default, where the type alone does not give one."""
+
+
+def other_value(key: str) -> str:
+    """A value that is allowed and not the default."""
+    leaf = leaf_of(key)
+    assert leaf is not None
+    kind, default = split_hint(leaf.hint)[0], leaf.default
+    if key in SPECIAL or leaf.key != key:
+        return SPECIAL.get(key, "7")
+    if key in CHOICES:
+        return next(name for name in CHOICES[key] if name not in (default, "auto"))
+    if kind is bool:
+        return str(not default)
+    if kind is int:
+        return str(max(default or 0, 3) + 1)
+    return "0.25" if kind is float else "{depth: 7}" if leaf.free_keys else "[one]"
+
+
+@pytest.mark.parametrize("program", list(TREES))
+def test_every_honoured_key_changes_the_resolved_configuration(program):
+    with using(TREES[program].root):
+        values = {key: other_value(key) for key in keys_with(HONOURED, program)}
+        whole = {key for key in values if key in leaves()}
+    both = ["algorithm.allow_both_kl=True"] if program == "main_ppo" else []
+    resolved = load_config([f"{key}={value}" for key, value in values.items()] + both, tree=TREES[program])
+    with using(TREES[program].root):
+        same = [key for key in whole if resolved.value(key) == leaves()[key].default]
+    assert not same
+    assert all(resolved.sources[key].startswith("command line") for key in whole)
+    if program == "main_ppo":
+        assert resolved.value(f"{MODEL}.override_config")["attention_dropout"] == 7
+        assert resolved.value("data.apply_chat_template_kwargs")["enable_thinking"] == 7
+
+
+def renamed(program: str) -> list[tuple[str, str]]:
+    """(spelling, setting) of the keys that only have another name."""
+    with using(TREES[program].root), spelled(TREES[program].spellings):
+        found = [(key, canonical(key).key) for key in keys_with(TRANSLATED, program)]
+        return [(key, target) for key, target in found if target in leaves()]
+
+
+@pytest.mark.parametrize("program", list(TREES))
+def test_a_renamed_key_sets_the_setting_that_it_stands_for(program):
+    pairs = renamed(program)
+    assert len(pairs) > 5
+    with using(TREES[program].root):
+        values = {key: other_value(target) for key, target in pairs}
+    for key, target in pairs:
+        entries = settled(program, **{key: values[key]}).entries
+        assert set(entries) == {target} and entries[target].value == values[key], key
+        assert entries[target].where(target) == f"command line, written `{key}`", key
+    arguments = [f"{key}={value}" for key, value in values.items()]
+    resolved = load_config([*arguments, "trainer.n_gpus_per_node=8"], tree=TREES[program])
+    assert all("written" in resolved.sources[target] for _, target in pairs)
+
+
+MICRO = "ppo_micro_batch_size_per_gpu"
+CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
+    "dynamic": [
+        ([f"{ACTOR}.{MICRO}=4", f"{ACTOR}.use_dynamic_bsz=True"], {f"{ACTOR}.{MICRO}": None}),
+        ([f"{ACTOR}.{MICRO}=4", f"{ACTOR}.use_dynamic_bsz=False"], {f"{ACTOR}.{MICRO}": 4}),
+        (["algorithm=ppo", f"critic.{MICRO}=4", "critic.use_dynamic_bsz=True"], {f"critic.{MICRO}": None}),
+        (
+            ["sft", "data.micro_batch_size_per_gpu=4", "data.use_dynamic_bsz=True"],
+            {"data.micro_batch_size_per_gpu": None},
+        ),
+    ],
+    "share": [
+        ([f"{ACTOR}.ppo_micro_batch_size=16", "trainer.n_gpus_per_node=8"], {f"{ACTOR}.{MICRO}": 2}),
+        ([f"{ACTOR}.ppo_micro_batch_size=null", f"{ACTOR}.{MICRO}=3"], {f"{ACTOR}.{MICRO}": 3}),
+        (["sft", "data.micro_batch_size=4"], {"data.micro_batch_size_per_gpu": 4}),
+    ],
+    "floor": [
+        ([f"{ACTOR}.optim.lr=1e-5", f"{ACTOR}.optim.min_lr=1e-6"], {f"{ACTOR}.optim.min_lr_ratio": 0.1}),
+        (["sft", "optim.lr=2e-5", "optim.lr_min=1e-6"], {"optim.min_lr_ratio": 0.05}),
+    ],
+    "cpu_optimizer": [
+        (
+            [f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True"],
+            {f"{ACTOR}.fsdp_config.optimizer_offload": True},
+        ),
+    ],
+    "offload": [
+        (
+            [f"{ACTOR}.fsdp_config.offload_policy=True", f"{ACTOR}.fsdp_config.param_offload=False"],
+            {f"{ACTOR}.fsdp_config.param_offload": True, f"{ACTOR}.fsdp_config.optimizer_offload": True},
+        ),
+        ([f"{REF}.fsdp_config.offload_policy=True"], {f"{REF}.fsdp_config.param_offload": True}),
+    ],
+    "deterministic": [([f"{ACTOR}.fsdp_config.full_determinism=True"], {"trainer.deterministic": True})],
+    "dtype": [
+        ([f"{ACTOR}.fsdp_config.dtype=bf16"], {f"{MODEL}.dtype": "bfloat16"}),
+        ([f"{ACTOR}.fsdp_config.dtype=fp8"], "set actor_rollout_ref.model.dtype to bfloat16"),
+        (["sft", "engine.model_dtype=bf16"], {"model.dtype": "bfloat16"}),
+    ],
+    "stored_dtype": [
+        ([f"{ACTOR}.fsdp_config.model_dtype=bf16"], {f"{MODEL}.dtype": "bfloat16"}),
+        ([f"{ACTOR}.fsdp_config.model_dtype=fp32"], {f"{MODEL}.dtype": "auto"}),
+    ],
+    "contents": [
+        ([f"{ACTOR}.checkpoint.save_contents=[model,hf_model,optimizer,extra]"], {"trainer.export_hf": "all"}),
+        (["sft", "checkpoint.save_contents=[model,hf_model]"], {"trainer.export_hf": "all"}),
+    ],
+    "critic": [
+        (["algorithm.adv_estimator=grpo", "critic.enable=True"], "the estimator grpo has none"),
+        (["algorithm.adv_estimator=gae", "critic.enable=True"], {"algorithm.adv_estimator": "gae"}),
+    ],
+    "bypass": [
+        ([f"{CORRECTION}.bypass_mode=true"], {f"{ACTOR}.old_log_probs": "rollout"}),
+        ([f"{CORRECTION}.bypass_mode=False"], {f"{ACTOR}.old_log_probs": "trainer"}),
+    ],
+    "lower": [
+        (
+            [
+                f"{CORRECTION}.rollout_rs=geometric",
+                f"{CORRECTION}.rollout_rs_threshold=1.001",
+                f"{CORRECTION}.rollout_rs_threshold_lower=0.999",
+            ],
+            {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.999_1.001"},
+        ),
+    ],
+    "gen_batch": [
+        (["data.train_batch_size=64", "data.gen_batch_size=64"], {"data.train_batch_size": 64}),
+        (["data.train_batch_size=64", "data.gen_batch_size=128"], "each step generates data.train_batch_size=64"),
+        (
+            ["algorithm=dapo", "data.gen_batch_size=1536", "algorithm.filter_groups.enable=True"],
+            {"algorithm.filter_groups.enable": True},
+        ),
+    ],
+    "manager": [
+        (["reward_model.reward_manager=dapo"], {"reward_model.enable": False}),
+        (["reward.reward_manager.name=prime"], "custom_reward_function.path=FILE"),
+    ],
+    "longest": [
+        (
+            ["data.max_response_length=99", "+reward_model.reward_kwargs.max_resp_len=99"],
+            {"data.max_response_length": 99},
+        ),
+        (["data.max_response_length=99", "+reward.reward_kwargs.max_resp_len=98"], "set both to the same number"),
+    ],
+    "engine": [
+        (["model_engine=megatron"], "set model_engine=dp"),
+        (["model_engine=dp"], {f"{ACTOR}.strategy": "fsdp"}),
+        (["sft", "engine=fsdp", "optim=fsdp"], {"fsdp.strategy": "fsdp2"}),
+        (["sft", "engine=veomni"], "set engine=fsdp"),
+    ],
+    "model_group": [(["sft", "model=hf_model"], {"model.lora_rank": 0}), (["sft", "model=vlm"], "set model.path")],
+}
+"""Name of a translation -> (arguments, what they resolve to, or what is said instead)."""
+
+
+def test_every_translation_has_a_case():
+    assert set(CASES) == set(TRANSLATIONS)
+    used = {rule.how for tree in TREES.values() for rule in tree.spellings.rules if rule.how}
+    assert used == set(TRANSLATIONS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [pytest.param(*case, id=how) for how, cases in CASES.items() for case in cases]
+)
+def test_a_translated_key_means(problems, arguments, expected):
+    tree = SFT if arguments[0] == "sft" else PPO
+    arguments = [argument for argument in arguments if argument != "sft"]
+    if isinstance(expected, str):
+        assert expected in problems(*arguments, tree=tree)
+        return
+    resolved = load_config(arguments, tree=tree)
+    assert {key: resolved.value(key) for key in expected} == pytest.approx(expected)
+
+
+def test_what_is_written_in_the_resolved_configuration_says_from_which_key(load):
+    resolved = load(f"{ACTOR}.fsdp_config.full_determinism=True", "trainer.max_actor_ckpt_to_keep=3")
+    assert resolved.sources["trainer.deterministic"] == f"command line, written `{ACTOR}.fsdp_config.full_determinism`"
+    assert "max_actor_ckpt_to_keep" in resolved.sources["trainer.max_ckpt_to_keep"]
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_a_key_of_verl_may_be_added(load, sign):
+    resolved = load(f"{sign}{ROLLOUT}.n=7", f"{sign}{ROLLOUT}.enforce_eager=False", "algorithm=grpo")
+    assert resolved.value(f"{ROLLOUT}.n") == 7 and any("enforce_eager" in note for note in resolved.notes)
+
+
+def test_a_removed_key_has_its_default(load, write):
+    write("mine.yaml", "trainer: {seed: 9, balance_batch: true}\n")
+    resolved = load("--config-path=.", "--config-name=mine", "~trainer.seed", "~trainer.balance_batch")
+    assert resolved.value("trainer.seed") == 1 and resolved.sources["trainer.seed"] == "default"
+    assert not any("`trainer.balance_batch`" in note for note in resolved.notes)
+
+
+def test_keys_of_one_reason_are_told_in_one_sentence(load, problems):
+    sizes = [f"{ACTOR}.megatron.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "expert")]
+    text = problems(*sizes)
+    assert text.startswith("1 problem") and "`critic.strategy=fsdp2" not in text and "strategy=fsdp2" in text
+    resolved = load(*sizes, f"{ACTOR}.strategy=fsdp2")
+    assert sum("megatron" in note for note in resolved.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        ([f"{ACTOR}.clip_ratio_low=1"], f"{ACTOR}.clip_ratio_low", 1.0),
+        (['trainer.logger=["console","file"]'], "trainer.logger", ["console"]),
+        (["trainer.logger=['console', 'tensorboard']"], "trainer.logger", ["console", "tensorboard"]),
+        (["trainer.logger=console,file"], "trainer.logger", ["console"]),
+        (["data.train_files='a.parquet'"], "data.train_files", "a.parquet"),
+        (["data.train_files=\"['a.parquet', 'b.parquet']\""], "data.train_files", ["a.parquet", "b.parquet"]),
+        (
+            [f"{ROLLOUT}.val_kwargs.temperature=0", f"{ROLLOUT}.val_kwargs.do_sample=True"],
+            f"{ROLLOUT}.val_kwargs.do_sample",
+            False,
+        ),
+        (["trainer.save_freq=0"], "trainer.save_freq", -1),
+        (["algorithm.adv_estimator=gae", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", 1),
+        (["algorithm.adv_estimator=remax", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", 1),
+        (["algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", 1),
+    ],
+)
+def test_values_as_verls_users_write_them(load, arguments, key, value):
+    assert load(*arguments).value(key) == value
+
+
+def test_the_keys_of_generation_are_those_that_its_entry_reads():
+    from posttrain.trainer import main_generation as entry
+
+    taken = {*entry.FLAGS, *entry.KEYS}
+    for key, (kind, _) in GENERATION.items():
+        assert (key in taken) == (kind in (HONOURED, TRANSLATED)), key
+        assert (key in entry.IDLE) == (kind == NOT_NEEDED), key
+
+
+def test_other_engines_name_the_override_that_makes_the_script_run(problems):
+    text = problems(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=True", environment=True)
+    assert f"set {ROLLOUT}.name=native" in text and "enforce_eager" not in text
+    assert f"set {ROLLOUT}.name=native" in problems(f"{ROLLOUT}.name=trtllm")
+    assert "strategy=fsdp2" in problems(f"{ACTOR}.strategy=veomni")
