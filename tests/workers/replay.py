@@ -52,6 +52,9 @@ class Recorder(RolloutEngine):
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
         return self.inner.abort(ids)
 
+    def release(self, ids: Iterable[Hashable]) -> None:
+        self.inner.release(ids)
+
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
         return self.inner.score(token_ids, temperature=temperature)
 
