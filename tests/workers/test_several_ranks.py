@@ -6,12 +6,8 @@ import copy
 import json
 import os
 import pickle
-import shutil
-import signal
 import subprocess
 import sys
-import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -402,86 +398,6 @@ def test_in_float64_the_weights_are_those_of_one_process_too(runs, kind, count):
     for mine, theirs in zip(one.metrics, many.metrics, strict=True):
         shared = {name: value for name, value in mine.items() if not name.startswith(UNSTEADY)}
         assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-9, abs=1e-9)
-
-
-def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs):
-    straight = runs("ppo", "float64", 1)
-    more = {**RUNS["ppo"], "actor_rollout_ref.model.dtype": "float64"}
-    half = runs.replayed("half", 4, {**more, "trainer.total_training_steps": 5})
-    assert len(list((half.path / "checkpoints" / "global_step_5" / "actor").glob("*.distcp"))) == 4
-    for count in (2, 1):
-        shutil.copytree(runs.folder / "half", runs.folder / f"on {count}")
-        ended = runs.replayed(f"on {count}", count, more)
-        assert [line["step"] for line in ended.metrics] == [6, 7, 8, 9, 10]
-        assert furthest(weights_of(straight.path), weights_of(ended.path)) < 1e-9
-        assert furthest(exported(straight.path), exported(ended.path)) < 1e-9
-
-
-# -- runs that end ----------------------------------------------------------------------------------------------------
-
-WAIT_S = 60.0  # about one second where nothing else runs
-SIX = {"trainer.total_training_steps": 6, "trainer.save_freq": 3}
-KILLED = """
-    import os, signal, sys
-    os.cpu_count = lambda: 2  # one thread each, as those that it is compared with
-    sys.path[:0] = {paths!r}
-    import posttrain
-    from light_rewards import even_share
-    from posttrain.controller.ray_cluster import RayCluster
-    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-
-    start, update = RayCluster.start, RayPPOTrainer._update
-
-    def told(self):
-        start(self)
-        print("Ray's folder:", self.folder, flush=True)
-
-    def killed(self, batch, step):
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, batch, step)
-
-    RayCluster.start, RayPPOTrainer._update = told, killed
-    posttrain.train({settings!r}, reward=even_share)
-"""
-
-
-def processes_of(folder: str) -> list[int]:
-    """Processes that were started with this folder, or have a file open in it."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
-            if folder.encode() in (entry / "cmdline").read_bytes() or any(f.startswith(folder + "/") for f in files):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def check_nothing_is_left(folder: str, shared: set[str]) -> None:
-    until = time.monotonic() + WAIT_S
-    while (Path(folder).exists() or processes_of(folder)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not Path(folder).exists() and not processes_of(folder)
-    assert set(os.listdir("/dev/shm")) <= shared
-
-
-def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_the_killed_leaves_nothing(runs):
-    straight = runs.free("straight", 2, SIX)
-    wanted = {**settings(runs.model, runs.data, runs.folder / "killed"), **SIX, "trainer.n_gpus_per_node": 2}
-    code = textwrap.dedent(KILLED).format(paths=[path for path in sys.path if path], settings=wanted)
-    shared = set(os.listdir("/dev/shm"))
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
-    assert killed.returncode == -signal.SIGKILL, killed.stdout[-2000:] + killed.stderr[-2000:]
-    check_nothing_is_left(killed.stdout.partition("Ray's folder: ")[2].split()[0], shared)
-    path = runs.folder / "killed" / "test" / "run"
-    assert [line["step"] for line in metrics_of(path)] == [1, 2, 3, 4]
-    runs.free("killed", 2, SIX)
-    assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
-    assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
 def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_model, tmp_path):
