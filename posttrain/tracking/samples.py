@@ -55,9 +55,14 @@ def write_samples(
     Texts are the columns `prompt` and `response` (or `response_text`); log-probs, advantages and entropy are written
     when present. `sampling` are the settings that all responses were sampled with.
     """
+    return write_step(folder, step, sample_table(step, batch, sampling=sampling))
+
+
+def write_step(folder: str | os.PathLike[str], step: int, table: pa.Table) -> Path:
+    """Write `step_<step>.parquet` from its table."""
     path = Path(folder) / f"step_{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, sample_table(step, batch, sampling=sampling))
+    _write(path, table)
     return path
 
 

@@ -190,6 +190,7 @@ class RayPPOTrainer:
                     if stop.requested:
                         break
                     self._train_step()
+                self.recorder.settle()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._leave(stop)
         except KeyboardInterrupt:

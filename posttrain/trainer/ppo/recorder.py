@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import step_metrics
 from posttrain.tracking.progress import console_width, say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.tracking.samples import sample_table, thin_samples, write_samples, write_validation
+from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
 from posttrain.tracking.vocabulary import write_vocabulary
 from posttrain.trainer.run_writer import RunWriter
 
@@ -66,8 +66,8 @@ class Recorder(RunWriter):
         line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
         tracking = self.config.tracking
         if tracking.samples_freq > 0 and step % tracking.samples_freq == 0:
-            write_samples(self.run.samples, step, batch, sampling=sampling_words(self.config))
-            thin_samples(self.run.samples, tracking.samples_max_gb * 1e9)
+            table = sample_table(step, batch, sampling=sampling_words(self.config))
+            self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
@@ -94,8 +94,17 @@ class Recorder(RunWriter):
     def write_validation_samples(self, step: int, tables: Sequence[pa.Table | None]) -> None:
         wanted = [table for table in tables if table is not None]
         if wanted:
-            write_validation(self.run.samples, step, wanted)
-            thin_samples(self.run.samples, self.config.tracking.samples_max_gb * 1e9)
+            self._write_behind(lambda: write_validation(self.run.samples, step, wanted))
+
+    def _write_behind(self, write: Callable[[], object]) -> None:
+        """Write a file of samples while the next step is computed."""
+        most = self.config.tracking.samples_max_gb * 1e9
+
+        def work() -> None:
+            write()
+            thin_samples(self.run.samples, most)
+
+        self.behind.run(work)
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
