@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, sft
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward_trainer import PairDataConfig
+from posttrain.config.reward_trainer import PairDataConfig, RewardTrainerConfig
 from posttrain.config.sft import SFTConfig, SFTDataConfig
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
@@ -211,3 +211,11 @@ def test_weights_come_from_the_path_though_the_tokenizer_lies_elsewhere(tiny_mod
     own = load_file(tiny_model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(module.state_dict()[name], own[name])
+
+
+@pytest.mark.parametrize("config, worker", [(SFTConfig, sft_worker.SFTWorker), (RewardTrainerConfig, pairs.PairWorker)])
+def test_sizes_of_groups_of_workers_reach_the_engine(monkeypatch, config, worker):
+    made = config()
+    made.fsdp.fsdp_size, made.fsdp.ulysses_sequence_parallel_size = 2, 4
+    monkeypatch.setattr("posttrain.workers.supervised.worker.group_ranks", lambda _, **sizes: sizes)
+    assert worker(made, None, torch.device("cpu")).settings().ranks == {"fsdp_size": 2, "sequence_size": 4}
