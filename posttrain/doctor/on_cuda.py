@@ -101,19 +101,18 @@ def chunk_bytes(sizes: Sizes, tokens: int, memory: int) -> int:
 
 def update_bytes(sizes: Sizes, tokens: int, predicted: int, checkpointing: bool, memory: int) -> tuple[int, int]:
     """(kept for the backward pass, most alive besides weights and summed gradients), of `tokens` with log-probs of
-    `predicted`. The worst moment is the head's backward pass, when every layer's tensors are still there."""
-    layers = sizes.layers * tokens * sizes.kept
-    if checkpointing:  # a layer's input, and all of the one that is computed again
-        layers = sizes.layers * tokens * sizes.width * sizes.itemsize + tokens * sizes.kept
-    rotation = 2 * tokens * sizes.size * sizes.itemsize
-    states = predicted * sizes.width * (2 * sizes.itemsize + WIDE)  # before and after the last norm
+    `predicted`. The worst moment is the head's backward pass, when every layer's tensors are still there; with
+    checkpointing it may be that of a layer which is computed again."""
+    each = sizes.width * sizes.itemsize if checkpointing else sizes.kept
+    rotation, states = 2 * tokens * sizes.size * sizes.itemsize, 2 * predicted * sizes.width * sizes.itemsize
+    activations = sizes.layers * tokens * each + rotation + states
     logits, chunk = WIDE * predicted * sizes.vocabulary, chunk_bytes(sizes, predicted, memory)
-    kept = logits if logits <= memory * KEPT_SHARE else 0
-    table = WIDE * sizes.vocabulary * sizes.width  # the gradient of the head, and a chunk's share of it
-    shares = 0 if sizes.ranks else 2 if logits > chunk else 1
-    gradient = chunk * sizes.itemsize // WIDE + shares * table
-    activations = layers + rotation + states + kept
-    return activations, activations + gradient + (0 if kept else chunk)
+    held = logits if logits <= memory * KEPT_SHARE else chunk
+    shares = 0 if sizes.ranks else 2 if logits > chunk else 1  # the gradient of the head, and a chunk's share of it
+    table = shares * WIDE * sizes.vocabulary * sizes.width
+    head = held + chunk * sizes.itemsize // WIDE + table + predicted * sizes.width * WIDE  # and the last norm's input
+    layer = tokens * (sizes.kept + sizes.passing) if checkpointing else 0
+    return activations, activations + max(head, layer)
 
 
 def scoring_bytes(sizes: Sizes, tokens: int, predicted: int, memory: int) -> int:

@@ -86,15 +86,21 @@ def test_a_chunk_of_logits_is_a_share_of_the_device(predicted, memory, chunk):
     assert on_cuda.chunk_bytes(SIZES, predicted, memory) == chunk
 
 
-@pytest.mark.parametrize(("memory", "kept"), [(16 * 4 * 100 * 50, True), (16 * 4 * 100 * 50 - 1, False)])
-def test_logits_wait_for_the_backward_pass_up_to_a_sixteenth_of_the_device(memory, kept):
-    logits, table = 4 * 100 * 50, 4 * 100 * 16
-    without = 2 * 60 * SIZES.kept + 2 * 60 * 8 * 2 + 50 * 16 * 8
-    activations, peak = on_cuda.update_bytes(SIZES, 60, 50, False, memory)
-    assert activations == without + (logits if kept else 0)
-    assert peak == without + logits + logits // 2 + table, "kept or computed again, one chunk is there"
-    again, _ = on_cuda.update_bytes(SIZES, 60, 50, True, memory)
-    assert activations - again == 2 * 60 * SIZES.kept - (2 * 60 * 16 * 2 + 60 * SIZES.kept)
+@pytest.mark.parametrize(("memory", "predicted"), [(1 << 40, 50), (1 << 40, 10**6), (1 << 20, 10**6)])
+def test_an_update_holds_layers_logits_and_the_heads_gradient(memory, predicted):
+    """Logits wait for the backward pass up to a sixteenth of the device; otherwise a chunk is computed again."""
+    logits, chunk = 4 * 100 * predicted, on_cuda.chunk_bytes(SIZES, predicted, memory)
+    held = logits if 16 * logits <= memory else chunk
+    table = 4 * 100 * 16 * (1 if logits == chunk else 2)
+    kept = 2 * 60 * SIZES.kept + 2 * 60 * 8 * 2 + 2 * predicted * 16 * 2
+    found = on_cuda.update_bytes(SIZES, 60, predicted, False, memory)
+    assert found == (kept, kept + held + chunk // 2 + table + 4 * predicted * 16)
+
+
+def test_with_checkpointing_inputs_are_kept_and_one_layer_is_there_again():
+    full, light = (on_cuda.update_bytes(SIZES, 10**6, 1, again, 1 << 40) for again in (False, True))
+    assert full[0] - light[0] == 2 * 10**6 * (SIZES.kept - 16 * 2)
+    assert light[1] - light[0] == 10**6 * (SIZES.kept + SIZES.passing)
 
 
 def test_adapters_keep_their_low_rank_inputs_and_the_head_has_no_gradient(tmp_path):
