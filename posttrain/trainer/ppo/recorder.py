@@ -41,6 +41,8 @@ class Recorder(RunWriter):
         super().__init__(config, run, total_steps, stored_config=stored_config)
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
         self.before: Before | None = None
+        self.works_here = True
+        """Whether the models are in this process, so that its memory is theirs."""
         actor = config.actor_rollout_ref.actor
         self.facts = RunFacts(
             kl_on=kl_on,
@@ -74,11 +76,11 @@ class Recorder(RunWriter):
         metrics = step_metrics(
             batch, timing=self.timing, update=update, max_response_length=self.config.data.max_response_length
         )
-        metrics = {**metrics, **validation}
+        memory = self.peaks.take() if self.works_here else {}
+        metrics = {**metrics, **validation, **memory}
         self.timing = {}
         line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
-        tracking = self.config.tracking
-        if tracking.samples_freq > 0 and step % tracking.samples_freq == 0:
+        if self.samples_are_due(step):
             table = sample_table(step, batch, sampling=sampling_words(self.config))
             self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
@@ -89,6 +91,10 @@ class Recorder(RunWriter):
             append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": [one._asdict() for one in said]})
         self.loggers.log(step, metrics)
         self.history.append(metrics)
+
+    def samples_are_due(self, step: int) -> bool:
+        freq = self.config.tracking.samples_freq
+        return freq > 0 and step % freq == 0
 
     def keep_vocabulary(self, tokenizer: Any) -> None:
         """What each token id of the samples stands for; a tokenizer that cannot tell is no reason to stop."""
