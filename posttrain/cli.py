@@ -48,6 +48,12 @@ def plan(args: Arguments) -> int:
     return table.main(args)
 
 
+def doctor(args: Arguments) -> int:
+    from posttrain.doctor import checkup
+
+    return checkup.main(args)
+
+
 PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it
        posttrain plan [--gpu_gb N] train [--flag VALUE] ...     as train.sh reads it
        posttrain plan [--gpu_gb N] sft [key=value] ...          as posttrain sft reads it
@@ -116,6 +122,12 @@ def bench(args: Arguments) -> int:
     return command.main(args)
 
 
+def compat(args: Arguments) -> int:
+    from posttrain.compat_check import command
+
+    return command.main(args)
+
+
 def runs(args: Arguments) -> int:
     from posttrain.tracking import commands
 
@@ -140,6 +152,12 @@ def view(args: Arguments) -> int:
     return command.main(args)
 
 
+def replay(args: Arguments) -> int:
+    from posttrain.trainer.replay import command
+
+    return command.main(args)
+
+
 def version(args: Arguments) -> int:
     from posttrain import __version__
 
@@ -153,12 +171,15 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "sft": (sft, "fine-tune on prompts with responses, or on conversations"),
     "reward-model": (reward_model, "train a reward model on pairs of a better and a worse answer"),
     "config": (config, "print every setting that a run would use, and where it came from"),
+    "doctor": (doctor, "look at a run before it starts: settings, data, template, reward, memory, disk"),
+    "compat": (compat, "say what becomes of each key of a run script of verl"),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "runs": (runs, "list runs: how each stands, and what it reached"),
     "samples": (samples, "show what a model answered at a step: `samples RUN --step N`"),
     "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
     "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
+    "replay": (replay, "make the update of a past step again, to the bit: `replay RUN STEP`"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),

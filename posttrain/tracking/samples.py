@@ -26,6 +26,7 @@ from posttrain.tracking.fields import Fields, as_numpy
 _FLOAT_LISTS = {
     "rollout_log_probs": ("rollout_log_probs",),
     "old_log_probs": ("old_log_probs",),
+    "new_log_probs": ("new_log_probs",),
     "ref_log_probs": ("ref_log_prob", "ref_log_probs"),
     "advantages": ("advantages",),
     "entropy": ("entropy", "entropys"),
@@ -125,8 +126,9 @@ def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:
     if advantages is not None:
         sums = np.where(written, advantages, 0.0).sum(axis=1)
         found["advantage"] = pa.array(sums / np.maximum(written.sum(axis=1), 1), pa.float32())
-    ours, rollout = fields.numbers("old_log_probs"), fields.numbers("rollout_log_probs")
-    if ours is not None and rollout is not None:
+    rollout = fields.numbers("rollout_log_probs")
+    ours = fields.numbers("old_log_probs", "new_log_probs")
+    if ours is not None and rollout is not None and not np.array_equal(ours, rollout):  # a copy says nothing
         found["mismatch"] = pa.array(np.where(written, abs(ours - rollout), 0.0).max(axis=1, initial=0.0), pa.float32())
     return found
 

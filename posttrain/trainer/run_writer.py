@@ -19,6 +19,7 @@ from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import FRESH_S, NAME, write_status
+from posttrain.trainer.run.peaks import StagePeaks
 
 
 class RunWriter:
@@ -30,6 +31,7 @@ class RunWriter:
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
+        self.peaks = StagePeaks()
         self.spans: list[list[Any]] = []
         """[stage, when it began, its seconds] of this step."""
         self.behind = Background("samples")
@@ -81,6 +83,7 @@ class RunWriter:
     def stage(self, name: str) -> Iterator[None]:
         """Names a stage and adds its time to this step's timings."""
         started, at = time.perf_counter(), time.time()
+        self.peaks.begin()
         try:
             with self.showing(name):
                 yield
@@ -89,6 +92,7 @@ class RunWriter:
             raise
         finally:
             spent = time.perf_counter() - started
+            self.peaks.end(name)
             self.timing[name] = self.timing.get(name, 0.0) + spent
             self.spans.append([name, round(at, 4), round(spent, 4)])
 
