@@ -12,6 +12,7 @@ import pytest
 
 from posttrain import cli
 from posttrain.config import PPOConfig, load_config
+from posttrain.doctor import on_cuda
 from posttrain.doctor.memory import GIB, Device, Plan
 from posttrain.doctor.plan import Counter, plan_memory
 from posttrain.doctor.remedies import find_remedies
@@ -72,6 +73,12 @@ def actor_part(plan: Plan) -> int:
     return max(own)
 
 
+def test_S0_147_the_mini_batch_changes_no_memory_because_the_token_budget_bounds_a_pass(planned):
+    small, large = planned(actor__ppo_mini_batch_size=8), planned(actor__ppo_mini_batch_size=16)
+    assert small.peak("update") == large.peak("update")
+    assert planned(actor__ppo_max_token_len_per_gpu=2048).peak("update") > large.peak("update")
+
+
 def test_S3_01_S2_24_S3_17_grpo_has_no_critic_and_takes_less_than_gae(planned):
     grpo, gae = planned(), planned(algorithm__adv_estimator="gae")
     assert not [part for parts in grpo.stages.values() for part in parts if "critic" in part]
@@ -95,7 +102,9 @@ def test_S3_53_checkpointing_and_lora_each_lower_the_actors_part(planned):
     assert actor_part(lora) < actor_part(planned(actor__ppo_max_token_len_per_gpu=64))
 
 
-def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(planned):
+def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(planned, monkeypatch):
+    """Both counted by transformers' layers, which a base of 4 bits takes."""
+    monkeypatch.setattr(on_cuda, "sizes_of", lambda model: None)
     lora = planned(model__lora_rank=2, model__dtype="bfloat16")
     qlora = planned(model__lora_rank=2, model__dtype="bfloat16", model__quantization="nf4")
     layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks
