@@ -1,7 +1,7 @@
 """The gap between rollout and trainer: importance weights, rejection, and how large it is.
 
-Weights and rules are `posttrain.algorithms.correction`'s (algorithm.rollout_correction trains with them); metrics of the
-weights have posttrain's names, those of the gap verl's.
+Weights and rules are `posttrain.algorithms.correction`'s (algorithm.rollout_correction trains with them); the metrics of
+the weights have posttrain's names, those of the gap verl's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: Any = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(weights exp(log_ratio) per token or per response, bounded; metrics). A threshold `low_high` leaves out instead of
-    bounding; `rollout_is_batch_normalize` divides by the weights' mean."""
+    """(weights exp(log_ratio) per token or per response, bounded; metrics). A threshold `low_high` leaves out instead
+    of bounding; `rollout_is_batch_normalize` divides by the weights' mean."""
     if rollout_is not in ("token", "sequence"):
         raise ValueError(f"Unsupported rollout_is: {rollout_is}; it is token or sequence")
     config = {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
