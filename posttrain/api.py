@@ -21,6 +21,7 @@ def train(
     Example: `posttrain.train(["algorithm.adv_estimator=grpo"], reward=my_reward, data=[{"prompt": "1 + 1 = ?", ...}])`.
     """
     from posttrain.config import load_config
+    from posttrain.errors import UserError
     from posttrain.trainer.constants_ppo import apply_environment
     from posttrain.trainer.registered import registered_names
 
@@ -35,6 +36,8 @@ def train(
         if value is not None
     ]
     resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
+    if resolved.config.trainer.dry_run:
+        raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.checkup.examine([...])")
     from posttrain.trainer.ppo.runner import run_training
 
     return run_training(resolved, reward=reward, data=data, val_data=val_data)

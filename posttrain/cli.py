@@ -48,6 +48,12 @@ def plan(args: Arguments) -> int:
     return table.main(args)
 
 
+def doctor(args: Arguments) -> int:
+    from posttrain.doctor import checkup
+
+    return checkup.main(args)
+
+
 PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it
        posttrain plan [--gpu_gb N] train [--flag VALUE] ...     as train.sh reads it
        posttrain plan [--gpu_gb N] sft [key=value] ...          as posttrain sft reads it
@@ -116,6 +122,12 @@ def bench(args: Arguments) -> int:
     return command.main(args)
 
 
+def compat(args: Arguments) -> int:
+    from posttrain.compat_check import command
+
+    return command.main(args)
+
+
 def runs(args: Arguments) -> int:
     from posttrain.tracking import commands
 
@@ -153,6 +165,8 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "sft": (sft, "fine-tune on prompts with responses, or on conversations"),
     "reward-model": (reward_model, "train a reward model on pairs of a better and a worse answer"),
     "config": (config, "print every setting that a run would use, and where it came from"),
+    "doctor": (doctor, "look at a run before it starts: settings, data, template, reward, memory, disk"),
+    "compat": (compat, "say what becomes of each key of a run script of verl"),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "runs": (runs, "list runs: how each stands, and what it reached"),
@@ -166,7 +180,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
     "bench": (
         bench,
-        "`bench rollout`, `bench step`, `bench sweep`, `bench algorithms`: speed beside peers; what is learnt",
+        "`bench rollout`, `step`, `train`, `sync`, `sweep`: speed beside peers; `bench algorithms`: what is learnt",
     ),
     "version": (version, "print the version"),
 }

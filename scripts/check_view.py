@@ -22,6 +22,8 @@ from typing import Any
 from devtools import Browser
 from synthetic_run import make_run
 
+from posttrain.tracking.samples import sample_files, step_of
+
 FIRST_PAINT, INTERACTION, FIRST_HITS = 1000, 200, 1000
 CHARTS = "document.querySelectorAll('.chart:not([hidden]) .u-wrap').length > 5"
 DRAWN = "document.documentElement.dataset.drawn === location.hash"
@@ -100,12 +102,12 @@ def overview(check: Check) -> None:
     )
 
 
-def samples(check: Check, steps: int) -> None:
+def samples(check: Check, steps: list[int]) -> None:
     page = "samples"
     check.first_paint(page, "#/samples", CARDS)
     time.sleep(8)  # the catalogue and the index of letters are made meanwhile
     moved = "document.querySelector('.group h2').textContent.startsWith('Step ' + {})"
-    check.time("step before", INTERACTION, key("["), moved.format(steps - 1), page=page)
+    check.time("step before", INTERACTION, key("["), moved.format(steps[-2]), page=page)
     check.time(
         "next group",
         INTERACTION,
@@ -113,9 +115,8 @@ def samples(check: Check, steps: int) -> None:
         f"location.hash.includes('uid=') && {DRAWN}",
         page=page,
     )
-    check.time(
-        "a far step", INTERACTION, f"location.hash = '#/samples?step={steps // 3}'", moved.format(steps // 3), page=page
-    )
+    far = steps[len(steps) // 3]
+    check.time("a far step", INTERACTION, f"location.hash = '#/samples?step={far}'", moved.format(far), page=page)
     check.time(
         "tokens by log-prob", INTERACTION, key("c"), "document.querySelectorAll('.tokens').length > 0", page=page
     )
@@ -189,7 +190,7 @@ def first_search(check: Check, words: str) -> None:
     """Before anything was read: the server has just started."""
     check.first_paint("samples", "#/samples", CARDS)
     check.time(
-        "search at once after the start",
+        "search just after the start",
         FIRST_HITS,
         search(words),
         "document.querySelectorAll('.row mark').length > 0",
@@ -270,7 +271,7 @@ def serve(*runs: Path) -> tuple[subprocess.Popen[str], str]:
 def check_run(
     out: Path, run: Path, browser: Browser, options: argparse.Namespace, words: dict[str, str], found: list[Any]
 ) -> list[Any]:
-    steps = max(int(path.stem[5:]) for path in (run / "samples").glob("step_*.parquet"))
+    steps = [step_of(path) for path in sample_files(run / "samples")]
     process, address = serve(run)
     check = Check(browser, address)
     try:

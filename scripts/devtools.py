@@ -115,7 +115,7 @@ class Browser:
                 details = event["params"]["exceptionDetails"]
                 found.append(details.get("exception", {}).get("description") or details["text"])
             if event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-                found.append(event["params"]["entry"]["text"])
+                found.append(f"{event['params']['entry']['text']} {event['params']['entry'].get('url', '')}")
         return found
 
     def requests(self) -> set[str]:

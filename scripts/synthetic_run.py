@@ -93,7 +93,9 @@ def _metrics(step: int, steps: int, rng: np.random.Generator) -> dict[str, float
         "reward/acc/mean": 0.2 + 0.7 * done,
         "reward/failures": float(step % 97 == 0),
         "perf/throughput": 9000 + noise(300),
-        "memory/peak_gb": 20 + 2 * done,
+        "perf/memory_gb": 20 + 2 * done,
+        "perf/memory_gb/gen": 18 + 2 * done,
+        "perf/memory_gb/update_actor": 20 + 2 * done,
     }
     if step % 10 == 0:
         found["sync/probe_max"] = 1e-4 + abs(noise(1e-5))

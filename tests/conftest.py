@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,17 @@ TINY = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
-    if not any(item.get_closest_marker("gpu") for item in items):
+    """Tests marked `gpu` are skipped where there is none; `gpu(interpreter=True)` also run in Triton's interpreter."""
+    marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
+    if not marked:
         return
     import torch
 
     if torch.cuda.is_available():
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+    for item, marker in marked:
+        if not (interpreted and marker.kwargs.get("interpreter")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

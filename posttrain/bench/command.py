@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.bench.chips import DEVICES
+from posttrain.bench.presets import PRESETS
 from posttrain.bench.record import default_threads
 from posttrain.bench.workload import LENGTHS
+from posttrain.bench.works import WORKS
 
 
 def main(args: Sequence[str]) -> int:
-    """`posttrain bench rollout|step|sweep|algorithms ...`."""
+    """`posttrain bench rollout|step|train|sync|sweep|algorithms ...`."""
     options = parser().parse_args(args)
-    if options.job == "rollout":
-        from posttrain.bench import rollout as job
-    elif options.job == "step":
-        from posttrain.bench import step as job
-    elif options.job == "algorithms":
-        from posttrain.bench import algorithms as job
-    else:
-        from posttrain.bench import sweep as job
-    return job.main(options)
+    return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="posttrain bench", description="The same work here and in peer systems.")
     jobs = top.add_subparsers(dest="job", required=True, metavar="JOB")
     rollout = jobs.add_parser("rollout", help="tokens per second of several engines on the same rows")
-    _sizes(rollout, prompts=64, n=1, tokens=128, prompt_tokens=32)
+    _sizes(rollout)
+    _mean(rollout)
+    rollout.add_argument("--slots", type=positive, help="rows that decode at a time (all; of --work tail 1024)")
     rollout.add_argument("--repeat", type=positive, default=3, help="timed runs of each system, in alternation (3)")
     _peers(rollout)
-    step = jobs.add_parser("step", help="seconds of a whole GRPO step, here and in TRL")
-    _sizes(step, prompts=4, n=8, tokens=16, prompt_tokens=32)
-    step.add_argument("--steps", type=positive, default=30, help="steps of a run; those from the fifth on count (30)")
+    step = jobs.add_parser("step", help="seconds of a whole GRPO step, here, in TRL and in verl")
+    _sizes(step)
+    step.add_argument("--steps", type=positive, help="steps of a run; those from the fifth on count (30; on CUDA 6)")
     step.add_argument("--repeat", type=positive, default=1, help="runs of each system, in alternation (1)")
+    _updates(step)
     _peers(step)
+    train = jobs.add_parser("train", help="seconds of an update on packed rows, and its share of the chip's rate")
+    _sizes(train)
+    _mean(train)
+    train.add_argument("--repeat", type=positive, default=3, help="timed updates of each system (3)")
+    _updates(train)
+    _peers(train)
+    sync = jobs.add_parser("sync", help="seconds until the rollout engine computes with new weights")
+    sync.add_argument("--repeat", type=positive, default=3, help="timed hand-overs of each system (3)")
+    _peers(sync)
     sweep = jobs.add_parser("sweep", help="time per token against rows and length, beside the machine's floor")
     sweep.add_argument("--engine", default="native", help="rollout engine by name (native)")
     sweep.add_argument("--rows", type=numbers, help="rows decoded side by side (1,2,4,...,512)")
@@ -63,12 +71,22 @@ def _algorithms(job: argparse.ArgumentParser) -> None:
     job.add_argument("--markdown", type=Path, metavar="PAGE", help="put the table between the markers of this page")
 
 
-def _sizes(job: argparse.ArgumentParser, *, prompts: int, n: int, tokens: int, prompt_tokens: int) -> None:
-    job.add_argument("--prompts", type=positive, default=prompts, help=f"distinct prompts ({prompts})")
-    job.add_argument("--n", type=positive, default=n, help=f"responses per prompt ({n})")
-    job.add_argument("--tokens", type=positive, default=tokens, help=f"tokens per response, at most ({tokens})")
-    job.add_argument("--prompt-tokens", type=positive, default=prompt_tokens, help=f"per prompt ({prompt_tokens})")
-    job.add_argument("--lengths", choices=LENGTHS, default="fixed", help="all equal, or drawn with a long tail")
+def _sizes(job: argparse.ArgumentParser) -> None:
+    job.add_argument("--prompts", type=positive, help="distinct prompts")
+    job.add_argument("--n", type=positive, help="responses per prompt")
+    job.add_argument("--tokens", type=positive, help="tokens per response, at most")
+    job.add_argument("--prompt-tokens", type=positive, help="tokens per prompt")
+    job.add_argument("--lengths", choices=LENGTHS, help="all equal (fixed), or drawn with a long tail")
+
+
+def _mean(job: argparse.ArgumentParser) -> None:
+    job.add_argument("--mean-tokens", type=positive, help="mean of the drawn lengths (their median is tokens / 4)")
+
+
+def _updates(job: argparse.ArgumentParser) -> None:
+    job.add_argument("--budget", type=positive, help="tokens of one training pass (16384)")
+    job.add_argument("--lora-rank", type=positive, help="train adapters of this rank on all linear layers")
+    job.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward pass")
 
 
 def _peers(job: argparse.ArgumentParser) -> None:
@@ -79,12 +97,20 @@ def _peers(job: argparse.ArgumentParser) -> None:
     job.add_argument("--env", action="append", default=[], metavar="SYSTEM:NAME=VALUE", help=text)
     text = "a second row of a system, to be changed by the two above, e.g. spawned=vllm; may be repeated"
     job.add_argument("--also", action="append", default=[], metavar="NEWNAME=SYSTEM", help=text)
-    job.add_argument("--install", action="store_true", help="first make the environments of peers that have none")
+    text = "the Python of an environment in which a peer is installed, e.g. verl=/opt/verl/bin/python; may be repeated"
+    job.add_argument("--python", action="append", default=[], metavar="SYSTEM=PATH", help=text)
+    text = "first make the environments of peers that have none (for the CPU)"
+    job.add_argument("--install", action="store_true", help=text)
+    works = sorted({name for known in WORKS.values() for name in known})
+    text = "sizes by name, which given ones go before (small; on CUDA group): " + ", ".join(works)
+    job.add_argument("--work", metavar="NAME", help=text)
+    job.add_argument("--deadline", type=positive, metavar="S", help="seconds of a system to load, and for each run")
     _common(job)
 
 
 def _common(job: argparse.ArgumentParser) -> None:
-    job.add_argument("--model", default="1m", help="1m, 27m, or the folder of a model (1m)")
+    job.add_argument("--model", help=f"{', '.join(PRESETS)}, or the folder of a model (1m; on CUDA 0.5b)")
+    job.add_argument("--device", choices=DEVICES, default="auto", help="cpu or cuda (what is there)")
     job.add_argument("--threads", type=positive, default=default_threads(), help="CPU threads (all cores)")
     job.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured here")
 

@@ -1,12 +1,14 @@
 """Several systems, each in its own process, measured in alternation: A, B, C, A, B, C.
 
 All are loaded and warmed up first and then held still; only one runs at a time, so drift of the machine hits all alike.
+On a CUDA device one system after the other is loaded, measured and ended: what a process holds there, no other has.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.child import Child, ChildFailed
+from posttrain.bench.chips import Place
 from posttrain.bench.others import Others
 from posttrain.bench.places import bench_folder
 from posttrain.bench.progress import Line
@@ -32,6 +35,12 @@ class Entry:
     facts: dict[str, Any] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
     problem: str | None = None
+
+    def version(self) -> str:
+        """Name and version of the package that a system is."""
+        packages, name = self.facts.get("packages", {}), self.system.package
+        name = f"{name}-cpu" if f"{name}-cpu" in packages else name
+        return f"{name} {packages.get(name, '')}".strip()
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -62,60 +71,81 @@ def install_missing(systems: Sequence[System], line: Line) -> None:
             place.install(line.show)
 
 
-def measure(
-    systems: Sequence[System], make_job: MakeJob, *, module: str, threads: int, repeat: int, warm_ups: int, line: Line
-) -> list[Entry]:
-    """`repeat` answers of every system that runs; the others carry their problem."""
-    entries = [Entry(system) for system in systems]
-    logs = bench_folder() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        jobs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bench-")))
-        running: list[tuple[Entry, Child]] = []
-        for entry in entries:
-            system = entry.system
-            if system.environment is not None and not system.environment.installed():
-                entry.problem = "not installed (--install)"
-                continue
-            job = jobs / f"{system.name}.json"
-            job.write_text(json.dumps(make_job(system)))
-            log = logs / f"{module}-{system.name}.log"
-            child = Child(system.command(job, module), system.variables_for(threads), log)
-            stack.callback(child.close)
-            if _load(entry, child, warm_ups, line):
-                running.append((entry, child))
-            child.pause()
-        for number in range(repeat):
-            for entry, child in running:
-                words = f"{entry.system.name}: run {number + 1} of {repeat}"
-                child.go_on()
-                _ask(entry, child, {"seed": number + warm_ups}, words, line)
+@dataclass
+class Contest:
+    """How systems are measured: `module` names our runner, `place` the device, `deadline` the seconds that a system may
+    take to load, or for one run."""
+
+    module: str
+    place: Place
+    threads: int
+    repeat: int
+    warm_ups: int
+    line: Line
+    deadline: float | None = None
+    keep: Callable[[list[Entry]], None] = lambda entries: None
+    """Called with all entries whenever one is done: what was measured is there if the next one never ends."""
+
+    def measure(self, systems: Sequence[System], make_job: MakeJob) -> list[Entry]:
+        """`repeat` answers of every system that runs; the others carry their problem."""
+        entries = [Entry(system) for system in systems]
+        alone = self.place.kind == "cuda"
+        for group in [[entry] for entry in entries] if alone else [entries]:
+            self._alternate(group, make_job)
+            self.keep(entries)
+        self.line.clear()
+        return entries
+
+    def _alternate(self, entries: Sequence[Entry], make_job: MakeJob) -> None:
+        logs = bench_folder() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            jobs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bench-")))
+            running: list[tuple[Entry, Child]] = []
+            for entry in entries:
+                system = entry.system
+                entry.problem = system.missing(self.place.kind)
+                if entry.problem is not None:
+                    continue
+                job = jobs / f"{system.name}.json"
+                job.write_text(json.dumps({**make_job(system), "device": self.place.kind}))
+                log = logs / f"{self.module}-{system.name}.log"
+                variables = system.variables_for(self.threads, self.place.kind)
+                child = Child(system.command(job, self.module, self.place.kind), variables, log)
+                stack.callback(child.close)
+                if self._load(entry, child):
+                    running.append((entry, child))
                 child.pause()
-    line.clear()
-    return entries
+            for number in range(self.repeat):
+                for entry, child in running:
+                    words = f"{entry.system.name}: run {number + 1} of {self.repeat}"
+                    child.go_on()
+                    self._ask(entry, child, {"seed": number + self.warm_ups}, words)
+                    child.pause()
 
+    def _load(self, entry: Entry, child: Child) -> bool:
+        words = f"{entry.system.name}: loading"
+        self.line.show(words)
+        started = time.monotonic()
+        try:
+            entry.facts = child.ready(lambda s: self.line.waiting(words, s), self.deadline or LOAD_S)
+        except ChildFailed as failed:
+            entry.problem = str(failed)
+            return False
+        entry.facts["load_s"] = time.monotonic() - started
+        for number in range(self.warm_ups):
+            self._ask(entry, child, {"seed": number}, f"{entry.system.name}: warming up")
+        entry.facts["warm_ups"] = entry.answers[:]
+        entry.answers.clear()
+        return entry.problem is None
 
-def _load(entry: Entry, child: Child, warm_ups: int, line: Line) -> bool:
-    words = f"{entry.system.name}: loading"
-    line.show(words)
-    try:
-        entry.facts = child.ready(lambda s: line.waiting(words, s), LOAD_S)
-    except ChildFailed as failed:
-        entry.problem = str(failed)
-        return False
-    for number in range(warm_ups):
-        _ask(entry, child, {"seed": number}, f"{entry.system.name}: warming up", line)
-    entry.answers.clear()
-    return entry.problem is None
-
-
-def _ask(entry: Entry, child: Child, request: dict[str, Any], words: str, line: Line) -> None:
-    if entry.problem is not None:
-        return
-    line.show(words)
-    others = Others(child.process.pid)
-    try:
-        answer = child.ask(request, lambda s: line.waiting(words, s), RUN_S)
-        entry.answers.append({**answer, "others": others.share()})
-    except ChildFailed as failed:
-        entry.problem = str(failed)
+    def _ask(self, entry: Entry, child: Child, request: dict[str, Any], words: str) -> None:
+        if entry.problem is not None:
+            return
+        self.line.show(words)
+        others = Others(child.process.pid)
+        try:
+            answer = child.ask(request, lambda s: self.line.waiting(words, s), self.deadline or RUN_S)
+            entry.answers.append({**answer, "others": others.share()})
+        except ChildFailed as failed:
+            entry.problem = str(failed)

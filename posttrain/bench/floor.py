@@ -53,3 +53,28 @@ def floor_seconds(
         needed = shape.bytes(rows, context)
         total += max(shape.flops(rows, context) / peak, needed / bandwidth_for(needed, bandwidth))
     return total
+
+
+def decoding_floor(
+    shape: Shape, prompts: list[list[int]], lengths: list[int], *, slots: int | None, peak: float, bandwidth: float
+) -> float:
+    """Seconds below which these rows cannot be decoded, `slots` at a time, if all arithmetic hides behind all reading.
+
+    Distinct prompts are computed once; the weights are read once per step, and there are at least as many steps as the
+    longest row has tokens, or as all tokens make with every slot busy.
+    """
+    rows = len(lengths)
+    steps = max(max(lengths), -(-sum(lengths) // min(rows, slots or rows)))
+    contexts = [len(prompt) * n + n * (n + 1) / 2 for prompt, n in zip(prompts, lengths, strict=True)]
+    seen, tokens = sum(contexts), sum(lengths) + sum(map(len, set(map(tuple, prompts))))
+    flops = 2 * shape.weights * tokens + 4 * shape.layers * shape.heads * shape.width * seen
+    read = shape.size * (shape.weights * steps + seen * 2 * shape.layers * shape.kv_heads * shape.width)
+    return max(flops / peak, read / bandwidth)
+
+
+def update_flops(shape: Shape, lengths: list[int]) -> float:
+    """Of an update over rows of these lengths: (6 N + 6 L H T) a token, N the weights in matrices with the head, H the
+    width of all query heads, T the mean length seen by a token; look-up and recomputation are not counted."""
+    tokens = sum(lengths)
+    mean = sum(n * n for n in lengths) / tokens
+    return tokens * (6 * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)

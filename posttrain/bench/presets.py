@@ -1,4 +1,7 @@
-"""Models to measure with: two decoders with random weights, made here, or a folder that you name."""
+"""Models to measure with: decoders with random weights, made here, or a folder that you name.
+
+From `0.1b` on they have the shapes of real models: SmolLM2-135M, and Qwen2.5 of 0.5B, 1.5B and 7B.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from posttrain.errors import UserError
 
 @dataclass(frozen=True)
 class Preset:
-    """A Qwen2 decoder with tied embeddings, written in `dtype`."""
+    """A Qwen2 decoder, written in `dtype`."""
 
     vocab_size: int
     hidden_size: int
@@ -24,18 +27,26 @@ class Preset:
     num_key_value_heads: int
     dtype: str
     max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = True
 
     @property
     def parameters(self) -> int:
         hidden, kv = self.hidden_size, self.hidden_size // self.num_attention_heads * self.num_key_value_heads
         attention = 2 * hidden * hidden + 2 * hidden * kv + hidden + 2 * kv
         layer = attention + 3 * hidden * self.intermediate_size + 2 * hidden
-        return self.vocab_size * hidden + self.num_hidden_layers * layer + hidden
+        tables = 1 if self.tie_word_embeddings else 2
+        return tables * self.vocab_size * hidden + self.num_hidden_layers * layer + hidden
 
+
+LONG = 131072  # positions: rows of 32k and more are measured
 
 PRESETS = {
     "1m": Preset(272, 128, 544, 4, 4, 2, "float32"),
     "27m": Preset(4096, 512, 1600, 8, 8, 2, "bfloat16"),
+    "0.1b": Preset(49152, 576, 1536, 30, 9, 3, "bfloat16", LONG),
+    "0.5b": Preset(151936, 896, 4864, 24, 14, 2, "bfloat16", LONG),
+    "1.5b": Preset(151936, 1536, 8960, 28, 12, 2, "bfloat16", LONG),
+    "7b": Preset(152064, 3584, 18944, 28, 28, 4, "bfloat16", LONG, tie_word_embeddings=False),
 }
 
 
@@ -50,10 +61,11 @@ class Model:
     config: dict[str, Any]
 
 
-def find_model(name: str) -> Model:
-    """The preset or folder called `name`; a preset is written to the cache the first time."""
+def find_model(name: str, device: str = "cpu") -> Model:
+    """The preset or folder called `name`; a preset is written to the cache the first time, its numbers drawn on
+    `device`."""
     if name in PRESETS:
-        return _describe(name, _ensure(name, PRESETS[name]))
+        return _describe(name, _ensure(name, PRESETS[name], device))
     folder = Path(os.path.expanduser(name))
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json")
@@ -67,7 +79,7 @@ def _describe(name: str, folder: Path) -> Model:
     return Model(name, folder, dtype, int(text["vocab_size"]), config)
 
 
-def _ensure(name: str, preset: Preset) -> Path:
+def _ensure(name: str, preset: Preset, device: str) -> Path:
     from posttrain.bench.places import bench_folder
 
     folder = bench_folder() / "models" / name
@@ -77,13 +89,13 @@ def _ensure(name: str, preset: Preset) -> Path:
         if all(found.get(key) == value for key, value in shape.items()):
             return folder
     partial = folder.with_name(f".{name}.{os.getpid()}")
-    _write(partial, shape, preset.dtype)
+    _write(partial, shape, preset.dtype, device)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder
 
 
-def _write(folder: Path, shape: dict[str, Any], dtype: str) -> None:
+def _write(folder: Path, shape: dict[str, Any], dtype: str, device: str) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -91,15 +103,19 @@ def _write(folder: Path, shape: dict[str, Any], dtype: str) -> None:
     from posttrain.models.loading import DTYPES, silence_progress_bars
 
     silence_progress_bars()
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(shape["vocab_size"])
     config = Qwen2Config(
         **shape,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,  # pyright: ignore
         pad_token_id=tokenizer.pad_token_id,  # pyright: ignore
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen2ForCausalLM(config).to(DTYPES[dtype]).save_pretrained(folder)  # pyright: ignore
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[dtype])  # 7B in float32 first would be twice the work and the memory
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(0)
+            Qwen2ForCausalLM(config).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(before)
     tokenizer.save_pretrained(folder)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
+from posttrain.bench.chips import Place
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 
 
-def circumstances(threads: int) -> dict[str, Any]:
+def circumstances(threads: int, place: Place | None = None) -> dict[str, Any]:
     """Everything about here and now that a reader of the figures needs."""
     return {
         "command": " ".join(["posttrain", *sys.argv[1:]]),
@@ -28,6 +29,7 @@ def circumstances(threads: int) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "load_before": [round(value, 2) for value in os.getloadavg()],
+        **(place or Place("cpu")).as_json(),
     }
 
 

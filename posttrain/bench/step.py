@@ -1,4 +1,4 @@
-"""`posttrain bench step`: seconds of a whole GRPO step (rollout, reward, advantage, update), here and in TRL."""
+"""`posttrain bench step`: seconds of a whole GRPO step (rollout, reward, advantage, update), here, in TRL, in verl."""
 
 from __future__ import annotations
 
@@ -12,49 +12,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.contest import Entry, disturbance, install_missing, measure
-from posttrain.bench.presets import PRESETS, Model, find_model
-from posttrain.bench.progress import Line
-from posttrain.bench.record import circumstances, writable, write_json
-from posttrain.bench.systems import STEP, System, choose
+from posttrain.bench.contest import Entry, disturbance
+from posttrain.bench.floor import decoding_floor, update_flops
+from posttrain.bench.preparing import Prepared, prepare
+from posttrain.bench.presets import PRESETS, Model
+from posttrain.bench.systems import STEP, STEP_CUDA, System
 from posttrain.bench.table import factor, render
-from posttrain.bench.tuning import tuned
 from posttrain.errors import UserError
 
 FIRST_COUNTED = 5
 FRAME = 3  # tokens that the chat template puts around a prompt of the presets
 LR, WEIGHT_DECAY = 1e-5, 0.0
+SIZES = ("work", "prompts", "n", "prompt_tokens", "tokens", "lengths", "steps", "repeat")
+SIZES += ("budget", "lora_rank", "checkpointing")
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure, print the table, write the file; the status is 1 if nothing could be measured."""
-    path = writable(options.json)
-    _check(options)
-    systems = tuned(choose(STEP, options.only), options.env, options.set, options.also)
-    model, line = find_model(options.model), Line()
-    record = circumstances(options.threads)
-    if options.install:
-        install_missing(systems, line)
+    bench = prepare(options, STEP, STEP_CUDA, _check)
+    model = bench.model
+
+    def content(entries: list[Entry]) -> dict[str, Any]:
+        work = {key: getattr(options, key) for key in SIZES} | {"lr": LR, "weight_decay": WEIGHT_DECAY}
+        results = {entry.system.name: entry.as_json() | seconds(entry) for entry in entries}
+        return {"workload": work, "floor_s": floor(bench), "systems": results}
+
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-model-") as folder:
         given = str(model.folder if options.lengths == "fixed" else ending_model(model, options.tokens, Path(folder)))
-        entries = measure(
-            systems,
-            lambda system: make_job(system, model, given, options),
-            module="step",
-            threads=options.threads,
-            repeat=options.repeat,
-            warm_ups=0,
-            line=line,
-        )
-    print(_head(model, options, record, entries))
-    print(table(entries))
-    if path is not None:
-        keys = ("prompts", "n", "prompt_tokens", "tokens", "lengths", "steps", "repeat")
-        facts = {"name": model.name, "dtype": model.dtype, "config": model.config}
-        results = {entry.system.name: entry.as_json() | seconds(entry) for entry in entries}
-        work = {key: getattr(options, key) for key in keys} | {"lr": LR, "weight_decay": WEIGHT_DECAY}
-        write_json(path, {**record, "model": facts, "workload": work, "systems": results})
+        contest = bench.contest(warm_ups=0, content=content)
+        entries = contest.measure(bench.systems, lambda system: make_job(system, model, given, options))
+    print(_head(bench, entries))
+    print(table(entries, floor(bench)))
     return 0 if any(entry.answers for entry in entries) else 1
+
+
+def floor(bench: Prepared) -> float | None:
+    """Seconds of decoding and of the update below which the chip cannot go, with rows of full length."""
+    chip, shape, options = bench.place.chip, bench.shape, bench.options
+    if chip is None or shape is None or options.lengths != "fixed":
+        return None
+    rows = options.prompts * options.n
+    prompts = [[row // options.n] * options.prompt_tokens for row in range(rows)]
+    decoding = decoding_floor(
+        shape, prompts, [options.tokens] * rows, slots=None, peak=chip.flops, bandwidth=chip.bandwidth
+    )
+    return decoding + update_flops(shape, [options.prompt_tokens + options.tokens] * rows) / chip.flops
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -87,6 +89,9 @@ def make_job(system: System, model: Model, folder: str, options: argparse.Namesp
         "steps": options.steps,
         "lr": LR,
         "weight_decay": WEIGHT_DECAY,
+        "budget": options.budget,
+        "lora_rank": options.lora_rank or 0,
+        "checkpointing": options.checkpointing,
         "texts": ["".join(draw.choices(string.ascii_lowercase, k=size)) for _ in range(rows)],
         "settings": system.settings,
     }
@@ -124,38 +129,43 @@ def seconds(entry: Entry) -> dict[str, float]:
         "median": statistics.median(wall),
         "inside": statistics.median(inside),
         "mean_length": mean,
+        **({"peak_gib": max(peaks)} if (peaks := [a["peak_gib"] for a in entry.answers if a.get("peak_gib")]) else {}),
     }
 
 
-def table(entries: Sequence[Entry]) -> str:
-    """One row per system; the factor compares medians with the first of ours that ran."""
+def table(entries: Sequence[Entry], limit: float | None = None) -> str:
+    """One row per system; the factor compares medians with the first of ours that ran. `limit` is the chip's own."""
     base = next((entry for entry in entries if entry.system.ours and entry.answers), None)
     ours = seconds(base)["median"] if base else None
     rows = []
     for entry in entries:
         found = seconds(entry)
         if entry.problem or not found:
-            rows.append([entry.system.name, "-", "-", "-", "-", "-", entry.problem or "no steps"])
+            rows.append([entry.system.name, "-", "-", "-", "-", "-", "-", entry.problem or "no steps"])
             continue
         shown = [f"{found[key]:.4f}" for key in ("best", "median", "inside")]
-        packages = entry.facts.get("packages", {})
-        name = entry.system.installs or "posttrain"
+        peak = found.get("peak_gib")
         rows.append(
             [
                 entry.system.name,
                 *shown,
                 factor(found["median"], ours),
                 f"{found['mean_length']:.1f}",
-                f"{name} {packages.get(name, '')}",
+                "-" if peak is None else f"{peak:.1f}",
+                entry.version(),
             ]
         )
+    if limit:
+        rows.append(["floor", f"{limit:.4f}", "", "", factor(limit, ours), "", "", "the chip's rates, nothing else"])
     versus = f"time vs {base.system.name}" if base else "time vs ours"
-    return render(["system", "best s", "median s", "inside s", versus, "length", "note"], rows, left=(0, 6))
+    head = ["system", "best s", "median s", "inside s", versus, "length", "GiB", "note"]
+    return render(head, rows, left=(0, 7))
 
 
-def _head(model: Model, options: argparse.Namespace, record: dict[str, Any], entries: Sequence[Entry]) -> str:
+def _head(bench: Prepared, entries: Sequence[Entry]) -> str:
+    options, model = bench.options, bench.model
     return (
         f"\n{model.name} in {model.dtype}: GRPO steps of {options.prompts} prompts x n={options.n}, "
         f"{options.lengths} lengths up to {options.tokens} tokens, steps {FIRST_COUNTED} to {options.steps}\n"
-        f"{record['cpu']}; {options.threads} threads; {disturbance(entries)}\n"
+        f"{bench.where()}; {disturbance(entries)}\n"
     )

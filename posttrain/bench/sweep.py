@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.child import Child, ChildFailed
+from posttrain.bench.chips import Place, find_place
 from posttrain.bench.contest import LOAD_S, RUN_S
 from posttrain.bench.floor import Shape, floor_seconds, shape_of
 from posttrain.bench.places import bench_folder
@@ -18,6 +19,7 @@ from posttrain.bench.progress import Line
 from posttrain.bench.record import circumstances, writable, write_json
 from posttrain.bench.systems import System
 from posttrain.bench.table import render
+from posttrain.bench.works import default_model
 from posttrain.errors import UserError
 
 ROWS = [2**power for power in range(10)]
@@ -29,10 +31,11 @@ Point = dict[str, Any]
 def main(options: argparse.Namespace) -> int:
     """Measure, print both tables, write the file and the picture."""
     json_path, svg_path = writable(options.json), writable(options.svg)
-    model, line = find_model(options.model), Line()
-    record = circumstances(options.threads)
+    place, line = find_place(options.device), Line()
+    model = find_model(options.model or default_model(place), place.kind)
+    record = circumstances(options.threads, place)
     try:
-        facts, machine, by_rows, by_length = measure(model, options, line)
+        facts, machine, by_rows, by_length = measure(model, options, line, place)
     except ChildFailed as failed:
         raise UserError(f"--engine {options.engine}: {failed}") from None
     finally:
@@ -49,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measure(
-    model: Model, options: argparse.Namespace, line: Line
+    model: Model, options: argparse.Namespace, line: Line, place: Place
 ) -> tuple[dict[str, Any], dict[str, Any], list[Point], list[Point]]:
     """(facts of the engine, the machine's limits, points by rows, points by length)."""
     system = System(options.engine, "", engine=options.engine)
@@ -60,6 +63,8 @@ def measure(
         "threads": options.threads,
         "engine": options.engine,
         "prompt_tokens": options.prompt_tokens,
+        "slots": max(options.rows or ROWS),
+        "device": place.kind,
         "settings": {},
     }
     logs = bench_folder() / "logs"
@@ -78,6 +83,8 @@ def measure(
             by_rows = [sweep.point(rows, options.row_tokens) for rows in options.rows or ROWS]
             by_length = [sweep.point(options.length_rows, tokens) for tokens in options.lengths or LENGTHS]
             machine = better(before, sweep.machine())
+            if (chip := place.chip) is not None:  # the data sheet's rates are above what a small matrix reaches
+                machine = {"peak_flops": chip.flops, "bandwidth": {1: chip.bandwidth}}
         finally:
             child.close()
     shape = shape_of(model.config, model.dtype)

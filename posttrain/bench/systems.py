@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ class System:
     variables: dict[str, str] = field(default_factory=dict)
     preload: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    needs: str | None = None
+    """The package without which a peer cannot run."""
+    cuda: dict[str, str] | None = None
+    """Variables on a CUDA device, in place of `variables`."""
+    python: str | None = None
+    """The Python of an environment made by somebody else, in place of the one that `--install` makes."""
 
     @property
     def environment(self) -> Environment | None:
@@ -36,19 +43,56 @@ class System:
     def ours(self) -> bool:
         return self.engine is not None
 
-    def command(self, job: Path, module: str) -> list[str]:
-        """`module` is the runner of ours that this table uses."""
+    @property
+    def package(self) -> str:
+        """The distribution whose version a table shows."""
+        return "posttrain" if self.ours else self.needs or "transformers"
+
+    def missing(self, kind: str) -> str | None:
+        """Why it cannot be run, in words."""
+        if not self.needs or self._own_environment(kind):
+            return None
+        found = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+        command = [self.interpreter(kind), "-c", found, self.needs]
+        variables = self.variables_for(1, kind)
+        try:
+            if not subprocess.run(command, env=variables, capture_output=True, check=False).returncode:
+                return None
+        except OSError as error:
+            return f"--python {self.name}={self.python}: {error.strerror}"
+        if self.python is not None:
+            return f"not installed in {self.python}"
+        return "not installed (--install)" if kind == "cpu" and self.installs else "not installed here (--python)"
+
+    def _own_environment(self, kind: str) -> bool:
+        """Whether the environment that `--install` made serves: its torch knows the CPU only."""
+        return kind == "cpu" and self.python is None and self.environment is not None and self.environment.installed()
+
+    def interpreter(self, kind: str) -> str:
+        if self.python is None and self._own_environment(kind):
+            return str(environment(str(self.installs)).python)
+        return self.python or sys.executable
+
+    def command(self, job: Path, module: str, kind: str = "cpu") -> list[str]:
+        """How the runner is started; ours for `module` (rollout, step, train, sync)."""
         if self.ours:
             return [sys.executable, "-m", f"posttrain.bench.ours.{module}", str(job)]
-        python = self.environment.python if self.environment else Path(sys.executable)
-        return [str(python), str(PEERS / str(self.script)), str(job)]
+        return [self.interpreter(kind), str(PEERS / str(self.script)), str(job)]
 
-    def variables_for(self, threads: int) -> dict[str, str]:
-        """The whole environment of the process: a peer does not inherit what is set for us."""
-        mine = {k: v for k, v in os.environ.items() if self.ours or not k.startswith(_THREADING)}
-        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **self.variables}
-        if self.preload and self.environment and (library := self.environment.folder / self.preload).is_file():
-            mine["LD_PRELOAD"] = str(library)
+    def variables_for(self, threads: int, kind: str = "cpu") -> dict[str, str]:
+        """The whole environment of the process: a peer does not inherit what is set for us.
+
+        One that runs in our own environment finds its packages where we do.
+        """
+        here = kind == "cuda" and self.python is None
+        stripped = tuple(name for name in _THREADING if not here or name != "PYTHONPATH")
+        mine = {k: v for k, v in os.environ.items() if self.ours or not k.startswith(stripped)}
+        chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
+        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **chosen}
+        if kind == "cpu" and self.preload and self.environment:
+            library = self.environment.folder / self.preload
+            if library.is_file():
+                mine["LD_PRELOAD"] = str(library)
         return mine
 
 
@@ -59,6 +103,13 @@ VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+VLLM_CUDA = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first, and has nothing to do without top-k and top-p
+}
+VLLM_INSIDE = {**VLLM_CUDA, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # whoever hands weights over must reach its model
+
 SLEEPING = {"GOMP_SPINCOUNT": "0"}  # as posttrain sets for itself: threads that wait leave their core to others
 
 ROLLOUT = (
@@ -66,12 +117,54 @@ ROLLOUT = (
     System("hf", "posttrain's reference engine on transformers", engine="hf"),
     System("generate", "transformers model.generate, one padded batch", script="run_generate.py", variables=SLEEPING),
     System("continuous-batching", "transformers continuous batching", script="run_continuous.py", variables=SLEEPING),
-    System("vllm", "vLLM on CPU", script="run_vllm.py", installs="vllm", variables=VLLM, preload="lib/libiomp5.so"),
+    System(
+        "vllm",
+        "vLLM",
+        script="run_vllm.py",
+        installs="vllm",
+        needs="vllm",
+        variables=VLLM,
+        cuda=VLLM_CUDA,
+        preload="lib/libiomp5.so",
+    ),
 )
 STEP = (
     System("native", "posttrain with its own engine", engine="native"),
     System("hf", "posttrain with the reference engine", engine="hf"),
-    System("trl", "TRL's GRPOTrainer", script="run_trl.py", installs="trl", variables=SLEEPING),
+    System(
+        "trl",
+        "TRL's GRPOTrainer; on CUDA weights and optimizer in the model's type, vLLM in its process, Liger",
+        script="run_trl.py",
+        installs="trl",
+        needs="trl",
+        variables=SLEEPING,
+        cuda=VLLM_INSIDE,
+    ),
+)
+STEP_CUDA = (
+    STEP[0],
+    STEP[2],
+    replace(
+        STEP[2],
+        name="trl-float32",
+        what="the same with float32 weights and moments under autocast: our precision",
+        settings={"weights": "float32"},
+    ),
+    System("verl", "verl's main_ppo with vLLM", script="run_verl.py", needs="verl", cuda=VLLM_CUDA),
+)
+TRAIN = (
+    System("native", "posttrain's update", engine="native"),
+    System("transformers", "transformers' layers, padded rows", script="run_update.py", variables=SLEEPING),
+)
+SYNC = (
+    System("native", "posttrain: the engine reads the trainer's own tensors", engine="native"),
+    System(
+        "native-copy",
+        "posttrain: an engine with weights of its own",
+        engine="native",
+        settings={"share": False},
+    ),
+    replace(ROLLOUT[-1], what="vLLM's load_weights in one process", script="run_vllm_sync.py", cuda=VLLM_INSIDE),
 )
 
 

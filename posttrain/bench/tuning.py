@@ -15,7 +15,11 @@ from posttrain.errors import UserError
 
 
 def tuned(
-    systems: Sequence[System], variables: Sequence[str], settings: Sequence[str], also: Sequence[str] = ()
+    systems: Sequence[System],
+    variables: Sequence[str],
+    settings: Sequence[str],
+    also: Sequence[str] = (),
+    pythons: Sequence[str] = (),
 ) -> list[System]:
     """The systems with these on top of their own; `also` adds a second row of one, under another name.
 
@@ -27,6 +31,12 @@ def tuned(
         if name not in wanted or new in wanted or not new.replace("-", "").replace("_", "").isalnum():
             raise UserError(f"--also {text}: give NEWNAME=SYSTEM, SYSTEM being {', '.join(wanted)}")
         wanted[new] = replace(wanted[name], name=new)
+    for text in pythons:
+        name, _, path = text.partition("=")
+        if name not in wanted or not path or wanted[name].ours:
+            peers = ", ".join(system.name for system in wanted.values() if not system.ours)
+            raise UserError(f"--python {text}: give SYSTEM=PATH, SYSTEM being {peers}")
+        wanted[name] = replace(wanted[name], python=path)
     for option, texts in (("--env", variables), ("--set", settings)):
         for text in texts:
             name, colon, rest = text.partition(":")
@@ -37,8 +47,10 @@ def tuned(
             if option == "--env" and key == "LD_PRELOAD" and not value:
                 wanted[name] = replace(system, preload=None)
             elif option == "--env":
-                kept = {k: v for k, v in system.variables.items() if k != key}
-                wanted[name] = replace(system, variables=kept | ({key: value} if value else {}))
+                change = {key: value} if value else {}
+                kept = {k: v for k, v in system.variables.items() if k != key} | change
+                cuda = system.cuda and {k: v for k, v in system.cuda.items() if k != key} | change
+                wanted[name] = replace(system, variables=kept, cuda=cuda)
             else:
                 wanted[name] = replace(system, settings={**system.settings, key: _read(value)})
     return list(wanted.values())

@@ -10,6 +10,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.errors import UserError
+
 LENGTHS = ("fixed", "long-tail")
 SPREAD = 1.0  # sigma of the lognormal: after the cut the longest tenth of the rows holds 28% of the tokens
 
@@ -27,24 +29,54 @@ class Workload:
 
 
 def make_workload(
-    *, prompts: int, n: int, prompt_tokens: int, tokens: int, kind: str, vocab_size: int, seed: int = 0
+    *,
+    prompts: int,
+    n: int,
+    prompt_tokens: int,
+    tokens: int,
+    kind: str,
+    vocab_size: int,
+    mean: float | None = None,
+    seed: int = 0,
 ) -> Workload:
     """Random prompts (ids below 256 where the vocabulary has so many), each `n` times, with their response lengths."""
     draw = random.Random(seed)
     highest = min(256, vocab_size)
     distinct = [[draw.randrange(highest) for _ in range(prompt_tokens)] for _ in range(prompts)]
     rows = [prompt for prompt in distinct for _ in range(n)]
-    return Workload(rows, response_lengths(len(rows), tokens, kind, seed))
+    return Workload(rows, response_lengths(len(rows), tokens, kind, seed, mean))
 
 
-def response_lengths(rows: int, tokens: int, kind: str, seed: int = 0) -> list[int]:
-    """`fixed`: all `tokens`. `long-tail`: lognormal with a median of a quarter of `tokens`, at most `tokens`."""
+def response_lengths(rows: int, tokens: int, kind: str, seed: int = 0, mean: float | None = None) -> list[int]:
+    """`fixed`: all `tokens`. `long-tail`: lognormal with a median of a quarter of `tokens`, or this `mean` after the
+    cut; at most `tokens`."""
     if kind == "fixed":
         return [tokens] * rows
     draw = random.Random(seed + 1)
-    centre = math.log(max(1.0, tokens / 4))
+    centre = math.log(max(1.0, tokens / 4)) if mean is None else centre_for(mean, tokens)
     drawn = [round(draw.lognormvariate(centre, SPREAD)) for _ in range(rows)]
     return [min(tokens, max(1, length)) for length in drawn]
+
+
+def centre_for(mean: float, most: int) -> float:
+    """The logarithm of the lognormal's median with which lengths cut at `most` have this mean."""
+    if not 1 <= mean < most:
+        raise UserError(f"--mean-tokens {mean:g}: give at least 1 and less than --tokens, which is {most}")
+    low, high = math.log(mean) - SPREAD**2, math.log(most) + 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _mean_after_cut(middle, most) < mean else (low, middle)
+    return low
+
+
+def _mean_after_cut(centre: float, most: int) -> float:
+    """E[min(X, most)] of a lognormal X."""
+
+    def below(x: float) -> float:
+        return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+    edge = (math.log(most) - centre) / SPREAD
+    return math.exp(centre + SPREAD**2 / 2) * below(edge - SPREAD) + most * (1 - below(edge))
 
 
 def as_job(workload: Workload, *, model: str, dtype: str, threads: int, **more: Any) -> dict[str, Any]:

@@ -72,7 +72,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Key -> names that it takes (null aside, where the type allows it)."""
 
 SAMPLERS = ("default", "curriculum")
-LOGGERS = ("console", "details", "tensorboard", "wandb")
+LOGGER_PACKAGES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+"""Each is a logger, a package on the index and an extra of posttrain by the same name."""
+LOGGERS = ("console", "details", *LOGGER_PACKAGES)
 
 NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "

@@ -11,6 +11,7 @@ from pathlib import Path
 from posttrain.config.closest import closest
 from posttrain.config.devices import gpus_present, runs_on_cpu
 from posttrain.config.hub import why_not_from_hub
+from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.model_files import broken_files
 from posttrain.config.problem import ConfigError, Problem
@@ -49,6 +50,7 @@ def check_supervised_environment(
         *_own_code(resolved, folder, ("model.external_lib",)),
         *_workers(resolved, folder),
         *_folders(resolved, folder),
+        *missing_packages(resolved),
     ]
 
 
@@ -239,4 +241,5 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _workers,
     _parallel_rollout,
     _folders,
+    lambda resolved, cwd: iter(missing_packages(resolved)),
 ]

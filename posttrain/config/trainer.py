@@ -40,8 +40,8 @@ class RunConfig(Section):
     resume_from_path: str | None = None
     """Checkpoint folder (`.../global_step_N`) to continue from."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Any of `console` (a line per step), `details` (under it every metric), `tensorboard`, `wandb`; `metrics.jsonl` is
-    always written."""
+    """Any of `console` (a line per step), `details` (under it every metric), `tensorboard`, `wandb`, `mlflow`,
+    `swanlab`, `trackio`; `metrics.jsonl` is always written."""
     n_gpus_per_node: int = 1
     """Worker processes per node, one per GPU (or per CPU process)."""
     nnodes: int = 1
@@ -52,6 +52,8 @@ class RunConfig(Section):
     """Seed of sampling, data order and initialisation."""
     deterministic: bool = False
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
+    dry_run: bool = False
+    """Look at everything that can be known before the run (`posttrain doctor`), print it, and do not train."""
     max_bad_steps: int = 3
     """Stop after this many training steps in a row in which an update was skipped because loss or gradient was not
     finite."""

@@ -103,6 +103,11 @@ FAMILIES: dict[str, str] = {
     "perf/total_num_tokens": "Tokens of the step's prompts and responses.",
     "perf/time_per_step": "Seconds of the step; of a supervised step without validation.",
     "perf/throughput": "Tokens per second and device over the whole step.",
+    "perf/memory_gb": "The most memory that a stage of the step took, in GB; by stage see perf/memory_gb/STAGE.",
+    "perf/memory_gb/STAGE": (
+        "The most memory while one stage ran, in GB (10^9 bytes): allocated on the CUDA device, or resident in the "
+        "process. Not measured where workers are other processes."
+    ),
     "perf/generated_tokens_per_s": "Response tokens per second of the rollout.",
     "train/{grad_norm,lr}": "Of a supervised step: the gradient's norm before clipping, and the learning rate.",
     "train/bad_steps": "1 if the update was skipped because loss or gradient was not finite.",

@@ -115,6 +115,21 @@ def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: to
     return keys, values
 
 
+def copy_tokens(cache: LayerCache, source_T: torch.Tensor, target_T: torch.Tensor) -> None:
+    """Keys and values of the tokens at places `source_T` to places `target_T`; a place is block * BLOCK + offset."""
+    keys, values = cache
+    from_block, from_place, to_block, to_place = *_split(source_T), *_split(target_T)
+    values[to_block, :, to_place] = values[from_block, :, from_place]
+    if cuda.runs_here(values):
+        keys[to_block, :, to_place] = keys[from_block, :, from_place]
+    else:
+        keys[to_block, :, :, to_place] = keys[from_block, :, :, from_place]
+
+
+def _split(places_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return places_T // BLOCK, places_T % BLOCK
+
+
 def add_rms_norm(
     residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, epsilon: float
 ) -> torch.Tensor:

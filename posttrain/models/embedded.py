@@ -30,19 +30,33 @@ SHAPE = {
 }
 
 
-def byte_tokenizer():
-    """A tokenizer whose vocabulary is the 256 bytes and the special tokens."""
+def byte_tokenizer(size: int | None = None):
+    """A tokenizer whose vocabulary is the 256 bytes and the special tokens.
+
+    With `size` words of four letters and digits fill it up, which no text is cut into, but which random weights of a
+    large vocabulary can say.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    special = (PAD, END, USER, ASSISTANT, SYSTEM)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet += [_word(number) for number in range((size or 0) - len(alphabet) - len(special))]
     core = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text, special=True) for text in (PAD, END, USER, ASSISTANT, SYSTEM)])
+    core.add_special_tokens([AddedToken(text, special=True) for text in special])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END, padding_side="left")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def _word(number: int) -> str:
+    digits = ""
+    for _ in range(4):
+        number, digit = divmod(number, 36)
+        digits = "0123456789abcdefghijklmnopqrstuvwxyz"[digit] + digits
+    return digits
 
 
 def build_model(tokenizer: Any, *, seed: int = 0, **shape: Any):

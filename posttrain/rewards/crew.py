@@ -38,6 +38,8 @@ class Task:
     number: int
     keys: list[Hashable]
     payloads: list[Payload]
+    seconds: float | None = None
+    """How long the call took; None where it did not come back."""
     killed_once: bool = False
     """Its worker was killed from outside, perhaps before it began: it gets another one, once."""
 
@@ -174,6 +176,7 @@ class Crew:
         if expected is None or expected.number != number or len(outcomes) != len(expected.keys):
             return False
         task = worker.pending.popleft()
+        task.seconds = end - start
         worker.deadline = end + self._timeout  # by the worker's clock, which is ours: the answer may have lain here
         if worker.warm:  # the first task may have imported what it needs: it says nothing about the next
             seconds = end - start

@@ -34,11 +34,22 @@ class Findings:
     failures: Counter[str] = field(default_factory=Counter)
     """Why programs failed their tests, where a scorer says so; no problem by itself."""
     prints: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Of each call that came back."""
+    flaky: list[tuple[int, str, float, float]] = field(default_factory=list)
+    """Responses that got another score the second time: row, form, both scores."""
+    told_apart: list[float] = field(default_factory=list)
+    """By row: the truth's best score less the best of another row's truth."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found that would spoil a run."""
-        return not (self.unmatched or self.unscored or self.errors or self.unanswered)
+        return not (self.unmatched or self.unscored or self.errors or self.unanswered or self.flaky or self.blind)
+
+    @property
+    def blind(self) -> bool:
+        """Whether right and wrong answers score alike (or the wrong ones higher) in most rows."""
+        return sum(gap > 0 for gap in self.told_apart) < len(self.told_apart) / 2
 
 
 def report(found: Findings, spec: RewardSpec) -> str:
@@ -62,6 +73,7 @@ def report(found: Findings, spec: RewardSpec) -> str:
             )
         lines += ["", "mean score by form of the response:"]
         lines += [f"    {form:<34} {_mean(scores):>8.3f}" for form, scores in found.by_form.items()]
+        lines += _agreement(found)
     lines += ["", *_response_lines(found)]
     if found.parts:
         lines += ["mean by part:", *(f"    {name:<34} {_mean(values):>8.3f}" for name, values in found.parts.items())]
@@ -70,9 +82,40 @@ def report(found: Findings, spec: RewardSpec) -> str:
         lines += [f"    {count:>4} x {failure}" for failure, count in found.failures.most_common(FAILURES)]
     for error, count in found.errors.most_common(EXAMPLES):
         lines += [f"! {count} calls failed: " + error.replace("\n", "\n    ")]
+    for row, form, first, second in found.flaky[:EXAMPLES]:
+        lines.append(f"! row {row}, {form}: scored {first:g}, and {second:g} when asked again")
+    if found.flaky:
+        lines.append(f"    {len(found.flaky)} scores of the same response differ: a run could not be repeated")
+    if found.seconds:
+        lines.append(timing(found.seconds))
     lines += [f"printed: {line}" for line in found.prints[:EXAMPLES]]
     lines.append("nothing suspicious found" if found.ok else "look at the lines marked `!` before you train")
     return "\n".join(lines)
+
+
+def timing(seconds: Sequence[float]) -> str:
+    """How long a call takes, and how many a second one worker makes."""
+    ordered, mean = sorted(seconds), _mean(seconds)
+    late = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return (
+        f"time of a call: {_span(mean)} on average, {_span(late)} for the slowest hundredth, {_span(ordered[-1])} at "
+        f"most; one worker makes {1 / max(mean, 1e-9):,.0f} a second"
+    )
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"
+
+
+def _agreement(found: Findings) -> list[str]:
+    """How often the truth scores above another row's truth: what a group can learn from."""
+    if not found.told_apart:
+        return []
+    above = sum(gap > 0 for gap in found.told_apart)
+    below = sum(gap < 0 for gap in found.told_apart)
+    mark = "! " if found.blind else ""
+    text = f"{mark}the truth scores above another row's truth in {above} of {len(found.told_apart)} rows"
+    return [text + (f", and below it in {below}" if below else "")]
 
 
 def distribution(scores: Sequence[float]) -> str:

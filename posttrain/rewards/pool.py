@@ -189,6 +189,7 @@ class RewardPool:
         for task, outcomes in done:
             for key, (score, parts, error) in zip(task.keys, outcomes, strict=True):
                 results[key] = _result(self._failure_score if error else score, parts, error)
+                results[key].seconds = task.seconds
         with self._changed:
             self._open.difference_update(results)
             self._done |= results

@@ -49,31 +49,70 @@ def examine(
     default_source: str | None = None,
     num_workers: int | None = None,
     timeout_s: float = 10.0,
+    again: bool = True,
+    patience_s: float | None = None,
 ) -> Findings:
-    """Score truths, wrong answers and responses (those given, else the rows' own column `response`)."""
+    """Score truths, wrong answers and responses (those given, else the rows' own column `response`).
+
+    `again`: score everything twice, and name what did not get the same score. `patience_s`: try only as many rows as
+    that lasts for, by the time of a first call.
+    """
     rows = [_as_trained(row) for row in rows]
     found = Findings(rows=len(rows))
     with RewardPool(
         spec, num_workers=num_workers, timeout_s=timeout_s, failure_score=0.0, on_print=found.prints.append
     ) as pool:
         usable = [(i, row) for i, row in enumerate(rows) if _matched(row, spec, default_source, found)]
+        if patience_s is not None and usable:
+            usable = _affordable(pool, usable, default_source, patience_s, found)
+        asked: dict[Any, RewardItem] = {}
         for place, (i, row) in enumerate(usable):
             other = truth_of(usable[(place + 1) % len(usable)][1])
             trials = _code_trials(row) if _is_code(row, default_source) else _trials(truth_of(row), other)
-            for form, text in trials:
-                pool.submit((i, form), _item(row, text, default_source))
+            asked |= {(i, form): _item(row, text, default_source) for form, text in trials}
         if responses is None:
             responses = [row for row in rows if row.get("response") is not None]
         scored = [(i, row) for i, row in enumerate(responses) if _matched(row, spec, default_source, None)]
-        for i, row in scored:
-            pool.submit((i, "response"), _item(row, str(row["response"]), default_source))
+        asked |= {(i, "response"): _item(row, str(row["response"]), default_source) for i, row in scored}
+        pool.submit_many(list(asked.items()))
         results = pool.wait_all()
+        found.seconds = [result.seconds for result in results.values() if result.seconds is not None]
+        if again and not _hopeless(results):
+            pool.submit_many(list(reversed(asked.items())))  # another order: nothing may follow from what came before
+            _note_flaky(found, results, pool.wait_all())
     for i, row in usable:
         note = _note_task if _is_code(row, default_source) else _note_truth
         note(found, i, row, results)
     for i, row in scored:
         _note_response(found, i, row, results[i, "response"])
     return found
+
+
+def _affordable(
+    pool: RewardPool, usable: list[Any], default_source: str | None, patience_s: float, found: Findings
+) -> list[Any]:
+    """The rows that `patience_s` lasts for; none if the first call did not come back."""
+    row = usable[0][1]
+    text = "" if _is_code(row, default_source) else _one(truth_of(row))
+    pool.submit("first", _item(row, text, default_source))
+    first = pool.wait_all()["first"]
+    if first.seconds is None:
+        found.errors[_failure(row, str(first.error))] += 1
+        return []
+    calls = 2 * (2 * len(SPELLINGS) + 1)
+    return usable[: max(2, int(patience_s / max(first.seconds * calls, 1e-9)))]
+
+
+def _hopeless(results: dict[Any, RewardResult]) -> bool:
+    """Whether every call failed: nothing is learnt by failing again, and a deadline costs its seconds each time."""
+    return all(result.error for result in results.values())
+
+
+def _note_flaky(found: Findings, first: dict[Any, RewardResult], second: dict[Any, RewardResult]) -> None:
+    for (row, form), result in first.items():
+        other = second[row, form]
+        if (result.score, bool(result.error)) != (other.score, bool(other.error)):
+            found.flaky.append((row, form, result.score, other.score))
 
 
 def truth_of(row: dict[str, Any]) -> Any:
@@ -214,6 +253,9 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any,
             if result.error:
                 found.errors[_failure(row, result.error)] += 1
     tried = [results[i, f"truth, {name}"] for name in SPELLINGS]
+    others = [results[key] for name in SPELLINGS if (key := (i, f"another row's truth, {name}")) in results]
+    if others:
+        found.told_apart.append(max(r.score for r in tried) - max(r.score for r in others))
     best = max(result.score for result in tried)
     found.best.append(best)
     # Where a reward says what is right, its score may be anything: weights, bonuses.

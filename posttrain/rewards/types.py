@@ -47,6 +47,8 @@ class RewardResult:
     score: float
     parts: dict[str, float | str] = field(default_factory=dict)
     error: str | None = None
+    seconds: float | None = field(default=None, compare=False)
+    """Of the call that gave it, which a group shares; None where the call did not come back."""
 
 
 @dataclass

@@ -38,13 +38,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be made. `parent` names a finished request whose cache may be reused."""
+    """One response to be made. One with `keep` leaves its cache behind; a later request whose prompt goes on from its
+    prompt and response names it as `parent` and computes only what is new. Neither changes what is sampled."""
 
     id: Hashable
     prompt_ids: Sequence[int]
     sampling: Sampling
     seed: int
     parent: Hashable | None = None
+    keep: bool = False
 
 
 @dataclass
@@ -86,6 +88,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
         """Stop these requests; gives what they have so far, with finish reason `abort`."""
+
+    @abstractmethod
+    def release(self, ids: Iterable[Hashable]) -> None:
+        """These ended requests will be nobody's parent; what they left behind is free."""
 
     @abstractmethod
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ Shapes: B rows, P prompt width, R response width.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -19,11 +19,11 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 
 
-def advance(engine: RolloutEngine) -> list[Output]:
-    """Steps until some request has ended, or none is left; gives what ended."""
+def advance(engine: RolloutEngine, until: Callable[[], bool] = lambda: False) -> list[Output]:
+    """Steps until some request has ended, none is left, or `until` says so; gives what ended."""
     ended: list[Output] = []
     with no_garbage_collection(), pulse.work("responses", 0) as work:
-        while not ended and engine.has_work():
+        while not ended and engine.has_work() and not until():
             ended = engine.step()
             work.advance(running_tokens=engine.running_tokens())
     return ended

@@ -192,6 +192,9 @@ class HFEngine(RolloutEngine):
         self.mask_BL = torch.cat([self.mask_BL, self.mask_BL.new_ones(len(keep), 1)], -1)
         self.logits_BV, self.cache = self._forward(tokens_B[:, None], self.cache)
 
+    def release(self, ids: Iterable[Hashable]) -> None:
+        """Nothing is kept here: a parent's cache is computed anew."""
+
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
         wanted = set(ids)
         gone = [_Row(request).output("abort") for request in self.waiting if request.id in wanted]

@@ -6,7 +6,8 @@ import torch
 
 from posttrain.models.plain_rows import row_log_probs
 from posttrain.models.proof import agree, proof_rows
-from posttrain.rollout.base import Request, RolloutEngine, Sampling
+from posttrain.rollout.base import RolloutEngine, Sampling
+from posttrain.rollout.generate import generate
 
 TOKENS = (1, 3, 2)  # of each response: rows end one after the other
 
@@ -17,14 +18,9 @@ def why_wrong(engine: RolloutEngine, module: torch.nn.Module) -> str | None:
     short, long = proof_rows(module.config)
     prompts = [short, long, long]
     try:
-        for number, (prompt, count) in enumerate(zip(prompts, TOKENS, strict=True)):
-            engine.submit(Request(number, prompt, Sampling(max_tokens=count), number))
-        done = {}
-        while engine.has_work():
-            done |= {output.id: output for output in engine.step()}
+        outputs = generate(engine, prompts, [Sampling(max_tokens=count) for count in TOKENS], range(len(prompts)))
         engine.sleep()
         engine.wake()
-        outputs = [done[number] for number in range(len(prompts))]
         rows = [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)]
         plain = zip(row_log_probs(module, rows), TOKENS, strict=True)
         expected = [log_probs[-count:] for log_probs, count in plain]

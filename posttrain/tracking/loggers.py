@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, and details on the console, TensorBoard or wandb as `trainer.logger` says.
+"""Where metrics go: `metrics.jsonl` always, and details on the console and services as `trainer.logger` says.
 
 A logger has `log(step, metrics)` and `close()`. One that cannot start or fails later is named in a note and left out: a
 run never ends because of a logger. Only `metrics.jsonl`, which the run's own tools read, must be writable.
@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.diagnosis import stage_shares
-from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.services import (
+    MlflowLogger,
+    SwanlabLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
 
 Note = Callable[[str], object]
 
@@ -78,52 +83,6 @@ class DetailsLogger:
         pass
 
 
-class TensorBoardLogger:
-    """Event files under `<run>/tensorboard`; after a resume, later steps of the earlier process are hidden."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbLogger:
-    """A wandb run, sent to its server if WANDB_API_KEY is set and otherwise recorded below the run directory."""
-
-    def __init__(self, run: RunDirectory, config: Mapping[str, Any], note: Note) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]  (an extra)
-
-        online = bool(os.environ.get("WANDB_API_KEY"))
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if online else "offline")
-        if mode == "offline":
-            note(f"wandb records to {run.path / 'wandb'}; set WANDB_API_KEY to send runs, or run `wandb sync` later.")
-        self._run = wandb.init(
-            project=run.path.parent.name,
-            name=run.path.name,
-            id=_wandb_id(run.path / "wandb_id"),
-            resume="allow" if mode == "online" else None,
-            dir=str(run.path),
-            config=redact(config),
-            mode=mode,
-            # Without metadata: wandb would record the command line, which may hold secrets.
-            settings=wandb.Settings(console="off", silent=True, x_disable_meta=True),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class LoggerGroup:
     """All loggers of a run as one."""
 
@@ -152,6 +111,9 @@ MAKERS: dict[str, Callable[[RunDirectory, Mapping[str, Any], int, Note], Logger]
     "details": lambda run, config, first_step, say: DetailsLogger(say),
     "tensorboard": lambda run, config, first_step, say: TensorBoardLogger(run.path / "tensorboard", first_step),
     "wandb": lambda run, config, first_step, say: WandbLogger(run, config, say),
+    "mlflow": lambda run, config, first_step, say: MlflowLogger(run, config, say),
+    "swanlab": lambda run, config, first_step, say: SwanlabLogger(run, config, say),
+    "trackio": lambda run, config, first_step, say: TrackioLogger(run, config, say),
 }
 """By the name that `trainer.logger` gives: (run, settings, first step that will be logged, say) -> logger."""
 LOGGERS = ("console", *MAKERS)
@@ -210,10 +172,3 @@ def _number(value: Any) -> Any:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _wandb_id(path: Path) -> str:
-    """The id of this run directory's wandb run: kept, so that a resumed run continues it."""
-    if not path.is_file():
-        replace_file(path, os.urandom(8).hex().encode())
-    return path.read_text().strip()

@@ -26,6 +26,7 @@ from posttrain.tracking.fields import Fields, as_numpy
 _FLOAT_LISTS = {
     "rollout_log_probs": ("rollout_log_probs",),
     "old_log_probs": ("old_log_probs",),
+    "new_log_probs": ("new_log_probs",),
     "ref_log_probs": ("ref_log_prob", "ref_log_probs"),
     "advantages": ("advantages",),
     "entropy": ("entropy", "entropys"),
@@ -55,9 +56,14 @@ def write_samples(
     Texts are the columns `prompt` and `response` (or `response_text`); log-probs, advantages and entropy are written
     when present. `sampling` are the settings that all responses were sampled with.
     """
+    return write_step(folder, step, sample_table(step, batch, sampling=sampling))
+
+
+def write_step(folder: str | os.PathLike[str], step: int, table: pa.Table) -> Path:
+    """Write `step_<step>.parquet` from its table."""
     path = Path(folder) / f"step_{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, sample_table(step, batch, sampling=sampling))
+    _write(path, table)
     return path
 
 
@@ -120,8 +126,9 @@ def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:
     if advantages is not None:
         sums = np.where(written, advantages, 0.0).sum(axis=1)
         found["advantage"] = pa.array(sums / np.maximum(written.sum(axis=1), 1), pa.float32())
-    ours, rollout = fields.numbers("old_log_probs"), fields.numbers("rollout_log_probs")
-    if ours is not None and rollout is not None:
+    rollout = fields.numbers("rollout_log_probs")
+    ours = fields.numbers("old_log_probs", "new_log_probs")
+    if ours is not None and rollout is not None and not np.array_equal(ours, rollout):  # a copy says nothing
         found["mismatch"] = pa.array(np.where(written, abs(ours - rollout), 0.0).max(axis=1, initial=0.0), pa.float32())
     return found
 

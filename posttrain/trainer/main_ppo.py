@@ -60,6 +60,10 @@ class TaskRunner:
 
         apply_environment()
         resolved = as_resolved(config)
+        if resolved.value("trainer.dry_run"):
+            from posttrain.doctor.checkup import dry_run
+
+            return dry_run(resolved)
         if resolved.value("trainer.n_gpus_per_node") * resolved.value("trainer.nnodes") == 1:
             print("One worker: Ray is not needed, the run works in this process.")
         from posttrain.trainer.ppo.runner import run_training

@@ -12,12 +12,14 @@ import torch
 
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
+from posttrain.tracking.background import Background
 from posttrain.tracking.by_step import TIMELINE, append_line
 from posttrain.tracking.every import Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import FRESH_S, NAME, write_status
+from posttrain.trainer.run.peaks import StagePeaks
 
 
 class RunWriter:
@@ -29,8 +31,10 @@ class RunWriter:
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
+        self.peaks = StagePeaks()
         self.spans: list[list[Any]] = []
         """[stage, when it began, its seconds] of this step."""
+        self.behind = Background("samples")
         self._stack, self._linked = ExitStack(), False
 
     def start(self, step: int) -> None:
@@ -54,7 +58,15 @@ class RunWriter:
         with suppress(OSError):  # a full disk is said by whoever writes what matters
             write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
 
+    def settle(self) -> None:
+        """Wait until everything of the steps so far is on the disk; what could not be written is raised here."""
+        self.behind.wait()
+
     def close(self, status: str) -> None:
+        try:
+            self.behind.wait()
+        except Exception as error:  # whoever ended well has settled before; what ended the run matters more
+            say(f"{self.run.samples}: the last samples could not be written: {error}.")
         try:
             self._stack.close()  # the status is kept fresh until here
         finally:
@@ -71,6 +83,7 @@ class RunWriter:
     def stage(self, name: str) -> Iterator[None]:
         """Names a stage and adds its time to this step's timings."""
         started, at = time.perf_counter(), time.time()
+        self.peaks.begin()
         try:
             with self.showing(name):
                 yield
@@ -79,6 +92,7 @@ class RunWriter:
             raise
         finally:
             spent = time.perf_counter() - started
+            self.peaks.end(name)
             self.timing[name] = self.timing.get(name, 0.0) + spent
             self.spans.append([name, round(at, 4), round(spent, 4)])
 
@@ -95,8 +109,9 @@ class RunWriter:
         state: dict[str, Any],
         export: Callable[[Path], None] | None,
     ) -> Path:
-        """An atomic checkpoint of step `step`."""
+        """An atomic checkpoint of step `step`; a run that continues from it has all that came before."""
         with self.showing("saving"):
+            self.settle()
             path = self.checkpoints.save(
                 step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.view import health, samples
+from posttrain.view import health, planning, samples
 from posttrain.view.catalogue import Catalogue, previews
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
@@ -47,6 +47,7 @@ class Answers:
             "search": self._search,
             "diagnosis": lambda q: health.diagnosis(self._folder(q), self.metrics(self._folder(q)).refresh().names),
             "failures": lambda q: health.failures(self._catalogue(q)),
+            "plan": lambda q: planning.plan(self._folder(q)),
             "timeline": lambda q: health.timeline(self._folder(q), int(q["last"]) if q.get("last") else None),
         }
 
@@ -55,7 +56,7 @@ class Answers:
             raise NotFound(f"There is nothing called `{name}`.")
         try:
             return self._questions[name](query)
-        except samples.NoSamples as error:
+        except (samples.NoSamples, planning.NoPlan) as error:
             raise NotFound(str(error)) from error
 
     def read_all(self, run: str) -> None:

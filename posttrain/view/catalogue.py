@@ -99,6 +99,8 @@ class Catalogue:
         found = []
         for part in reversed(self.parts()):
             rows = np.flatnonzero(part.data_row == data_row)
+            if not len(rows):
+                continue
             for uid in dict.fromkeys(part.uid.take(pa.array(rows)).to_pylist()):
                 own = [row for row in rows.tolist() if part.uid[row].as_py() == uid]
                 scores = part.score[own]

@@ -30,6 +30,7 @@ from posttrain.workers.plan import UpdatePlan, join_updates, planned
 from posttrain.workers.probe import WeightProbe
 from posttrain.workers.reward_model.worker import RewardModelWorker
 from posttrain.workers.roles import actor_engine, check_vocabulary, critic_engine, reference_engine, rollout_model
+from posttrain.workers.seen_tokens import Kept, in_batch
 from posttrain.workers.spread import by_groups, by_passes, in_row_order
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
@@ -179,6 +180,11 @@ class ActorRolloutRefWorker:
         """All optimizer steps on a batch. The group takes the batch and plans them; it gives their metrics."""
         with self.engine.on_device(optimizer=True):
             return self.actor.execute(plan)
+
+    @register(to_all, in_batch)
+    def seen_tokens(self) -> Kept:
+        """What the last update computed of each token of a batch whose rows are numbered."""
+        return self.actor.objective.seen.take()
 
     @register(to_all, largest)
     def sync_weights(self, version: int) -> dict[str, float]:

@@ -72,6 +72,28 @@ def test_step_with_a_long_tail_ends_responses_early(tmp_path: Path, capsys):
     assert 2 < json.loads(file.read_text())["systems"]["hf"]["mean_length"] < 7
 
 
+def test_train_times_updates_and_counts_the_tokens_that_were_computed(tiny: Path, tmp_path: Path, capsys):
+    file = tmp_path / "train.json"
+    sizes = ("--prompts", "2", "--n", "4", "--tokens", "4", "--prompt-tokens", "12", "--repeat", "1")
+    command = ("train", "--only", "native", "--model", str(tiny), "--device", "cpu", *sizes, "--json", str(file))
+    status, out, _ = run(capsys, *command)
+    assert status == 0 and re.search(r"^native +\d+\.\d+ +\d+\.\d+ +1\.00x +[\d,]+ +- +- +- +posttrain", out, re.M)
+    found = json.loads(file.read_text())
+    (answer,) = found["systems"]["native"]["runs"]
+    assert found["workload"]["total_tokens"] == 2 * 4 * 16 and found["floor_s"] is None and found["device"] == "cpu"
+    assert answer["computed"] == 2 * (12 + 4 * 3), "prompts are computed once and last tokens not at all"
+    assert len(found["systems"]["native"]["warm_ups"]) == 2 and found["systems"]["native"]["load_s"] > 0
+
+
+def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Path, tmp_path: Path, capsys):
+    file = tmp_path / "sync.json"
+    command = ("sync", "--only", "native,native-copy", "--model", str(tiny), "--repeat", "1", "--json", str(file))
+    status, out, _ = run(capsys, *command)
+    assert status == 0 and re.search(r"^native-copy +\d+\.\d+ ", out, re.M)
+    shared, copied = (json.loads(file.read_text())["systems"][name]["runs"][0] for name in ("native", "native-copy"))
+    assert shared["moved"] == 0 and copied["moved"] == copied["bytes"] == shared["bytes"] > 0
+
+
 def test_sweep_writes_points_and_a_picture(tiny: Path, tmp_path: Path, capsys):
     file, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     sizes = ("--rows", "1,2", "--lengths", "2,4", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
@@ -88,12 +110,16 @@ def test_sweep_writes_points_and_a_picture(tiny: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("rollout", "--model", "nowhere"), "--model nowhere: neither a preset (1m, 27m) nor a folder"),
+        (("rollout", "--model", "nowhere"), "nowhere: neither a preset (1m, 27m, 0.1b, 0.5b, 1.5b, 7b) nor"),
         (("rollout", "--only", "sglang"), "--only names sglang; known: native, hf"),
         (("rollout", "--json", "/no/such/folder/x.json"), "its folder must exist"),
         (("step", "--n", "1"), "--n 1: GRPO compares the responses of a group"),
         (("step", "--prompt-tokens", "3"), "the chat template alone takes 3"),
-        (("step", "--model", "x", "--lengths", "long-tail"), "needs random weights, --model 1m or 27m"),
+        (("step", "--model", "x", "--lengths", "long-tail"), "needs random weights, --model 1m or 27m or 0.1b"),
+        (("rollout", "--work", "huge"), "--work huge: bench rollout knows small, group, tail"),
+        (("rollout", "--mean-tokens", "9"), "give --lengths long-tail with it"),
+        (("rollout", "--mean-tokens", "128", "--lengths", "long-tail"), "less than --tokens, which is 128"),
+        (("rollout", "--python", "native=/x"), "--python native=/x: give SYSTEM=PATH, SYSTEM being generate"),
         (("sweep", "--engine", "warp", "--rows", "1"), "--engine warp: actor_rollout_ref.rollout.name=warp"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

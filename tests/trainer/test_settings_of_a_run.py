@@ -107,6 +107,8 @@ def test_samples_and_validations_can_be_traced_to_their_data_and_read_token_by_t
         assert data[row["data_row"]]["prompt"] in row["prompt"] and row["seed"] >= 0
         assert json.loads(row["sampling"])["temperature"] == 1.0
         assert b"".join(tokens[number] for number in row["prompt_ids"]).decode() == row["prompt"]
+        assert row["new_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-4)  # of the same weights
+        assert 0 < row["mismatch"] < 1e-4 and min(row["entropy"]) > 1.0  # by the trainer, of an untrained model
     held_out = [pq.read_table(path) for path in validation_files(result.path / "samples")]
     assert [len(table) for table in held_out] == [24, 24] and held_out[0]["step"].to_pylist() == [4] * 24
     assert None not in held_out[0]["score"].to_pylist() and len(set(held_out[0]["seed"].to_pylist())) == 24
@@ -120,6 +122,8 @@ def test_every_step_says_when_it_was_made_and_when_its_stages_began(due):
         assert {name for name, _, _ in span["stages"]} == {
             name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/") and name != "timing_s/step"
         }
+        stages = {f"perf/memory_gb/{name}" for name, _, _ in span["stages"]}
+        assert stages <= set(line) and line["perf/memory_gb"] > 0.01
         begins = [begin for _, begin, _ in span["stages"]]
         assert begins == sorted(begins) and begins[-1] <= line["time"]
 

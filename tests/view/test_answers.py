@@ -7,6 +7,7 @@ import shutil
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
@@ -183,6 +184,20 @@ def test_health_names_the_metric_behind_each_advice_and_the_inputs_of_failures(m
     assert kind["count"] == 2 and kind["step"] == 2 and kind["prompt"].startswith("What is")
     assert client.ask("timeline", run="ill", last=2)["steps"][-1]["stages"][0][0] == "gen"
     client.close()
+
+
+def test_the_memory_plan_names_the_runs_stages_or_says_why_there_is_none(client, tmp_path, tiny_model):
+    from posttrain.config.root import PPOConfig
+    from posttrain.view.planning import plan
+
+    config = PPOConfig()
+    config.actor_rollout_ref.model.path = str(tiny_model)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    found = plan(tmp_path)
+    assert found["peak_gb"] == max(stage["gb"] for stage in found["stages"]) > 0
+    assert "update_actor" in [name for stage in found["stages"] for name in stage["measured"]]
+    status, _, words = client.get("/api/plan?run=synthetic", Authorization=f"Bearer {client.viewer.guard.token}")
+    assert status == 404 and b"cannot be planned here" in words
 
 
 def test_runs_are_known_by_names_that_tell_them_apart_and_compared_by_their_settings(made, tmp_path):

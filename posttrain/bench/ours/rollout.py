@@ -19,9 +19,9 @@ def load(job: dict[str, Any]) -> tuple[Any, str]:
 
     torch.set_num_threads(job["threads"])
     model = ModelConfig(path=job["model"])
-    module = load_causal_lm(model, dtype=DTYPES[job["dtype"]], device=torch.device("cpu"))
-    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["settings"].get("max_num_seqs", 1024))
-    return build_engine(settings, module, load_tokenizer(model))
+    module = load_causal_lm(model, dtype=DTYPES[job["dtype"]], device=torch.device(job["device"]))
+    given = {"max_num_seqs": job.get("slots") or 1024, **job["settings"]}
+    return build_engine(RolloutConfig(name=job["engine"], **given), module, load_tokenizer(model))
 
 
 def start(job: dict[str, Any]):

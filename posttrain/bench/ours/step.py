@@ -38,9 +38,12 @@ def settings_of(job: dict[str, Any], folder: str, seed: int) -> dict[str, Any]:
         "trainer.total_training_steps": job["steps"] + 1,
         "trainer.default_local_dir": folder,
         "trainer.export_hf": "none",
-        "trainer.device": "cpu",
+        "trainer.device": job["device"],
         "trainer.seed": seed,
         "tracking.samples_freq": 0,
+        **({"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": job["budget"]} if job["budget"] else {}),
+        **({"actor_rollout_ref.model.lora_rank": job["lora_rank"]} if job["lora_rank"] else {}),
+        **({"actor_rollout_ref.model.enable_gradient_checkpointing": True} if job["checkpointing"] else {}),
         **job["settings"],
     }
 
@@ -75,6 +78,7 @@ def start(job: dict[str, Any]):
             "wall": wall[: job["steps"]],
             "inside": [line["timing_s/step"] for line in kept],
             "lengths": [line["response_length/mean"] for line in kept],
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job["device"] == "cuda" else None,
             "stages": {key: [line[key] for line in kept] for key in kept[0] if key.startswith("timing_s/")},
         }
 

@@ -19,7 +19,8 @@ def start(job: dict[str, Any]):
     engine, name = load(job)
 
     def machine() -> dict[str, Any]:
-        return {"peak_flops": peak_flops(DTYPES[job["dtype"]]), "bandwidth": bandwidths()}
+        where = job["device"]
+        return {"peak_flops": peak_flops(DTYPES[job["dtype"]], device=where), "bandwidth": bandwidths(device=where)}
 
     def point(rows: int, tokens: int, seed: int) -> dict[str, Any]:
         work = make_workload(

@@ -13,7 +13,7 @@ def start(job: dict[str, Any]):
 
     torch.set_num_threads(job["threads"])
     model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=job["dtype"], attn_implementation="sdpa")
-    model = model.eval()
+    model = model.eval().to(job["device"])
     longest = max(len(prompt) + n for prompt, n in zip(job["prompts"], job["lengths"], strict=True))
     rows = len(job["prompts"])
     page = 32

@@ -16,7 +16,7 @@ def start(job: dict[str, Any]):
 
     torch.set_num_threads(job["threads"])
     model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=job["dtype"], attn_implementation="sdpa")
-    model = model.eval()
+    model = model.eval().to(job["device"])
     model.generation_config = GenerationConfig()
     longest = max(job["lengths"])
     settings = {"attn_implementation": "sdpa", "cache_implementation": None, "compile": False, **job["settings"]}
@@ -35,8 +35,8 @@ def start(job: dict[str, Any]):
         cache_implementation=settings["cache_implementation"],
     )
     width = max(map(len, job["prompts"]))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in job["prompts"]])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in job["prompts"]])
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in job["prompts"]], device=job["device"])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in job["prompts"]], device=job["device"])
 
     @torch.inference_mode()
     def batch():

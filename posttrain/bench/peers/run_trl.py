@@ -1,7 +1,9 @@
 """TRL's GRPOTrainer: one training per request, timed at the end of every step.
 
 No KL, no reference, one optimizer step per batch, the original GRPO loss, float32 or bfloat16 weights as the job says,
-and what only costs time switched off: gradient checkpointing, saving, reporting, progress bars.
+and what only costs time switched off: gradient checkpointing, saving, reporting, progress bars. On CUDA vLLM
+generates in this process, Liger's kernels train, and `weights` (of the job's settings) says in which type weights and
+optimizer are: float32 computes under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -15,6 +17,29 @@ from reward import share_of_letters  # pyright: ignore
 from wire import serve  # pyright: ignore
 
 
+def on_cuda(job: dict[str, Any], weights: str) -> dict[str, Any]:
+    """Micro-batches of 32 rows, a generation per optimizer step, no second pass for importance weights."""
+    rows = min(32, job["prompts"] * job["n"])
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": job["prompts"] * job["n"] // rows,
+        "bf16": weights == "float32",
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": job["prompt_tokens"] + job["tokens"] + 8,
+        "vllm_importance_sampling_correction": False,
+        "use_liger_kernel": True,
+    }
+
+
+def peak() -> dict[str, float]:
+    """The most memory that torch's tensors took on the device."""
+    import torch
+
+    return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if torch.cuda.is_available() else {}
+
+
 def start(job: dict[str, Any]):
     import torch
     from datasets import Dataset  # pyright: ignore
@@ -25,6 +50,7 @@ def start(job: dict[str, Any]):
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in job["texts"]])
     batch = job["prompts"] * job["n"]
+    weights = job["settings"].get("weights", job["dtype"])
     settings = {
         "per_device_train_batch_size": batch,
         "generation_batch_size": batch,
@@ -42,17 +68,24 @@ def start(job: dict[str, Any]):
         "top_p": 1.0,
         "top_k": 0,
         "shuffle_dataset": False,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": job["checkpointing"],
         "bf16": False,
         "fp16": False,
-        "use_cpu": True,
+        "use_cpu": job["device"] == "cpu",
         "optim": "adamw_torch_fused",
         "logging_steps": 1,
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
-        **job["settings"],
+        **(on_cuda(job, weights) if job["device"] == "cuda" else {}),
+        **{key: value for key, value in job["settings"].items() if key != "weights"},
     }
+    adapters: Any = None
+    if job["lora_rank"]:
+        from peft import LoraConfig
+
+        rank = job["lora_rank"]
+        adapters = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -71,7 +104,7 @@ def start(job: dict[str, Any]):
                 self.lengths.append(float(logs["completions/mean_length"]))
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=job["dtype"])
+        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=weights)
         with tempfile.TemporaryDirectory(prefix="posttrain-bench-trl-") as folder:
             trainer = GRPOTrainer(
                 model=model,
@@ -79,6 +112,7 @@ def start(job: dict[str, Any]):
                 args=GRPOConfig(output_dir=folder, seed=request["seed"] + 1, **settings),
                 train_dataset=rows,
                 processing_class=tokenizer,
+                peft_config=adapters,
             )
             clock = Clock()
             trainer.add_callback(clock)
@@ -86,7 +120,7 @@ def start(job: dict[str, Any]):
             trainer.train()
         inside = [end - begin for begin, end in zip(clock.begins, clock.ends[1:], strict=True)]
         wall = [end - before for before, end in pairwise(clock.ends)]
-        return {"wall": wall, "inside": inside, "lengths": clock.lengths, "dtype": str(model.dtype)}
+        return {"wall": wall, "inside": inside, "lengths": clock.lengths, "dtype": str(model.dtype), **peak()}
 
     return settings, run
 

@@ -11,8 +11,8 @@ _HEAD = """# verl's keys
 
 Made by `python -m posttrain.config.generate` from the tables in `posttrain/config/verl/`. Every key of verl's
 configuration trees (releases 0.7 and 0.9, and its head in August 2026) and of 416 public run scripts gets one of four
-answers; [coming_from_verl.md](coming_from_verl.md) says how a script is brought over. In patterns `*` stands for
-anything, `{a,b}` for either.
+answers; [coming_from_verl.md](coming_from_verl.md) says how a script is brought over, and `posttrain compat check
+SCRIPT` gives the answers for a script. In patterns `*` stands for anything, `{a,b}` for either.
 """
 _PROGRAMS = {
     "main_ppo": "`verl.trainer.main_ppo`",

@@ -7,31 +7,45 @@ from collections.abc import Iterable
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.problem import Problem
 from posttrain.config.verl.conditions import CONDITIONS, ON, given
-from posttrain.config.verl.rule import NOT_NEEDED, NOT_SUPPORTED, Rule
+from posttrain.config.verl.rule import NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
 from posttrain.config.verl.translations import TRANSLATIONS
 from posttrain.config.verl.values import translate_values
 
 
-def settle(merged: Merged) -> None:
-    """Answer what `merge.add` put aside; other words for values are translated as well."""
+def settle(merged: Merged) -> dict[str, tuple[str, str]]:
+    """Answer what `merge.add` put aside; other words for values are translated as well.
+
+    Gives for each such key, as it was written, its answer with this value and the words that go with it.
+    """
     translate_values(merged)
+    given_answers: dict[str, tuple[str, str]] = {}
     notes: dict[str, list[str]] = {}
     refused: dict[Rule, list[Entry]] = {}
     for key, entry in merged.elsewhere.items():
         rule = entry.rule
         assert rule is not None
         if rule.how:
+            before = len(merged.problems)
             TRANSLATIONS[rule.how](merged, key, entry)
+            new = merged.problems[before:]
+            given_answers[entry.spelling] = (NOT_SUPPORTED, _brief(new[0])) if new else (TRANSLATED, rule.says)
         elif rule.kind == NOT_SUPPORTED and not _idle(merged, rule, key, entry):
             refused.setdefault(rule, []).append(entry)
+            given_answers[entry.spelling] = (NOT_SUPPORTED, f"{rule.says}; {rule.do}")
         elif entry.explicit:
             why = rule.says if rule.kind == NOT_NEEDED else _off(merged, rule, key)
             notes.setdefault(why, []).append(entry.spelling)
+            given_answers[entry.spelling] = (NOT_NEEDED, why)
     for rule, entries in refused.items():
         merged.problems.append(_problem(rule, entries))
     for why, keys in notes.items():
         verb = "is" if len(keys) == 1 else "are"
         merged.note(f"{_listed(keys)} {verb} not needed here: {why}.")
+    return given_answers
+
+
+def _brief(problem: Problem) -> str:
+    return f"{problem.what.partition(': ')[2].rstrip('.')}; {problem.do}"
 
 
 def _idle(merged: Merged, rule: Rule, key: str, entry: Entry) -> bool:

@@ -21,7 +21,7 @@ from posttrain.kernels.whole_step import DecodeRows
 from posttrain.rollout.base import Output, Request, RolloutEngine
 from posttrain.rollout.native.batch import step_tokens, with_rows
 from posttrain.rollout.native.pool import Pool, blocks_for
-from posttrain.rollout.native.prompts import Piece, Prompt, Queue
+from posttrain.rollout.native.prompts import Left, Piece, Prompt, Queue
 from posttrain.rollout.native.slots import Slots
 from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, uniforms
 
@@ -87,6 +87,9 @@ class NativeEngine(RolloutEngine):
         gone = [Output(request.id, [], [], "abort", []) for request in self.queue.remove(wanted)]
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
         return gone + self._finish({slot: "abort" for slot in leaving})
+
+    def release(self, ids: Iterable[Hashable]) -> None:
+        self.queue.release(ids)
 
     def running_tokens(self) -> int:
         return int(self.slots.count[self.slots.active].sum())
@@ -249,9 +252,13 @@ class NativeEngine(RolloutEngine):
         slots, self.settled_in = self.slots, settled
         outputs = slots.outputs(ended, self.version)
         for slot in ended:
-            prompt = slots.prompts[slot]
-            assert prompt is not None
-            self.queue.row_done(prompt, slots.blocks[slot])
+            prompt, request = slots.prompts[slot], slots.requests[slot]
+            assert prompt is not None and request is not None
+            if request.keep:
+                ids = [*prompt.ids, *slots.written(slot)][: slots.length[slot]]  # the newest token may not be there yet
+                self.queue.leave(request.id, Left(ids, prompt, slots.blocks[slot]))
+            else:
+                self.queue.row_done(prompt, slots.blocks[slot])
             slots.drop(slot)
         slots.active = slots.active[~np.isin(slots.active, list(ended))]
         return outputs

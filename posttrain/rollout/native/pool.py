@@ -6,10 +6,12 @@ running row never has to be thrown out. What is handed out depends on tokens alo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from posttrain.errors import UserError
-from posttrain.kernels.decode import BLOCK, LayerCache, new_cache
+from posttrain.kernels.decode import BLOCK, LayerCache, copy_tokens, new_cache
 
 KEPT = 2**30  # bytes of host memory that a sleeping pool keeps: faulting them in again each time costs more
 KEPT_SHARE = 1 / 8  # of a CUDA device's memory: steps captured over a cache that goes away must be captured again
@@ -80,6 +82,12 @@ class Pool:
 
     def give_back(self, blocks: list[int]) -> None:
         self.free.extend(reversed(blocks))
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Keys and values from places to places of all layers; a place is block * BLOCK + offset."""
+        source_T, target_T = (torch.tensor(places, device=self.device) for places in (source, target))
+        for cache in self.layers.values():
+            copy_tokens(cache, source_T, target_T)
 
     def _grow(self, size: int) -> None:
         for number, old in self.layers.items():

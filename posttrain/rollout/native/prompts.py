@@ -1,13 +1,18 @@
-"""Prompts computed once for all the requests that begin with them, and the order in which requests are let in."""
+"""Prompts computed once for all the requests that begin with them, and the order in which requests are let in.
+
+A request may leave its cache behind for the next turn, whose prompt begins with this one's prompt and response: their
+keys and values are copied to where the new prompt lies, a pass over memory instead of one through the model.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from posttrain.kernels.decode import BLOCK
 from posttrain.rollout.base import Request
 from posttrain.rollout.native.pool import Pool, blocks_for
 
@@ -24,6 +29,7 @@ class Prompt:
     logits_V: torch.Tensor | None = None  # after its last token, kept while requests wait
     history: int = -1  # the number of its rows' common past; given when the first of them starts
     place: int = -1  # of its logits among those of the step that is being computed
+    parent: Hashable | None = None  # the ended request that it goes on from
 
     @property
     def ready(self) -> bool:
@@ -37,6 +43,29 @@ class Prompt:
 Piece = tuple[Prompt, int, int]
 
 
+@dataclass
+class Left:
+    """What an ended row left behind: the tokens that are in the cache, its prompt, and its own blocks."""
+
+    ids: Sequence[int]
+    prompt: Prompt
+    own: list[int]
+
+    def same(self, ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, are there."""
+        pairs = zip(self.ids, ids, strict=False)
+        return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(self.ids), len(ids)))
+
+    def places(self, count: int) -> list[int]:
+        """Where the first `count` tokens lie."""
+        inner = min(count, len(self.prompt.ids))
+        return _places(self.prompt.blocks, inner) + _places(self.own, count - inner)
+
+
+def _places(blocks: list[int], count: int) -> list[int]:
+    return [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(count)]
+
+
 class Queue:
     """Waiting requests by prompt, first come, first served.
 
@@ -48,12 +77,13 @@ class Queue:
         self.pool = pool
         self.prompts: dict[tuple[int, ...], Prompt] = {}
         self.opened: list[Prompt] = []
+        self.left: dict[Hashable, Left] = {}  # oldest first
 
     def add(self, request: Request) -> None:
         ids = tuple(request.prompt_ids)
         self.pool.check(len(ids), request.sampling.max_tokens)
         if ids not in self.prompts:
-            self.prompts[ids] = Prompt(ids)
+            self.prompts[ids] = Prompt(ids, parent=request.parent)
         self.prompts[ids].waiting.append(request)
 
     def remove(self, wanted: set[Hashable]) -> list[Request]:
@@ -75,9 +105,10 @@ class Queue:
             if prompt.blocks:
                 continue
             first = prompt.own_blocks(prompt.waiting[0])
-            if room <= 0 or not self.pool.fits(kept + blocks_for(len(prompt.ids)) + first):
+            if room <= 0 or not self._fits(kept + blocks_for(len(prompt.ids)) + first):
                 break
             prompt.blocks = self.pool.take(blocks_for(len(prompt.ids)))
+            prompt.computed = self._copied(prompt)
             self.opened.append(prompt)
             kept, room = kept + first, room - len(prompt.waiting)
 
@@ -113,7 +144,7 @@ class Queue:
             while prompt.waiting and room > 0:
                 own = prompt.own_blocks(prompt.waiting[0])
                 kept -= 0 if prompt.rows else own
-                if not self.pool.fits(kept + own):
+                if not self._fits(kept + own):
                     break
                 prompt.rows, room = prompt.rows + 1, room - 1
                 yield prompt.waiting.popleft(), prompt, self.pool.take(own)
@@ -124,6 +155,30 @@ class Queue:
         self.pool.give_back(own)
         prompt.rows -= 1
         self._retire(prompt)
+
+    def leave(self, id: Hashable, left: Left) -> None:
+        """A row has ended, and what it wrote is kept for the next turn."""
+        self.release([id])
+        self.left[id] = left
+
+    def release(self, ids: Iterable[Hashable]) -> None:
+        for id in ids:
+            if (left := self.left.pop(id, None)) is not None:
+                self.row_done(left.prompt, left.own)
+
+    def _fits(self, blocks: int) -> bool:
+        """Whether there is room; what was left behind makes place, the oldest first."""
+        while not self.pool.fits(blocks) and self.left:
+            self.release([next(iter(self.left))])
+        return self.pool.fits(blocks)
+
+    def _copied(self, prompt: Prompt) -> int:
+        """Take over what the parent has of a prompt's tokens, the last one aside: its logits are wanted."""
+        left = self.left.get(prompt.parent)
+        count = left.same(prompt.ids[:-1]) if left is not None else 0
+        if left is not None and count:
+            self.pool.copy(left.places(count), _places(prompt.blocks, count))
+        return count
 
     def _retire(self, prompt: Prompt) -> None:
         if prompt.waiting:
@@ -141,6 +196,7 @@ class Queue:
 
     def forget(self) -> None:
         """The weights have changed: waiting requests need their prompts anew; running rows go on with theirs."""
+        self.release(list(self.left))
         self.opened = []
         for ids, prompt in list(self.prompts.items()):
             if prompt.rows:

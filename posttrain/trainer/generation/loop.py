@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
-from posttrain.rollout.generate import no_garbage_collection
+from posttrain.rollout.generate import advance
 from posttrain.rollout.sampling import row_seeds
 
 
@@ -41,26 +41,25 @@ def answer(
     waiting: Iterator[tuple[int, list[int]]] | None = iter(prompts)
     open_: dict[int, dict[int, Output]] = {}
     running = 0
-    with no_garbage_collection():
-        while True:
-            while waiting is not None and running < in_flight:
-                following = next(waiting, None)
-                if following is None:
-                    waiting = None
-                    break
-                index, ids = following
-                open_[index] = {}
-                running += n
-                for number, own_seed in enumerate(row_seeds(n, seed, index)):
-                    engine.submit(Request((index, number), ids, sampling, own_seed))
-            if not engine.has_work():
-                return
-            for output in engine.step():
-                index, number = output.id  # pyright: ignore
-                open_[index][number] = output
-                running -= 1
-                if len(open_[index]) == n:
-                    yield _answers(index, open_.pop(index), decode)
+    while True:
+        while waiting is not None and running < in_flight:
+            following = next(waiting, None)
+            if following is None:
+                waiting = None
+                break
+            index, ids = following
+            open_[index] = {}
+            running += n
+            for number, own_seed in enumerate(row_seeds(n, seed, index)):
+                engine.submit(Request((index, number), ids, sampling, own_seed))
+        if not engine.has_work():
+            return
+        for output in advance(engine):
+            index, number = output.id  # pyright: ignore
+            open_[index][number] = output
+            running -= 1
+            if len(open_[index]) == n:
+                yield _answers(index, open_.pop(index), decode)
 
 
 def _answers(index: int, outputs: dict[int, Output], decode: Callable[[list[int]], str]) -> Answers:

@@ -51,6 +51,7 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from posttrain.workers.seen_tokens import ROW
 
 ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
 REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores", "reward_error": "reward_errors"}
@@ -126,6 +127,7 @@ class RayPPOTrainer:
             grouped=estimator.compares_group,
             kl_on=kl_loss,
         )
+        self.recorder.works_here = isinstance(self.workers, LocalWorkers)
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
         self.experience = Experience(
@@ -190,6 +192,7 @@ class RayPPOTrainer:
                     if stop.requested:
                         break
                     self._train_step()
+                self.recorder.settle()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._leave(stop)
         except KeyboardInterrupt:
@@ -337,11 +340,22 @@ class RayPPOTrainer:
             metrics["critic/warmup"] = float(warming_up)
         if not warming_up:
             with self.recorder.stage("update_actor"):
-                metrics |= self.actor_rollout_wg.update_actor(batch)
+                metrics |= self._update_actor(batch, keep_tokens=self.recorder.samples_are_due(step))
         if step == 1:
             for note in self.actor_rollout_wg.notes():
                 if note not in self.said:
                     say(f"note: {note}")
+        return metrics
+
+    def _update_actor(self, batch: DataProto, *, keep_tokens: bool) -> dict[str, float]:
+        """All optimizer steps on a batch; `keep_tokens` gives it the `new_log_probs` and `entropy` of these."""
+        if not keep_tokens:
+            return self.actor_rollout_wg.update_actor(batch)
+        batch.batch[ROW] = torch.arange(len(batch))
+        metrics = self.actor_rollout_wg.update_actor(batch)
+        del batch.batch[ROW]
+        for name, values in self.actor_rollout_wg.seen_tokens().items():
+            batch.batch[name] = values
         return metrics
 
     # -- checks ---------------------------------------------------------------------------------------------------

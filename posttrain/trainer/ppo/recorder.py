@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import step_metrics
 from posttrain.tracking.progress import console_width, say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.tracking.samples import sample_table, thin_samples, write_samples, write_validation
+from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
 from posttrain.tracking.vocabulary import write_vocabulary
 from posttrain.trainer.run_writer import RunWriter
 
@@ -39,6 +39,8 @@ class Recorder(RunWriter):
         super().__init__(config, run, total_steps, stored_config=stored_config)
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
         self.before: Before | None = None
+        self.works_here = True
+        """Whether the models are in this process, so that its memory is theirs."""
         actor = config.actor_rollout_ref.actor
         self.facts = RunFacts(
             kl_on=kl_on,
@@ -61,13 +63,13 @@ class Recorder(RunWriter):
         metrics = step_metrics(
             batch, timing=self.timing, update=update, max_response_length=self.config.data.max_response_length
         )
-        metrics = {**metrics, **validation}
+        memory = self.peaks.take() if self.works_here else {}
+        metrics = {**metrics, **validation, **memory}
         self.timing = {}
         line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
-        tracking = self.config.tracking
-        if tracking.samples_freq > 0 and step % tracking.samples_freq == 0:
-            write_samples(self.run.samples, step, batch, sampling=sampling_words(self.config))
-            thin_samples(self.run.samples, tracking.samples_max_gb * 1e9)
+        if self.samples_are_due(step):
+            table = sample_table(step, batch, sampling=sampling_words(self.config))
+            self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
@@ -75,6 +77,10 @@ class Recorder(RunWriter):
             append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": advice})
         self.loggers.log(step, metrics)
         self.history.append(metrics)
+
+    def samples_are_due(self, step: int) -> bool:
+        freq = self.config.tracking.samples_freq
+        return freq > 0 and step % freq == 0
 
     def keep_vocabulary(self, tokenizer: Any) -> None:
         """What each token id of the samples stands for; a tokenizer that cannot tell is no reason to stop."""
@@ -94,8 +100,17 @@ class Recorder(RunWriter):
     def write_validation_samples(self, step: int, tables: Sequence[pa.Table | None]) -> None:
         wanted = [table for table in tables if table is not None]
         if wanted:
-            write_validation(self.run.samples, step, wanted)
-            thin_samples(self.run.samples, self.config.tracking.samples_max_gb * 1e9)
+            self._write_behind(lambda: write_validation(self.run.samples, step, wanted))
+
+    def _write_behind(self, write: Callable[[], object]) -> None:
+        """Write a file of samples while the next step is computed."""
+        most = self.config.tracking.samples_max_gb * 1e9
+
+        def work() -> None:
+            write()
+            thin_samples(self.run.samples, most)
+
+        self.behind.run(work)
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))

@@ -35,6 +35,10 @@ def run_cli(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], An
         keep_going()
         print(f"Configuration: {resolved.main_file} and the command line")
         _quiet_environment()
+        if resolved.value("trainer.dry_run"):
+            from posttrain.doctor.checkup import dry_run
+
+            return dry_run(resolved).exit_status
         return run(resolved).exit_status
     except UserError as error:
         print(error, file=sys.stderr)

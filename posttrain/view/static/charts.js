@@ -21,8 +21,9 @@ export function lineChart(title, {log = false, time = false, onpick} = {}) {
   const words = h("span", {class: "last"});
   const element = h("figure", {class: "chart", "aria-label": title}, h("figcaption", {}, h("b", {}, title), " ", words), place);
   let plot = null, drawn = "";
+  const set = whenVisible(place, draw);
 
-  function set(series) {
+  function draw(series) {
     const [data, spans] = joined(series);
     const key = JSON.stringify([series.map(({label, colour, faint, dots}) => [label, colour, faint, dots]), log, time, document.documentElement.dataset.theme]);
     const ends = series.filter((one) => !one.faint && !one.dots).map((one) => `${one.label} ${short(lastOf(one.y))}`);
@@ -67,8 +68,9 @@ export function stackedChart(title, unit) {
   const place = h("div", {class: "plot", role: "img"});
   const element = h("figure", {class: "chart wide", "aria-label": title}, h("figcaption", {}, h("b", {}, title)), place);
   let plot = null, drawn = "";
+  const set = whenVisible(place, draw);
 
-  function set(x, parts) {
+  function draw(x, parts) {
     const sums = x.map(() => 0);
     const heaps = parts.map((part) => part.y.map((value, i) => (sums[i] += value || 0)));
     const data = [x, ...heaps.slice().reverse()];
@@ -99,6 +101,28 @@ export function stackedChart(title, unit) {
 
   watchWidth(place, () => plot && plot.setSize({width: Math.max(place.clientWidth, 200), height: HEIGHT + 30}));
   return {element, set};
+}
+
+const drawers = new WeakMap();
+const watcher = new IntersectionObserver((entries) => {
+  for (const entry of entries) drawers.get(entry.target)?.(entry.isIntersecting);
+}, {rootMargin: "150px"});
+
+/** `draw` with the newest arguments as soon as the place is on the screen: what nobody sees costs nothing. */
+function whenVisible(place, draw) {
+  let visible = false, waiting = null;
+  drawers.set(place, (now) => {
+    visible = now;
+    if (visible && waiting) {
+      draw(...waiting);
+      waiting = null;
+    }
+  });
+  watcher.observe(place);
+  return (...given) => {
+    if (visible) draw(...given);
+    else waiting = given;
+  };
 }
 
 function watchWidth(place, act) {

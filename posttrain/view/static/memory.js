@@ -5,8 +5,10 @@ import {COLOURS, lineChart} from "./charts.js";
 import {h, put, short} from "./dom.js";
 import {columns} from "./history.js";
 
+const MEMORY = /^perf\/.*memory/;
+
 export async function memorySection(element, run) {
-  const names = (await columns(run, [])).names.filter((name) => /^memory\//.test(name) || /^perf\/.*memory/.test(name));
+  const names = (await columns(run, [])).names.filter((name) => MEMORY.test(name));
   const data = await columns(run, names);
   const place = h("div");
   put(element, h("h2", {}, "Memory"), place);
@@ -37,7 +39,8 @@ function planned(run, peaks) {
 }
 
 function table(plan, peaks) {
-  const rows = plan.stages.map(({stage, gb}) => h("tr", {}, h("th", {scope: "row"}, stage), h("td", {}, short(gb, 3)), h("td", {}, short(peaks[`memory/${stage}_gb`] || null, 3))));
+  const measured = (stages) => Math.max(0, ...stages.map((stage) => peaks[`perf/memory_gb/${stage}`] || 0)) || null;
+  const rows = plan.stages.map(({stage, gb, measured: stages}) => h("tr", {}, h("th", {scope: "row"}, stage), h("td", {}, short(gb, 3)), h("td", {}, short(measured(stages), 3))));
   const whole = Math.max(0, ...Object.values(peaks));
   return h("table", {}, h("thead", {}, h("tr", {}, ["stage", "planned, GB", "measured, GB"].map((text) => h("th", {scope: "col"}, text)))),
     h("tbody", {}, rows, h("tr", {}, h("th", {scope: "row"}, "largest"), h("td", {}, short(plan.peak_gb, 3)), h("td", {}, short(whole || null, 3)))));

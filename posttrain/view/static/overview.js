@@ -22,7 +22,7 @@ const PANELS = [
   ["Staleness", [/stale/]],
   ["Gradient norm", ["actor/grad_norm", "train/grad_norm"]],
   ["Tokens per second", ["perf/throughput"]],
-  ["Memory", [/^memory\//, /^perf\/.*memory/]],
+  ["Memory, GB", ["perf/memory_gb", /^perf\/max_memory/]],
 ];
 const SMOOTH_FROM = 50;
 const STAGE = /^timing_s\/(?!step$)/;

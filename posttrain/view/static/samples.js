@@ -33,7 +33,8 @@ export function samplesPage(root) {
     const step = nearest(steps[kind], state.step);
     drawBar(runs, run, kind, step);
     await fillList({run, kind, step, filter: state.filter || "", words: state.words || "", wide: state.wide === "1"});
-    await group.show({run, kind, step, uid: state.uid ?? list.items[0]?.uid, sample: state.sample});
+    const first = state.uid === undefined && list.items[0];
+    await group.show(first ? {run, kind, step: first.step, uid: first.uid, sample: first.sample} : {run, kind, step, uid: state.uid, sample: state.sample});
   }
 
   function drawBar(runs, run, kind, step) {

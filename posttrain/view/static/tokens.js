@@ -12,7 +12,7 @@ export const COLOURINGS = {
   none: ["nothing", null, null],
   logprob: ["log-prob", (n, i) => at(n.rollout_log_probs, i) ?? trainer(n, i), (v) => ["warm", Math.min(1, -v / 5)]],
   ratio: ["ratio", (n, i) => ratio(n, i), (v) => [v > 1 ? "warm" : "cool", Math.min(1, Math.abs(Math.log(v)) / 0.25)]],
-  mismatch: ["rollout − trainer", (n, i) => gap(at(n.rollout_log_probs, i), at(n.old_log_probs, i) ?? trainer(n, i)), (v, most) => [v > 0 ? "warm" : "cool", Math.abs(v) / most]],
+  mismatch: ["rollout − trainer", (n, i) => gap(at(n.rollout_log_probs, i), copied(n) ? trainer(n, i) : at(n.old_log_probs, i) ?? trainer(n, i)), (v, most) => [v > 0 ? "warm" : "cool", Math.abs(v) / most]],
   advantage: ["advantage", (n, i) => at(n.advantages, i), (v, most) => [v > 0 ? "good" : "warm", Math.abs(v) / most]],
   entropy: ["entropy", (n, i) => at(n.entropy, i), (v, most) => ["warm", v / most]],
   mask: ["mask", (n, i) => at(n.response_mask, i), (v) => [v ? "good" : "grey", v ? 0.3 : 1]],
@@ -24,6 +24,12 @@ function ratio(n, i) {
   const now = at(n.new_log_probs, i), old = at(n.old_log_probs, i) ?? at(n.rollout_log_probs, i);
   const difference = now !== null ? gap(now, old) : gap(at(n.old_log_probs, i), at(n.rollout_log_probs, i));
   return difference === null ? null : Math.exp(difference);
+}
+
+/** Whether the old log-probs are the rollout's own, as where both sides agreed at step 0. */
+function copied(n) {
+  if (n.copied === undefined) n.copied = Boolean(n.old_log_probs && n.rollout_log_probs && n.old_log_probs.every((value, i) => value === n.rollout_log_probs[i]));
+  return n.copied;
 }
 
 /** Fill `place` with the tokens of a response. */
@@ -72,10 +78,10 @@ function details(texts, ids, numbers, i) {
   const rows = [
     ["token", `${JSON.stringify(texts[i])}, id ${ids[i]}, place ${i + 1} of ${ids.length}`],
     ["rollout log-prob", rollout, "prob", rollout === null ? null : Math.exp(rollout)],
-    ["trainer log-prob, before the update", old, "prob", old === null ? null : Math.exp(old)],
+    copied(numbers) ? ["trainer log-prob, before the update", "taken from the rollout"] : ["trainer log-prob, before the update", old, "prob", old === null ? null : Math.exp(old)],
     ["trainer log-prob, in the update", now, "prob", now === null ? null : Math.exp(now)],
     ["reference log-prob", at(numbers.ref_log_probs, i)],
-    ["trainer − rollout", gap(old ?? now, rollout)],
+    ["trainer − rollout", gap(copied(numbers) ? now : old ?? now, rollout)],
     ["ratio", ratio(numbers, i)],
     ["advantage", at(numbers.advantages, i)],
     ["entropy", at(numbers.entropy, i)],

@@ -27,6 +27,7 @@ from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures
+from posttrain.workers.seen_tokens import SeenTokens
 
 PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row
 
@@ -39,6 +40,7 @@ class ActorObjective:
         self.config, self.correction, self.loss_scale_factor = config, correction, loss_scale_factor
         self.notes: list[str] = []
         self.measures = Measures()
+        self.seen = SeenTokens()
 
     def prepare(self, mini: DataProto) -> DataProto:
         """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here.
@@ -99,6 +101,7 @@ class ActorObjective:
         self._add("actor/loss", share)
         self._measure(result.metrics, means)
         self._agreement(log_prob.detach(), old, batch)
+        self.seen.add(batch, outputs)
         return share
 
     def _kl(self, log_prob, batch, weights) -> torch.Tensor | float:

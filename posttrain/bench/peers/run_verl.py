@@ -1,0 +1,127 @@
+"""verl's `main_ppo` with vLLM: one training per request, in a process of its own; times are what it prints per step.
+
+Rows are padded (`use_remove_padding=False`, sdpa), since packed ones need flash-attn, which has no wheel. Masters and
+moments are float32 and passes bfloat16, as here. `trl` must not be installed beside it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from wire import serve  # pyright: ignore
+
+STEP = re.compile(r"\bstep:(\d+)\b")
+
+
+def numbers(line: str) -> dict[str, float]:
+    """`step:3 - timing_s/gen:1.5 - ...` as a dict; values may be written as numpy prints them."""
+    found = re.findall(r"([\w/@.-]+):(?:np\.\w+\()?(-?\d[\d.eE+-]*)\)?", line)
+    return {name: float(value) for name, value in found}
+
+
+def overrides(job: dict[str, Any], folder: Path, reward: Path) -> dict[str, Any]:
+    rows = job["prompts"] * job["n"]
+    micro = min(32, rows)
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.use_kl_in_reward": False,
+        "data.train_files": folder / "train.parquet",
+        "data.val_files": folder / "train.parquet",
+        "data.train_batch_size": job["prompts"],
+        "data.max_prompt_length": job["prompt_tokens"],
+        "data.max_response_length": job["tokens"],
+        "data.shuffle": False,
+        "actor_rollout_ref.model.path": job["model"],
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": job["checkpointing"],
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        **({"actor_rollout_ref.model.lora_rank": job["lora_rank"]} if job["lora_rank"] else {}),
+        f"{actor}.ppo_mini_batch_size": job["prompts"],
+        f"{actor}.ppo_micro_batch_size_per_gpu": micro,
+        f"{actor}.use_kl_loss": False,
+        f"{actor}.loss_agg_mode": "seq-mean-token-mean",
+        f"{actor}.optim.lr": job["lr"],
+        f"{actor}.optim.weight_decay": job["weight_decay"],
+        f"{rollout}.name": "vllm",
+        f"{rollout}.n": job["n"],
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.gpu_memory_utilization": 0.4,
+        f"{rollout}.ignore_eos": job["lengths"] == "fixed",
+        f"{rollout}.max_num_seqs": rows,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": micro,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
+        "reward.custom_reward_function.path": reward,
+        "reward.custom_reward_function.name": "compute_score",
+        "trainer.logger": "[console]",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.nnodes": 1,
+        "trainer.total_training_steps": job["steps"],
+        "trainer.save_freq": -1,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+        "trainer.default_local_dir": folder / "out",
+        **job["settings"],
+    }
+
+
+def start(job: dict[str, Any]):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if job["device"] != "cuda":
+        raise RuntimeError("verl trains on a GPU only; leave it out with --only")
+    reward = Path(__file__).with_name("reward.py")
+
+    def run(request: dict[str, Any]) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="posttrain-bench-verl-") as name:
+            folder = Path(name)
+            rows = [
+                {
+                    "prompt": [{"role": "user", "content": text}],
+                    "data_source": "bench",
+                    "reward_model": {"style": "rule", "ground_truth": ""},
+                    "extra_info": {"index": index},
+                }
+                for index, text in enumerate(job["texts"])
+            ]
+            pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+            given = [f"{key}={value}" for key, value in overrides(job, folder, reward).items()]
+            return follow([sys.executable, "-m", "verl.trainer.main_ppo", *given])
+
+    return {k: str(v) for k, v in overrides(job, Path("."), reward).items()}, run
+
+
+def follow(command: list[str]) -> dict[str, Any]:
+    """Run it, and take each step's time when its line appears."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    ends, steps = [time.perf_counter()], []
+    for line in process.stdout:
+        sys.stderr.write(line)
+        if STEP.search(line) and "timing_s/step" in line:
+            ends.append(time.perf_counter())
+            steps.append(numbers(line))
+    if process.wait() or not steps:
+        raise RuntimeError(f"verl ended with status {process.returncode} after {len(steps)} steps")
+    first = steps[0]["timing_s/step"]  # its own account: before it lies the start
+    wall = [first, *(after - before for before, after in pairwise(ends[1:]))]
+    peaks = [step["perf/max_memory_allocated_gb"] for step in steps if "perf/max_memory_allocated_gb" in step]
+    return {
+        "wall": wall,
+        "inside": [step["timing_s/step"] for step in steps],
+        "lengths": [step.get("response_length/mean", float("nan")) for step in steps],
+        "stages": {key: [step.get(key) for step in steps] for key in steps[0] if key.startswith("timing_s/")},
+        **({"peak_gib": max(peaks)} if peaks else {}),
+    }
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,169 @@
+"""A shell script read without running it: its commands as words, variables and arrays put in.
+
+Read: assignments, arrays (also `+=`), quotes, continuation lines, comments, `$NAME`, `${NAME:-default}`, `$((1 + N))`.
+Not run: commands, `$(...)`, loops; of `if` and `case` the first branch that sets a variable counts.
+"""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.compat_check.expansion import Variables, reference
+
+_ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.DOTALL)
+_NAME = re.compile(r"^\w+\+?=$")
+_OPENING, _OTHER_BRANCH, _CLOSING = ("if", "case"), ("else", "elif", ";;"), ("fi", "esac")
+_SPLIT = re.compile(r"[ \t\n]+")
+
+
+class Script:
+    """A script's commands, and what it takes from outside."""
+
+    def __init__(self, text: str) -> None:
+        self.variables = Variables()
+        self.commands: list[list[str]] = []
+        self._text = text.replace("\\\n", " ").replace("\r", "")
+        self._place = 0
+        self._other_branch: list[bool] = []
+        while self._place < len(self._text):
+            words = self._command()
+            if words:
+                self._take(words)
+
+    def _take(self, words: list[str]) -> None:
+        """An assignment, a word of the language, or a command."""
+        while words and words[0] in ("then", "do", "{", "!", "export", "local", "readonly", "declare", "set"):
+            if words[0] == "set":
+                return
+            words = [word for word in words[1:] if words[0] in ("then", "do", "{", "!") or not word.startswith("-")]
+        if words and words[0] in _OPENING:
+            self._other_branch.append(False)
+        elif words and words[0] in _CLOSING:
+            self._other_branch[-1:] = []
+        elif words and words[0] in _OTHER_BRANCH:
+            self._other_branch[-1:] = [True] if self._other_branch else []
+            self._take(words[1:]) if words[0] == "else" else None
+        elif words and all(_ASSIGNMENT.match(word) for word in words):
+            for word in words:
+                self._assign(word)
+        elif words:
+            self.commands.append(words)
+
+    def _assign(self, word: str) -> None:
+        match = _ASSIGNMENT.match(word)
+        assert match is not None
+        name, more, value = match[1], match[2], match[3]
+        if any(self._other_branch) and name in self.variables.texts and not more:
+            return  # the first branch counts
+        self.variables.texts[name] = self.variables.texts.get(name, "") + value if more else value
+
+    def _command(self) -> list[str]:
+        """The words up to the end of a command; the end is consumed."""
+        words: list[str] = []
+        while self._place < len(self._text):
+            char = self._text[self._place]
+            if char in " \t":
+                self._place += 1
+            elif char == "#":
+                self._place = self._line_end()
+            elif char in "<>":
+                self._redirection()
+            elif char in "\n;&|()":
+                double = self._text[self._place : self._place + 2]
+                self._place += 1
+                if double == ";;":
+                    self._place += 1
+                    self._other_branch[-1:] = [True] if self._other_branch else []
+                return words
+            else:
+                self._word(words)
+        return words
+
+    def _line_end(self) -> int:
+        end = self._text.find("\n", self._place)
+        return len(self._text) if end < 0 else end
+
+    def _redirection(self) -> None:
+        """`> file`, `2>&1`, `<<EOF ... EOF`."""
+        here = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n.*?^\s*\1\s*$", re.DOTALL | re.MULTILINE)
+        match = here.match(self._text, self._place) or re.compile(r"[<>]+&?\s*\S+").match(self._text, self._place)
+        self._place = match.end() if match else self._place + 1
+
+    def _word(self, words: list[str]) -> None:
+        """One word (or several, from an array), appended; or an array that is assigned."""
+        parts: list[str] = [""]
+        quoted = False
+        while self._place < len(self._text):
+            char = self._text[self._place]
+            if char == "(" and _NAME.match(parts[-1]) and len(parts) == 1:
+                self._array(parts[0])
+                return
+            if char in " \t\n;&|()" or (char in "<>" and not quoted):
+                break
+            if char == "'":
+                end = self._text.find("'", self._place + 1)
+                end = len(self._text) if end < 0 else end
+                parts[-1] += self._text[self._place + 1 : end]
+                self._place, quoted = end + 1, True
+            elif char == '"':
+                self._place += 1
+                self._double_quoted(parts)
+                quoted = True
+            elif char == "\\":
+                parts[-1] += self._text[self._place + 1 : self._place + 2]
+                self._place += 2
+            elif char == "$":
+                self._reference(parts, split="=" not in parts[-1])
+            elif char == "`":
+                end = self._text.find("`", self._place + 1)
+                parts[-1] += self.variables.outside(self._text[self._place : end + 1])
+                self._place = end + 1
+            else:
+                parts[-1] += char
+                self._place += 1
+        if self._place < len(self._text) and self._text[self._place] in "<>" and parts[-1].isdigit():
+            return  # the number of a redirected stream
+        words += parts if quoted else [part for part in parts if part]
+
+    def _double_quoted(self, parts: list[str]) -> None:
+        while self._place < len(self._text) and self._text[self._place] != '"':
+            char = self._text[self._place]
+            if char == "$":
+                self._reference(parts, split=False)
+            elif char == "\\" and self._text[self._place + 1 : self._place + 2] in '"\\$`':
+                parts[-1] += self._text[self._place + 1]
+                self._place += 2
+            else:
+                parts[-1] += char
+                self._place += 1
+        self._place += 1
+
+    def _reference(self, parts: list[str], *, split: bool) -> None:
+        """What a reference stands for: further words from an array, or (outside quotes) from text with blanks."""
+        value, self._place = reference(self._text, self._place, self.variables)
+        if isinstance(value, str):
+            value = _SPLIT.split(value.strip()) if split and " " in value.strip() and "$(" not in value else [value]
+        if value:
+            parts[-1] += value[0]
+            parts += value[1:]
+
+    def _array(self, name: str) -> None:
+        """`NAME=( words )` or `NAME+=( words )`, over any number of lines."""
+        self._place += 1
+        words: list[str] = []
+        while self._place < len(self._text) and self._text[self._place] != ")":
+            char = self._text[self._place]
+            if char in " \t\n":
+                self._place += 1
+            elif char == "#":
+                self._place = self._line_end()
+            elif char in ";&|<>(":
+                self._place += 1
+            else:
+                self._word(words)
+        self._place += 1
+        key = name.rstrip("+=")
+        if any(self._other_branch) and key in self.variables.arrays and not name.endswith("+="):
+            return
+        before = self.variables.arrays.get(key, []) if name.endswith("+=") else []
+        self.variables.arrays[key] = before + words

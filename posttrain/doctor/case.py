@@ -1,0 +1,108 @@
+"""Case: one run under examination, with what several checks need of it: tokenizer, rows, sizes, the model's shape."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.ppo_tree import PPO
+from posttrain.config.resolved import Resolved
+from posttrain.config.schema import lookup
+from posttrain.config.tree import Tree
+from posttrain.doctor.finding import Report
+from posttrain.doctor.memory import Device, ModelCounter, find_device
+from posttrain.doctor.plan import Counter
+from posttrain.doctor.supervised import SupervisedCounter
+
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's length: training steps, optimizer steps, and the checkpoints that lie on disk together at most."""
+
+    steps: int
+    updates: int
+    saves: int
+
+
+@dataclass
+class Case:
+    """`config` is a copy: checks that fit sizes to the data may change it."""
+
+    resolved: Resolved
+    tree: Tree
+    report: Report
+    config: Any = None
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By split, as the files have them; filled by the check of the data."""
+    datasets: dict[str, Any] = field(default_factory=dict)
+    """By split, tokenized; a split whose rows cannot be read is missing."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """By split, how many rows would be left of the whole file."""
+    run: Run | None = None
+    """Filled by the check of the batch."""
+
+    def __post_init__(self) -> None:
+        self.config = copy.deepcopy(self.resolved.config)
+
+    @property
+    def is_rl(self) -> bool:
+        return self.tree is PPO
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether a reward model is trained."""
+        return self.tree.main == "reward_model_trainer"
+
+    @property
+    def model(self) -> Any:
+        """The settings of the trained model."""
+        return lookup(self.config, self.tree.model)
+
+    @property
+    def optim(self) -> tuple[str, Any]:
+        """(key, settings) of the optimizer."""
+        key = "actor_rollout_ref.actor.optim" if self.is_rl else "optim"
+        return key, lookup(self.config, key)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Raises ModelError if there is none to be had."""
+        from posttrain.models.loading import load_tokenizer
+
+        return load_tokenizer(self.model)
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The model's config.json as transformers reads it."""
+        from posttrain.doctor.meta_models import _model_settings
+
+        return _model_settings(self.model, self.model.path)
+
+    @cached_property
+    def device(self) -> Device:
+        return find_device(self.config)
+
+    @cached_property
+    def counter(self) -> ModelCounter:
+        return Counter() if self.is_rl else SupervisedCounter()
+
+    @cached_property
+    def parameters(self) -> int:
+        """Numbers in the trained model's weights, adapters included."""
+        role = "actor" if self.is_rl else "model"
+        return self.counter(self.config, self.device, role, lambda model: sum(p.numel() for p in model.parameters()))
+
+    @property
+    def model_folder(self) -> Path | None:
+        """Where the weights lie, if that is a folder here."""
+        folder = Path(str(self.model.path)).expanduser()
+        return folder if folder.is_dir() else None
+
+    def where(self, *keys: str) -> str:
+        return ", and ".join(dict.fromkeys(f"{key} ({self.resolved.where(key)})" for key in keys))

@@ -1,0 +1,90 @@
+"""Finding and Report: what the doctor found, where, what to do; as a page for people and as JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from posttrain.config.problem import Problem
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+"""The run would stop or could not learn; it would do something that is hardly meant; worth knowing."""
+STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}
+"""Level -> exit status of the command."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found."""
+
+    level: str
+    area: str
+    what: str
+    where: str = ""
+    do: str = ""
+
+    @classmethod
+    def of(cls, problem: Problem, area: str, level: str = ERROR) -> Finding:
+        return cls(level, area, problem.what, problem.where, problem.do)
+
+    def __str__(self) -> str:
+        lines = [f"{self.level}, {self.area}: {self.what}"]
+        lines += [f"   where: {self.where}"] if self.where else []
+        lines += [f"   what to do: {self.do}"] if self.do else []
+        return "\n".join(lines)
+
+
+@dataclass
+class Report:
+    """What is so (`facts`, by area) and what is found."""
+
+    facts: dict[str, list[str]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def fact(self, area: str, *sentences: str) -> None:
+        self.facts.setdefault(area, []).extend(sentences)
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """New ones; the same words twice say nothing more."""
+        for finding in findings:
+            if finding not in self.findings:
+                self.findings.append(finding)
+
+    @property
+    def serious(self) -> list[Finding]:
+        """Errors, then warnings."""
+        return [f for level in (ERROR, WARNING) for f in self.findings if f.level == level]
+
+    @property
+    def exit_status(self) -> int:
+        """2 with an error, 1 with a warning, else 0."""
+        return max((STATUS[finding.level] for finding in self.findings), default=0)
+
+    def verdict(self) -> str:
+        errors, warnings = (sum(f.level == level for f in self.findings) for level in (ERROR, WARNING))
+        if not errors and not warnings:
+            return "Nothing was found that speaks against this run."
+        counted = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
+        end = "the run would not work" if errors else "look at them before you start"
+        return f"{' and '.join(counted)}: {end}."
+
+    def text(self) -> str:
+        lines: list[str] = []
+        for area, sentences in self.facts.items():
+            lines += [area, *(f"  {line}" for sentence in sentences for line in sentence.splitlines()), ""]
+        notes = [finding for finding in self.findings if finding.level == NOTE]
+        if notes:
+            lines += ["notes", *(f"  {note.area}: {note.what}" + f" ({note.do})" * bool(note.do) for note in notes), ""]
+        lines.append(self.verdict())
+        lines += [f"{number}. {finding}" for number, finding in enumerate(self.serious, start=1)]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        content = {
+            "exit_status": self.exit_status,
+            "verdict": self.verdict(),
+            "findings": [asdict(finding) for finding in self.findings],
+            "facts": self.facts,
+        }
+        return json.dumps(content, indent=2, ensure_ascii=False)

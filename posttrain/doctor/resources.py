@@ -1,0 +1,195 @@
+"""The machine: device and memory, disk for checkpoints, the run directory, packages, ports, the model's files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.loggers import missing_packages
+from posttrain.doctor.case import Case
+from posttrain.doctor.counting import ModelBytes
+from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.memory import Plan, shown
+from posttrain.doctor.remedies import RL, find_remedies
+from posttrain.doctor.supervised import LEVERS, ROLE
+from posttrain.errors import UserError
+from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.status import read_status
+
+AREA = "resources"
+PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "peft", "ray")
+_SIZE = struct.Struct("<Q")
+
+
+def check_resources(case: Case) -> Iterator[Finding]:
+    _versions(case)
+    yield from _run_directory(case)
+    yield from _loggers(case)
+    yield from _weights(case)
+    yield from _disk(case)
+    yield from _ports(case)
+
+
+def check_memory(case: Case) -> Iterator[Finding]:
+    """The memory plan, and what would lower it."""
+    levers = RL if case.is_rl else LEVERS
+    try:
+        plan: Plan = levers.plan(case.config, case.device, case.counter)
+    except UserError as error:
+        yield Finding(ERROR, "memory", str(error))
+        return
+    state = "fits" if plan.fits else "does not fit"
+    words = f"It {state}: the peak, in {plan.worst}, is {shown(plan.peak())} on {case.device.words}."
+    case.report.fact("memory", words)
+    if not plan.fits:
+        remedies = find_remedies(case.config, plan, case.counter, levers)
+        do = "; ".join(remedy.words() for remedy in remedies[:3]) or "take a smaller model"
+        yield Finding(ERROR, "memory", f"The run does not fit into memory. {words}", case.device.words, do)
+
+
+def _versions(case: Case) -> None:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    case.report.fact(AREA, f"{', '.join(found)}.", f"The run would be on {case.device.words}.")
+
+
+def wrong_versions() -> list[str]:
+    """Installed packages that posttrain was not made for, by its own requirements."""
+    from packaging.requirements import Requirement
+
+    wrong = []
+    try:
+        wanted = importlib.metadata.requires("posttrain") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a folder: its pyproject.toml is not installed
+        return []
+    for text in wanted:
+        need = Requirement(text)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{need.name} is not installed ({need})")
+            continue
+        if not need.specifier.contains(there, prereleases=True):
+            wrong.append(f"{need.name} {there} is installed, {need} is needed")
+    return wrong
+
+
+def _loggers(case: Case) -> Iterator[Finding]:
+    for what in wrong_versions():
+        yield Finding(WARNING, AREA, what, "the Python environment", f"pip install '{what.split('(')[-1].rstrip(')')}'")
+    for problem in missing_packages(case.resolved):
+        yield Finding.of(problem, AREA)
+
+
+def _run_directory(case: Case) -> Iterator[Finding]:
+    trainer = case.config.trainer
+    if trainer.experiment_name is None:
+        return
+    run = RunDirectory(Path(trainer.default_local_dir), trainer.project_name, trainer.experiment_name)
+    if not run.holds_run():
+        case.report.fact(AREA, f"It would be written to {run.path}.")
+        return
+    status = read_status(run.path)
+    stands = f"{status.get('status', 'begun')} at step {status.get('step', 0)}"
+    if trainer.resume_mode == "disable":
+        what = f"{run.path} holds a run already ({stands}), and trainer.resume_mode=disable refuses to touch it."
+        do = "choose another trainer.experiment_name, or trainer.resume_mode=auto to continue it"
+        yield Finding(ERROR, AREA, what, case.where("trainer.resume_mode"), do)
+        return
+    case.report.fact(AREA, f"{run.path} holds a run already ({stands}): it would be continued.")
+    for key, old, new in run.changed_settings(case.resolved.config.to_dict()):
+        yield Finding(NOTE, AREA, f"Changed since that run was started: {key} was {old}, is now {new}.")
+
+
+def _bytes_saved(case: Case) -> int:
+    """Of one checkpoint: weights and optimizer state of what is trained."""
+    roles = ["actor" if case.is_rl else ROLE]
+    if case.is_rl:
+        from posttrain.algorithms import get_adv_estimator
+
+        roles += ["critic"] * get_adv_estimator(case.config.algorithm.adv_estimator).needs_critic
+    held = [case.counter(case.config, case.device, role, ModelBytes.of) for role in roles]
+    if case.model.lora_rank > 0:  # adapters alone are saved
+        return sum(one.optimizer * 2 for one in held)
+    return sum(one.weights + one.optimizer for one in held)
+
+
+def _disk(case: Case) -> Iterator[Finding]:
+    target = Path(case.config.trainer.default_local_dir).absolute()
+    present = next(folder for folder in (target, *target.parents) if folder.exists())
+    free, one = shutil.disk_usage(present).free, _bytes_saved(case)
+    saves = case.run.saves if case.run else 1
+    words = f"A checkpoint takes {shown(one)}; {saves} would lie in {target}, where {shown(free)} are free."
+    case.report.fact(AREA, words)
+    if free < saves * one:
+        level = ERROR if free < 2 * one else WARNING  # the next one is written before an older one goes
+        do = "make room on the disk, set trainer.default_local_dir to another, or trainer.max_ckpt_to_keep=1"
+        yield Finding(level, AREA, f"The disk is too small for the checkpoints. {words}", str(present), do)
+
+
+def _ports(case: Case) -> Iterator[Finding]:
+    """Several workers meet on a port that the system chooses; all that is needed is that it gives one."""
+    workers = case.config.trainer.n_gpus_per_node * case.config.trainer.nnodes
+    if workers == 1:
+        case.report.fact(AREA, "One worker: no port and no Ray is needed.")
+        return
+    try:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+    except OSError as error:
+        what = f"{workers} workers talk over local ports, but none could be opened: {error}."
+        yield Finding(ERROR, AREA, what, case.where("trainer.n_gpus_per_node"), "allow sockets on the loopback address")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    case.report.fact(AREA, f"{workers} workers on {cores} cores; Ray chooses free ports by itself.")
+
+
+def _weights(case: Case) -> Iterator[Finding]:
+    """Whether the folder's files name every weight that the model's code wants; contents are not read."""
+    folder = case.model_folder
+    if folder is None or case.is_pairs or case.model.allow_other_weights:
+        return
+    stored = _stored_names(folder)
+    if not stored:
+        return
+    role = "actor" if case.is_rl else ROLE
+    wanted = case.counter(case.config, case.device, role, _weight_names) if case.model.lora_rank == 0 else set()
+    if missing := sorted(wanted - stored):
+        shown_names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        what = f"{folder} lacks {len(missing)} of the model's {len(wanted)} weights ({shown_names})."
+        do = "fetch the model again; is its config.json that of these weights?"
+        yield Finding(ERROR, AREA, what, case.where(f"{case.tree.model}.path"), do)
+
+
+def _weight_names(model: Any) -> frozenset[str]:
+    """As a folder stores them: weights that are tied to another need not be there."""
+    tied = set(getattr(model, "_tied_weights_keys", None) or [])
+    names = {name for name, _ in model.named_parameters()}
+    if getattr(model.config, "tie_word_embeddings", False):
+        names -= tied | {"lm_head.weight"}
+    return frozenset(names)
+
+
+def _stored_names(folder: Path) -> set[str]:
+    """Names in the headers of safetensors files; empty where there are none, or the layout is another."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                (length,) = _SIZE.unpack(file.read(_SIZE.size))
+                names |= json.loads(file.read(length)).keys()
+        except (OSError, ValueError, struct.error):
+            return set()
+    return names - {"__metadata__"}

@@ -1,0 +1,229 @@
+"""The data on real rows: columns, lengths against limits, what would be dropped, repeated and contradicting rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from posttrain.config.schema import lookup
+from posttrain.data.dataset import PromptDataset
+from posttrain.data.fields import is_missing
+from posttrain.data.pairs import PairDataset
+from posttrain.data.rows import RowTable, read_table
+from posttrain.data.supervised import SFTDataset
+from posttrain.doctor.case import SPLITS, Case
+from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.errors import UserError
+
+AREA = "data"
+LOOKED_AT = 5_000
+"""Rows of a split that are tokenized; of larger files as many, evenly spread."""
+MANY_DROPPED = 0.1
+FEW_DISTINCT = 0.8
+Row = dict[str, Any]
+
+
+def check_rows(case: Case) -> Iterator[Finding]:
+    """Reads the files, and gives what is wrong with their rows."""
+    for split in SPLITS:
+        files = case.config.data[f"{split}_files"]
+        if files is None:
+            continue
+        try:
+            table = read_table(
+                files, limit=int(case.config.data[f"{split}_max_samples"]), setting=f"data.{split}_files"
+            )
+        except UserError as error:
+            yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
+            continue
+        case.rows[split] = table.rows
+        yield from _tokenized(case, split, table)
+        yield from _prompts(case, split)
+        if case.is_pairs:
+            yield from _pairs(case, split)
+    yield from _repeated(case)
+    yield from _shared(case)
+
+
+def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
+    """The rows as training would have them; lengths, and what would be dropped."""
+    kinds = {"sft_trainer": SFTDataset, "reward_model_trainer": PairDataset}
+    make: Callable[..., Any] = kinds.get(case.tree.main, PromptDataset)
+    looked = _spread(table, LOOKED_AT)
+    try:
+        data = make(looked, case.tokenizer, case.config.data, split=split)
+    except UserError as error:
+        yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
+        return
+    share = len(data) / len(looked)
+    case.counts[split] = int(share * len(table))
+    case.datasets[split] = data
+    case.report.fact(AREA, _length_words(case, split, data, table, looked))
+    for note in data.notes:
+        yield Finding(NOTE, AREA, note)
+    if share < 1 - MANY_DROPPED:
+        limit = "max_prompt_length" if case.is_rl else "max_length"
+        what = f"{1 - share:.0%} of the {split} rows would be left out: {' '.join(data.notes[:3])}"
+        do = f"raise data.{limit}, or take other rows"
+        yield Finding(WARNING, AREA, what, case.where(f"data.{limit}"), do)
+
+
+def _spread(table: RowTable, most: int) -> RowTable:
+    if len(table) <= most:
+        return table
+    at = [place * len(table) // most for place in range(most)]
+    return RowTable(
+        [table.rows[i] for i in at], [table.file_of[i] for i in at], [table.number_of[i] for i in at], table.files
+    )
+
+
+def _length_words(case: Case, split: str, data: Any, table: RowTable, looked: RowTable) -> str:
+    lengths = sorted(_lengths(data))
+    limit = case.config.data.max_prompt_length if case.is_rl else case.config.data.max_length
+    seen = f" ({len(looked):,} of them looked at)" if len(looked) < len(table) else ""
+    columns = ", ".join(dict.fromkeys(name for row in looked.rows[:50] for name in row))
+    what = {"sft_trainer": "rows", "reward_model_trainer": "pairs"}.get(case.tree.main, "prompts")
+    return (
+        f"{split}: {len(table):,} rows{seen} with {columns}; {what} of {lengths[0]} to {lengths[-1]} tokens, half of "
+        f"them below {lengths[len(lengths) // 2] + 1} (limit {limit}); {len(looked) - len(lengths)} would be left out."
+    )
+
+
+def _lengths(data: Any) -> list[int]:
+    if isinstance(data, PromptDataset):
+        return [len(item["prompt_ids"]) for item in data]
+    return [len(getattr(row, "ids", None) or row.chosen) for row in data]
+
+
+def _prompts(case: Case, split: str) -> Iterator[Finding]:
+    """Blank prompts, prompts that end with an answer, truths that are missing or cannot fit."""
+    rows, where = case.rows[split], case.where(f"data.{split}_files")
+    prompts = [row.get(case.config.data.prompt_key) for row in rows]
+    blank = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) and prompt and not prompt.strip()]
+    if blank:
+        what = f"{len(blank)} of {len(rows)} {split} prompts are blank (the first is row {blank[0] + 1})."
+        yield Finding(WARNING, AREA, what, where, "remove these rows")
+    if not case.is_rl:
+        return
+    answered = [p for p in prompts if isinstance(p, list) and p and _role(p[-1]) == "assistant"]
+    if answered:
+        what = f"{len(answered)} of {len(rows)} {split} prompts end with a turn of the assistant: the answer stands in "
+        what += "the prompt, and the model is asked to answer again."
+        yield Finding(WARNING, AREA, what, where, "let prompts end with the user's turn")
+    yield from _truths(case, split, where)
+
+
+def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
+    from posttrain.rewards.programs import is_code
+    from posttrain.rewards.read_answer import read_answer
+
+    if split not in case.datasets:
+        return
+    items = list(case.datasets[split])
+    without = [item for item in items if item["ground_truth"] is None or item["ground_truth"] == ""]
+    own_reward = bool(case.config.custom_reward_function.path or case.config.reward_model.enable)
+    if without and (len(without) < len(items) or not own_reward):
+        what = f"{len(without)} of {len(items)} {split} rows have no ground_truth: the reward would get None."
+        yield Finding(WARNING, AREA, what, where, "add the column ground_truth to them, or leave them out")
+    limit, long = case.config.data.max_response_length, []
+    for item in items:
+        truth, source = item["ground_truth"], item["data_source"]
+        if isinstance(truth, str | int | float) and not is_code(source) and len(str(truth)) > limit:
+            answer = read_answer(source, str(truth)) or str(truth)
+            if len(case.tokenizer(answer, add_special_tokens=False)["input_ids"]) > limit:
+                long.append(item)
+    if len(long) > 0.05 * len(items) or _no_room(case, items, limit):
+        count = f"{len(long)} of {len(items)} {split} truths" if long else "The truths"
+        what = f"{count} have more tokens than data.max_response_length={limit}: no response could hold them"
+        what += "." if long else " and end."
+        yield Finding(WARNING, AREA, what, case.where("data.max_response_length"), "raise data.max_response_length")
+
+
+def _no_room(case: Case, items: Sequence[Any], limit: int) -> bool:
+    """Whether most truths fit only without the end token that must follow them."""
+    if limit > 4:
+        return False
+    truths = [str(item["ground_truth"]) for item in items if item["ground_truth"] is not None]
+    full = sum(len(case.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 > limit for text in truths)
+    return full > len(items) / 2
+
+
+def _pairs(case: Case, split: str) -> Iterator[Finding]:
+    data, rows = case.config.data, case.rows[split]
+    pairs = [tuple(_key(row.get(key)) for key in (data.prompt_key, data.chosen_key, data.rejected_key)) for row in rows]
+    where = case.where(f"data.{split}_files")
+    if same := sum(chosen == rejected for _, chosen, rejected in pairs):
+        what = f"In {same} of {len(pairs)} {split} pairs the two answers are the same ({data.chosen_key} is "
+        what += f"{data.rejected_key}): they would be left out."
+        yield Finding(WARNING, AREA, what, where, "remove them")
+    known = set(pairs)
+    if both := sum((prompt, rejected, chosen) in known for prompt, chosen, rejected in pairs if chosen != rejected):
+        what = f"{both} of {len(pairs)} {split} pairs stand there in both orders: each answer is the better one once."
+        yield Finding(WARNING, AREA, what, where, "keep the order that is right")
+
+
+def _repeated(case: Case) -> Iterator[Finding]:
+    """The same rows many times; one prompt with several truths."""
+    rows = case.rows.get("train", [])
+    if not rows or case.is_pairs:
+        return
+    where = case.where("data.train_files")
+    whole = Counter((_prompt_key(case, row), _key(_target(case, row))) for row in rows)
+    if len(whole) < FEW_DISTINCT * len(rows):
+        what = f"The {len(rows)} training rows are {len(whole)} different ones: the same prompts would come "
+        what += f"{len(rows) / len(whole):.2g} times per epoch."
+        yield Finding(WARNING, AREA, what, where, "keep each once; trainer.total_epochs repeats them")
+    truths: dict[str, set[str]] = {}
+    for prompt, truth in whole:
+        truths.setdefault(prompt, set()).add(truth)
+    torn = [prompt for prompt, several in truths.items() if len(several) > 1]
+    if torn and case.is_rl:
+        what = f"{len(torn)} training prompts occur with different truths (for example {torn[0][:60]}): what is right "
+        what += "for one row is wrong for the other."
+        yield Finding(
+            WARNING, AREA, what, where, "keep the right truth of each, or list all accepted ones as its truth"
+        )
+
+
+def _shared(case: Case) -> Iterator[Finding]:
+    """Validation rows among the training rows."""
+    seen = {_prompt_key(case, row) for row in case.rows.get("train", [])}
+    val = case.rows.get("val", [])
+    shared = sum(_prompt_key(case, row) in seen for row in val)
+    if shared:
+        what = f"{shared} of {len(val)} validation prompts are training prompts too: validation would show what was "
+        what += "learnt by heart."
+        do = "remove them from one of the two files"
+        yield Finding(WARNING, AREA, what, case.where("data.train_files", "data.val_files"), do)
+
+
+def _prompt_key(case: Case, row: Row) -> str:
+    data = case.config.data
+    value = row.get(data.prompt_key)
+    if value is None and hasattr(data, "multiturn"):
+        value = row.get(data.multiturn.messages_key)
+    if is_missing(value) and case.is_pairs:
+        value = [row.get(data.chosen_key), row.get(data.rejected_key)]
+    if isinstance(value, list) and len(value) == 1:
+        only: Any = value[0]
+        value = only["content"] if _role(only) == "user" and "content" in only else value  # the same as the text alone
+    return _key(value)
+
+
+def _target(case: Case, row: Row) -> Any:
+    if not case.is_rl:
+        return row.get(lookup(case.config, "data.response_key")) or row
+    nested = row.get("reward_model")
+    inside = nested.get("ground_truth") if isinstance(nested, dict) else None
+    return next((v for v in (row.get("ground_truth"), inside, row.get("response")) if not is_missing(v)), None)
+
+
+def _key(value: Any) -> str:
+    """A text that is the same for the same values."""
+    return " ".join(value.split()) if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _role(message: Any) -> str | None:
+    return message.get("role") if isinstance(message, dict) else None

@@ -1,0 +1,113 @@
+"""Settings that can be run and are hardly meant: learning rates far off, sampling without variety, idle settings.
+
+What cannot be run at all is found when the configuration is read (`config/check.py`, `config/environment.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from posttrain.algorithms import get_adv_estimator
+from posttrain.doctor.case import Case
+from posttrain.doctor.finding import NOTE, WARNING, Finding
+
+AREA = "configuration"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates beyond which runs are known to fall apart; small models bear more."""
+
+    above: int
+    """Parameters from which the row counts."""
+    rl: float
+    supervised: float
+
+
+HIGHEST = (Rates(100_000_000, 5e-5, 5e-4), Rates(10_000_000, 5e-4, 3e-3), Rates(0, 5e-3, 2e-2))
+LORA_BEARS = 20.0
+"""Adapters are trained with rates that are higher by up to this factor."""
+LOWEST = 1e-9
+"""Below this bfloat16 and float32 weights do not change in a run's time."""
+HEAVY_KL = 1.0
+"""With a coefficient above this the KL term outweighs any reward."""
+FEWEST_CHOICES = 2
+
+
+def check_settings(case: Case) -> Iterator[Finding]:
+    """Everything that the settings alone tell."""
+    idle = case.tree.idle(case.resolved.config, case.resolved.explicit)
+    for sentence in idle:
+        yield Finding(WARNING, AREA, sentence, "", "leave the setting out, or change what makes it idle")
+    for sentence in case.resolved.notes:
+        if sentence not in idle:
+            yield Finding(NOTE, AREA, sentence)
+    yield from _learning_rate(case)
+    yield from _positions(case)
+    if case.is_rl:
+        yield from _sampling(case)
+        yield from _kl(case)
+
+
+def _learning_rate(case: Case) -> Iterator[Finding]:
+    key, optim = case.optim
+    row = next(row for row in HIGHEST if case.parameters >= row.above)
+    lora = LORA_BEARS if case.model.lora_rank > 0 else 1.0
+    highest = (row.rl if case.is_rl else row.supervised) * lora
+    size = f"a model of {case.parameters / 1e6:,.3g} million parameters" + " with adapters" * (lora > 1)
+    if optim.lr > highest:
+        what = f"`{key}.lr={optim.lr:g}` is above {highest:g}, where training of {size} usually falls apart."
+        do = f"try {highest / 10:g} first ({'1e-6' if case.is_rl else '1e-5'} is usual for billions of parameters)"
+        yield Finding(WARNING, AREA, what, case.where(f"{key}.lr"), do)
+    if optim.lr < LOWEST:
+        what = f"`{key}.lr={optim.lr:g}`: the weights would hardly change in any number of steps."
+        yield Finding(WARNING, AREA, what, case.where(f"{key}.lr"), f"set {key}.lr between 1e-7 and {highest:g}")
+
+
+def _positions(case: Case) -> Iterator[Finding]:
+    limit = getattr(case.model_config.get_text_config(), "max_position_embeddings", None)
+    data = case.config.data
+    longest = data.max_prompt_length + data.max_response_length if case.is_rl else data.max_length
+    if not limit or longest <= limit:
+        return
+    keys = ("data.max_prompt_length", "data.max_response_length") if case.is_rl else ("data.max_length",)
+    what = f"{' + '.join(keys)} allow {longest} tokens, but the model was made for {limit} positions "
+    what += "(max_position_embeddings)."
+    yield Finding(WARNING, AREA, what, case.where(*keys), f"keep {' + '.join(keys)} at {limit} or below")
+
+
+def _sampling(case: Case) -> Iterator[Finding]:
+    rollout = case.config.actor_rollout_ref.rollout
+    grouped = get_adv_estimator(case.config.algorithm.adv_estimator).compares_group
+    if rollout.n > 1 and grouped and case.config.algorithm.adv_estimator:
+        narrow = {
+            "top_k": rollout.top_k != -1 and rollout.top_k < FEWEST_CHOICES,
+            "top_p": rollout.top_p <= 0.05,
+            "temperature": rollout.temperature <= 0.05,
+        }
+        for name, found in narrow.items():
+            if found:
+                key = f"{_ROLLOUT}.{name}"
+                what = f"`{key}={getattr(rollout, name):g}`: the {rollout.n} responses to a prompt would be the same, "
+                what += "so that no group could teach anything."
+                yield Finding(WARNING, AREA, what, case.where(key), f"leave {key} out: training samples freely")
+    val = rollout.val_kwargs
+    if val.n > 1 and not val.do_sample and case.config.data.val_files is not None:
+        what = f"`{_ROLLOUT}.val_kwargs.n={val.n}` without sampling: validation would give the same answer {val.n} "
+        what += "times, and count it as so many."
+        do = f"set {_ROLLOUT}.val_kwargs.do_sample=True, or val_kwargs.n=1"
+        yield Finding(WARNING, AREA, what, case.where(f"{_ROLLOUT}.val_kwargs.n"), do)
+
+
+def _kl(case: Case) -> Iterator[Finding]:
+    actor, algorithm = case.config.actor_rollout_ref.actor, case.config.algorithm
+    terms = {
+        f"{_ACTOR}.kl_loss_coef": actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        "algorithm.kl_ctrl.kl_coef": algorithm.kl_ctrl.kl_coef if algorithm.use_kl_in_reward else 0.0,
+    }
+    for key, value in terms.items():
+        if value > HEAVY_KL:
+            what = f"`{key}={value:g}`: the KL term would outweigh the reward, and the policy stay where it is."
+            yield Finding(WARNING, AREA, what, case.where(key), f"set {key} to 0.001 to 0.1")

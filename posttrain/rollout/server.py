@@ -1,0 +1,86 @@
+"""One engine for many conversations at once: whoever has a next turn awaits it, and all of them are decoded together.
+
+    async with Server(engine) as server:
+        output = await server.generate(Request(...))
+
+The engine works in a thread of its own and is touched by nobody else meanwhile. New requests are let in between two of
+its steps, so that a conversation does not wait for the others' turns to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+
+from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.rollout.generate import advance
+
+
+class Server:
+    """`generate(request)` for any number of tasks of one event loop."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self._waiting: dict[Hashable, asyncio.Future[Output]] = {}
+        self._new: list[Request] = []
+        self._given_up: set[Hashable] = set()
+        self._driver: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Server:
+        self._thread = ThreadPoolExecutor(1, "rollout")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """What is still under way is given up."""
+        for future in list(self._waiting.values()):
+            future.cancel()
+        if self._driver is not None:
+            await self._driver
+        self._thread.shutdown()
+
+    async def generate(self, request: Request) -> Output:
+        """The response; cancelled, the request is aborted. The error of a failed step reaches everybody who waits."""
+        if request.id in self._waiting:
+            raise ValueError(f"request {request.id} is under way already")
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = future
+        self._new.append(request)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._given_up.add(request.id)
+            raise
+
+    async def _drive(self) -> None:
+        """As long as anybody waits. Only here does anything happen to the engine."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            new, self._new = self._new, []
+            given_up, self._given_up = self._given_up, set()
+            try:
+                ended = await loop.run_in_executor(self._thread, self._work, new, given_up)
+            except Exception as error:
+                self._fail(error)
+                return
+            for output in ended:
+                future = self._waiting.pop(output.id)
+                if not future.done():
+                    future.set_result(output)
+
+    def _work(self, new: list[Request], given_up: set[Hashable]) -> list[Output]:
+        """In the engine's thread: let in, give up, and decode until something ended or somebody came or went."""
+        for request in new:
+            self.engine.submit(request)
+        gone = self.engine.abort(given_up) if given_up else []
+        return gone or advance(self.engine, until=lambda: bool(self._new or self._given_up))
+
+    def _fail(self, error: Exception) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._new, self._given_up = [], set()
+        self.engine.abort(waiting)
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(error)

@@ -1,0 +1,47 @@
+"""StagePeaks: the most memory that each stage of a step took, in GB (10^9 bytes).
+
+On a CUDA device what torch allocated there; otherwise what this process held resident, where the kernel tells.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+class StagePeaks:
+    """`begin` before a stage, `end` after it; `take` gives what was measured and begins anew."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, float] = {}
+
+    def begin(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            with suppress(OSError):
+                _RESET.write_text("5")  # the kernel's high-water mark starts from now
+
+    def end(self, stage: str) -> None:
+        peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_initialized() else resident_peak()
+        if peak is not None:
+            self._peaks[stage] = max(peak, self._peaks.get(stage, 0.0))
+
+    def take(self) -> dict[str, float]:
+        """As metrics: `perf/memory_gb/STAGE`, and `perf/memory_gb` for the largest."""
+        peaks, self._peaks = self._peaks, {}
+        found = {f"perf/memory_gb/{stage}": round(peak, 6) for stage, peak in peaks.items()}
+        return {"perf/memory_gb": max(found.values()), **found} if found else {}
+
+
+def resident_peak() -> float | None:
+    """The most that this process held resident since the mark was reset; None where the kernel does not tell."""
+    try:
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024 / 1e9
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None

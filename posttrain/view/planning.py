@@ -1,0 +1,45 @@
+"""The memory that a run was planned to take, from its stored settings, for the device that is here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MEASURED = {
+    "generate": ("gen",),
+    "log-probs": ("old_log_prob", "ref", "values", "reward_model"),
+    "update": ("update_actor", "update_critic"),
+}
+"""The stages of a run that a stage of the plan stands for."""
+
+
+class NoPlan(LookupError):
+    """The settings cannot be planned for here; the text says why."""
+
+
+def plan(folder: Path) -> dict[str, Any]:
+    """Planned GB by stage, with the run's stages that each stands for. Loads torch, but no weights."""
+    from posttrain.config import load_config
+    from posttrain.doctor.memory import find_device
+    from posttrain.doctor.plan import Counter
+    from posttrain.doctor.remedies import RL
+    from posttrain.errors import UserError
+
+    try:
+        tree = yaml.safe_load((folder / "config.yaml").read_text())
+        if "actor_rollout_ref" not in tree:
+            raise NoPlan("Only runs of the PPO family are planned here; `posttrain plan sft ...` plans others.")
+        config = load_config(tree).config
+        found = RL.plan(config, find_device(config, None), Counter())
+    except (UserError, OSError, yaml.YAMLError, TypeError) as error:
+        raise NoPlan(f"This run cannot be planned here: {error}") from error
+    stages = [
+        {"stage": stage, "gb": found.peak(stage) / 1e9, "measured": MEASURED.get(stage, ())} for stage in found.stages
+    ]
+    words = (
+        f"Planned for {found.device.words}: the tensors that the run makes. Measured on a CPU is all that the process "
+        "held, torch itself among it."
+    )
+    return {"words": words, "stages": stages, "peak_gb": found.peak() / 1e9}

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# REINFORCE++ with a reward function from a file, and rollout correction.
+set -euxo pipefail
+HERE=${HERE:-$HOME/rewards}
+python -m verl.trainer.main_ppo \
+    --config-name=ppo_trainer \
+    algorithm.adv_estimator=reinforce_plus_plus \
+    algorithm.use_kl_in_reward=True \
+    algorithm.kl_ctrl.kl_coef=0.001 \
+    algorithm.rollout_correction.rollout_is=token \
+    algorithm.rollout_correction.rollout_is_threshold=2.0 \
+    algorithm.rollout_correction.bypass_mode=false \
+    data.train_files=$HOME/data/train.parquet \
+    data.val_files=$HOME/data/test.parquet \
+    data.train_batch_size=128 \
+    data.max_prompt_length=512 \
+    data.max_response_length=512 \
+    data.dataloader_num_workers=8 \
+    data.reward_fn_key=data_source \
+    actor_rollout_ref.hybrid_engine=True \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B \
+    actor_rollout_ref.model.trust_remote_code=False \
+    actor_rollout_ref.actor.strategy=fsdp2 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.warmup_style=constant \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size=null \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \
+    actor_rollout_ref.actor.fsdp_config.offload_policy=False \
+    actor_rollout_ref.rollout.name=sglang \
+    actor_rollout_ref.rollout.n=1 \
+    actor_rollout_ref.rollout.dtype=bfloat16 \
+    actor_rollout_ref.rollout.enforce_eager=False \
+    actor_rollout_ref.rollout.response_length=512 \
+    actor_rollout_ref.rollout.val_kwargs.temperature=0 \
+    actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3 \
+    reward.custom_reward_function.path=$HERE/reward.py \
+    reward.custom_reward_function.name=compute_score \
+    reward.reward_manager.name=naive \
+    trainer.logger=['console','file'] \
+    trainer.project_name=own_reward \
+    trainer.experiment_name=reinforce \
+    trainer.log_val_generations=10 \
+    trainer.rollout_data_dir=$HOME/rollouts \
+    trainer.n_gpus_per_node=4 \
+    trainer.nnodes=1 \
+    trainer.save_freq=0 \
+    trainer.test_freq=5 \
+    trainer.total_epochs=1 "$@"

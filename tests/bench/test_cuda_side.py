@@ -1,0 +1,167 @@
+"""What differs on a CUDA device, as far as it can be seen without one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.bench.chips import Place, chip_called, find_place
+from posttrain.bench.contest import Contest, Entry
+from posttrain.bench.floor import decoding_floor, shape_of, update_flops
+from posttrain.bench.presets import PRESETS
+from posttrain.bench.progress import Line
+from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
+from posttrain.bench.train import figures
+from posttrain.bench.workload import Workload, response_lengths
+from posttrain.bench.works import WORKS, settle
+from posttrain.models.embedded import byte_tokenizer
+
+H200 = Place("cuda", "NVIDIA H200", 150 << 30)
+BY_NAME = {system.name: system for system in (*ROLLOUT, *STEP_CUDA)}
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_chips_are_known_by_the_names_that_their_drivers_give(name, chip):
+    found = chip_called(name)
+    assert (found and found.name) == chip
+
+
+def test_real_shapes_have_the_parameters_of_the_models_that_they_stand_for():
+    counts = {name: PRESETS[name].parameters for name in ("0.1b", "0.5b", "1.5b", "7b")}
+    assert counts["0.5b"] == 494_032_768 and counts["1.5b"] == 1_543_714_304 and counts["7b"] == 7_615_616_512
+    assert 0.1e9 < counts["0.1b"] < 0.14e9
+
+
+def test_a_filled_tokenizer_has_a_text_for_every_token_and_cuts_texts_into_bytes():
+    tokenizer, plain = byte_tokenizer(600), byte_tokenizer()
+    assert len(tokenizer) == 600 and len({tokenizer.decode([number]) for number in range(256, 595)}) == 339
+    text = "three blue 17 é"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) == len(plain.encode(text)) == len(text.encode())
+
+
+def test_sizes_come_from_the_work_and_what_is_given_goes_before():
+    def settled(place: Place, **given) -> argparse.Namespace:
+        options = argparse.Namespace(
+            **{**dict.fromkeys(("prompts", "n", "tokens", "prompt_tokens", "lengths")), **given}
+        )
+        settle(options, place)
+        return options
+
+    there = settled(H200, job="rollout", work=None, n=4)
+    assert (there.prompts, there.n, there.prompt_tokens, there.tokens, there.slots) == (128, 4, 128, 512, None)
+    tail = settled(H200, job="rollout", work="tail")
+    assert (tail.prompts * tail.n, tail.tokens, tail.mean_tokens, tail.slots) == (4096, 2048, 256, 1024)
+    assert settled(Place("cpu"), job="rollout", work=None).prompts == 64
+    assert all(work.keys() <= {*tail.__dict__, "steps"} for known in WORKS.values() for work in known.values())
+
+
+def test_drawn_lengths_have_the_mean_that_was_asked_for():
+    lengths = response_lengths(20_000, 2048, "long-tail", mean=256)
+    assert sum(lengths) / len(lengths) == pytest.approx(256, rel=0.03) and max(lengths) == 2048
+
+
+def test_the_floors_of_decoding_and_of_an_update():
+    config = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 3, "num_key_value_heads": 1}
+    shape = shape_of({**config, "intermediate_size": 8, "vocab_size": 10}, "bfloat16")
+    prompts, lengths = [[1, 2], [1, 2], [3, 4]], [2, 2, 2]
+    seen = 3 * (2 * 2 + 1 + 2)
+    read = 2 * (shape.weights * 2 + seen * 2 * 3 * 1 * 2)
+    assert decoding_floor(shape, prompts, lengths, slots=None, peak=1e30, bandwidth=1.0) == read
+    by_one = decoding_floor(shape, prompts, lengths, slots=1, peak=1e30, bandwidth=1.0)
+    assert by_one - read == 2 * shape.weights * 4, "with one slot the weights are read six times"
+    flops = 2 * shape.weights * (6 + 4) + 4 * 3 * 4 * seen
+    assert decoding_floor(shape, prompts, lengths, slots=None, peak=1.0, bandwidth=1e30) == flops
+    assert update_flops(shape, [5, 5]) == 10 * (6 * shape.weights + 6 * 3 * 4 * 5)
+    assert update_flops(shape, [2, 6]) == 8 * 6 * shape.weights + 6 * 3 * 4 * (4 + 36)
+
+
+def test_the_share_of_the_chip_is_that_of_the_best_update_and_of_the_tokens_computed(monkeypatch):
+    from posttrain.bench import train
+
+    monkeypatch.setattr(train, "floor", lambda bench, work: 0.5)
+    answers = [{"seconds": s, "computed": 60, "peak_gib": s} for s in (2.0, 1.0, 4.0)]
+    found = figures(None, Workload([[1] * 10] * 4, [15] * 4), Entry(BY_NAME["native"], {}, answers))  # pyright: ignore
+    assert found == {"best": 1.0, "median": 2.0, "mfu": 0.5, "mfu_counted": 0.3, "peak_gib": 4.0}
+
+
+def test_on_a_device_systems_run_one_after_the_other_and_each_is_kept_when_it_is_done(monkeypatch, own_cache: Path):
+    order: list[str] = []
+    script = (
+        "import json,sys\nname=json.load(open(sys.argv[1]))['name']\nprint(json.dumps({'ready':{}}),flush=True)\n"
+        "for line in sys.stdin: print(json.dumps({'name':name}),flush=True)\n"
+    )
+
+    class Fake(System):
+        def command(self, job: Path, module: str, kind: str = "cpu") -> list[str]:
+            order.append(f"{self.name} on {kind}")
+            return [sys.executable, "-c", script, str(job)]
+
+    kept: list[list[int]] = []
+
+    def contest(place: Place) -> Contest:
+        keep = lambda entries: kept.append([len(entry.answers) for entry in entries])  # noqa: E731
+        return Contest("rollout", place, threads=1, repeat=2, warm_ups=1, line=Line(), keep=keep)
+
+    systems = [Fake("a", ""), Fake("b", ""), System("gone", "", script="x.py", needs="no_such_package")]
+    entries = contest(H200).measure(systems, lambda system: {"name": system.name})
+    assert order == ["a on cuda", "b on cuda"] and kept == [[2, 0, 0], [2, 2, 0], [2, 2, 0]]
+    assert [entry.problem for entry in entries] == [None, None, "not installed here (--python)"]
+    kept.clear()
+    contest(Place("cpu")).measure(systems[:2], lambda system: {"name": system.name})
+    assert kept == [[2, 2]]
+
+
+def test_a_peer_on_a_device_finds_what_we_find_or_runs_in_the_python_that_is_given(tmp_path: Path, monkeypatch):
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").touch()
+    peer = BY_NAME["verl"]
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert peer.missing("cuda") == "not installed here (--python)"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert peer.missing("cuda") is None and peer.command(Path("j"), "step", "cuda")[0] == sys.executable
+    from posttrain.bench.tuning import tuned
+
+    (elsewhere,) = tuned([peer], [], [], [], ["verl=/no/such/python"])
+    assert elsewhere.command(Path("j"), "step", "cuda")[0] == "/no/such/python"
+    assert "No such file" in str(elsewhere.missing("cuda"))
+    (changed,) = tuned([peer], ["verl:PYTHONPATH=/x"], [])
+    assert changed.variables_for(1, "cuda")["PYTHONPATH"] == "/x"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in BY_NAME["vllm"].variables_for(1, "cuda")
+    assert BY_NAME["trl"].variables_for(1, "cuda")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_the_steps_that_verl_prints_are_read(monkeypatch):
+    monkeypatch.syspath_prepend(str(PEERS))
+    numbers = importlib.import_module("run_verl").numbers
+    line = "(TaskRunner pid=7) step:3 - timing_s/gen:1.5 - response_length/mean:np.float64(512.0) - timing_s/step:2e+01"
+    found = numbers(line)
+    assert found["step"] == 3 and found["timing_s/gen"] == 1.5
+    assert found["response_length/mean"] == 512.0 and found["timing_s/step"] == 20.0
+
+
+def test_a_device_that_is_not_there_is_said():
+    import torch
+
+    if torch.cuda.is_available():
+        assert find_place("cuda").kind == find_place("auto").kind == "cuda"
+        return
+    from posttrain.errors import UserError
+
+    assert find_place("auto").kind == "cpu"
+    with pytest.raises(UserError, match="--device cuda: torch sees no CUDA device here; give --device cpu"):
+        find_place("cuda")

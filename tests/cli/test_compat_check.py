@@ -1,0 +1,136 @@
+"""`posttrain compat check`: scripts are read as a shell would read them, and each key gets its answer."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain import cli
+from posttrain.compat_check.command import quoted
+from posttrain.compat_check.program import find_calls
+from posttrain.compat_check.shell import Script
+from posttrain.config import load_config
+from posttrain.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "scripts" / "verl_scripts").glob("*.sh"))
+START = "python3 -m verl.trainer.main_ppo"
+
+
+def settings(text: str) -> list[str]:
+    return find_calls(Script(text))[0].settings
+
+
+READING = {
+    "continuation lines": (f"{START} \\\n  a.b=1 \\\n  c.d=2\necho done", ["a.b=1", "c.d=2"]),
+    "quotes": (
+        f"{START} a='x y' b=\"p q\" c=['u','v'] d='[\"u\",\"v\"]'",
+        ["a=x y", "b=p q", "c=[u,v]", 'd=["u","v"]'],
+    ),
+    "variables": (f'N=3\nM="$N-${{N}}"\n{START} a=$M b="${{N}}x"', ["a=3-3", "b=3x"]),
+    "defaults": (f"M=${{M:-Qwen/Q}}\n{START} a=$M b=${{K:-$M}} c=${{M:+set}}", ["a=Qwen/Q", "b=Qwen/Q", "c=set"]),
+    "positional defaults": (f"n=${{1:-8}}\n{START} a=$n $@", ["a=8"]),
+    "arithmetic": (f"p=$((1024 * 2))\nr=1024\n{START} a=$(((p + r) / 3)) b=$((p - -1))", ["a=1024", "b=2049"]),
+    "arrays": (
+        f'A=(\n x.y=1 # why\n\n z.w="a b"\n)\nA+=(v=2)\n{START} "${{A[@]}}" u=3',
+        ["x.y=1", "z.w=a b", "v=2", "u=3"],
+    ),
+    "text of several words": (f'ARGS="a.b=1 c.d=2"\n{START} $ARGS e="$ARGS"', ["a.b=1", "c.d=2", "e=a.b=1 c.d=2"]),
+    "comments": (f"# {START} a=1\n{START} b=2 # c=3", ["b=2"]),
+    "pipes and streams": (f"{START} a=1 2>&1 | tee log.txt", ["a=1"]),
+    "files": (f"{START} a=1 > log.txt 2> err.txt &", ["a=1"]),
+    "a text to the end of a mark": (f"cat > f <<EOF\n{START} a=1\nEOF\n{START} b=2", ["b=2"]),
+    "the first branch": (f"if [ $X = 1 ]; then\n n=4\nelse\n n=8\nfi\n{START} a=$n", ["a=4"]),
+    "a job of Ray": (f"ray job submit --no-wait --runtime-env=e.yaml -- {START} a=1", ["a=1"]),
+    "an interpreter's own arguments": (f"CUDA_VISIBLE_DEVICES=0 nsys profile -o x {START} a=1", ["a=1"]),
+    "what the shell gives stays": (f"{START} a=$HOME/x b=run_$(date +%s)", ["a=$HOME/x", "b=run_$(date +%s)"]),
+    "added and removed keys": (f"{START} +a.b=1 ++c.d=2 ~e.f", ["+a.b=1", "++c.d=2", "~e.f"]),
+    "exported": (f"export N=3 M=4\n{START} a=$N$M", ["a=34"]),
+    "a path to the program": ("python3 verl/trainer/main_ppo.py a=1", ["a=1"]),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), list(READING.values()), ids=list(READING))
+def test_a_script_is_read_as_a_shell_would(text, expected):
+    assert settings(text) == expected
+
+
+@pytest.mark.parametrize("name", ["quotes", "arrays", "text of several words", "arithmetic", "variables"])
+def test_bash_reads_the_same(name):
+    """The oracle: bash itself, with the program replaced by one that prints its arguments."""
+    text, expected = READING[name]
+    show = f"{shlex.quote(sys.executable)} -c 'import sys; print(chr(10).join(sys.argv[1:]))'"
+    done = subprocess.run(["bash", "-c", text.replace(START, show)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == expected
+
+
+def test_nothing_of_the_script_is_run(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"touch {tmp_path}/ran\nX=$(touch {tmp_path}/ran)\n{START} a=`touch {tmp_path}/ran`\n")
+    cli.main(["compat", "check", str(script)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_torchruns_counts_become_settings():
+    call = find_calls(Script("torchrun --nnodes=2 --nproc-per-node 4 -m verl.trainer.sft_trainer optim.lr=1e-5"))[0]
+    assert call.program == "sft" and call.launched == {"trainer.nnodes": "2", "trainer.n_gpus_per_node": "4"}
+
+
+def test_a_script_without_verl_says_what_was_looked_for(tmp_path):
+    (tmp_path / "run.sh").write_text("echo hello\n")
+    with pytest.raises(UserError, match="starts no program of verl"):
+        cli.compat(["check", str(tmp_path / "run.sh")])
+    with pytest.raises(UserError, match="cannot be read"):
+        cli.compat(["check", str(tmp_path / "none.sh")])
+
+
+def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_taken(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    keys = "algorithm.adv_estimator=grpo trainer.balance_batch=True trainer.max_actor_ckpt_to_keep=3"
+    script.write_text(f"{START} {keys} actor_rollout_ref.rollout.name=vllm\n")
+    assert cli.compat(["check", str(script), "--all"]) == 0
+    said = capsys.readouterr().out
+    assert "1 honoured, 1 translated, 1 not needed, 1 not supported" in said
+    assert "added for the command here: data.max_response_length=512" in said
+    script.write_text(f"{START} {keys} algorithm.use_pf_ppo=True trainer.balanc_batch=True\n")
+    assert cli.compat(["check", str(script)]) == 1
+    said = capsys.readouterr().out
+    assert "PF-PPO's reweighting of samples is not built" in said and "did you mean `trainer.balance_batch`" in said
+    script.write_text(f"{START} {keys} trainer.total_epochs=many\n")
+    assert cli.compat(["check", str(script)]) == 1 and "expected an integer, got 'many'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_key_of_a_script_such_as_verl_ships_is_taken(script, capsys):
+    small = ["trainer.n_gpus_per_node=8", "trainer.nnodes=1"]
+    assert cli.compat(["check", str(script), *small]) == 0, capsys.readouterr().out
+    assert "unknown" not in capsys.readouterr().out
+
+
+def test_the_written_command_means_what_the_script_means(tmp_path):
+    out = tmp_path / "here.sh"
+    cli.compat(["check", str(ROOT / "scripts" / "verl_scripts" / "gspo.sh"), "--write", str(out)])
+    show = f"{shlex.quote(sys.executable)} -c 'import sys; print(chr(10).join(sys.argv[1:]))'"
+    text = out.read_text().replace("python3 -m posttrain.trainer.main_ppo", show)
+    words = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.splitlines()
+    resolved = load_config(words)
+    assert resolved.value("actor_rollout_ref.actor.policy_loss.loss_mode") == "gspo"
+    assert resolved.value("actor_rollout_ref.actor.clip_ratio_high") == 4e-4
+    assert resolved.value("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") == 3072
+    assert resolved.value("actor_rollout_ref.rollout.name") == "native"
+    assert resolved.value("trainer.max_ckpt_to_keep") == 2 and "$" not in resolved.value("data.train_files")
+
+
+@pytest.mark.parametrize("text", ["a=b", "a=x y", "a=['u','v']", 'a=["u"]', "a=it's", "a=b\\c"])
+def test_a_word_survives_being_quoted(text):
+    assert shlex.split(quoted(text)) == [text]
+
+
+def test_a_word_with_a_variable_is_still_expanded():
+    word = quoted('a=$N/it is "so"')
+    done = subprocess.run(["bash", "-c", "N=7; printf %s " + word], capture_output=True, text=True, check=True)
+    assert done.stdout == 'a=7/it is "so"'

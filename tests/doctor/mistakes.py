@@ -1,0 +1,360 @@
+"""Mistakes that users make before a run. The list was written before the doctor was: what a user does, and the words
+that somebody who is told about it must see. Nothing here knows how the doctor looks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.doctor.desk import Desk
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass
+class Mistake:
+    """`make` spoils the desk (and the machine, by monkeypatch); one finding must hold every one of `words`."""
+
+    name: str
+    words: list[str]
+    make: Callable[[Desk, pytest.MonkeyPatch], object]
+
+
+def setting(**pairs: object) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    """Settings with `__` for a dot, and A, R, M for the three long sections."""
+    long = {"A": A, "R": R, "M": M}
+
+    def key(short: str) -> str:
+        first, *rest = short.split("__")
+        return ".".join([long.get(first, first), *rest])
+
+    return lambda desk, patch: desk.settings.update({key(name): value for name, value in pairs.items()})
+
+
+def rows(change: Callable[[int, dict], dict | None]) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    """Training rows, each changed; None leaves one out."""
+
+    def make(desk: Desk, patch: pytest.MonkeyPatch) -> None:
+        changed = [change(i, dict(row)) for i, row in enumerate(desk.train)]
+        desk.train = [row for row in changed if row is not None]
+
+    return make
+
+
+def reward(body: str) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    source = "import random, time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    text = source + "".join(f"    {line}\n" for line in body.splitlines())
+    return lambda desk, patch: setattr(desk, "reward", text)
+
+
+def template(text: str) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    return lambda desk, patch: setattr(desk, "template", text)
+
+
+def afterwards(change: Callable[[Desk], None]) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    """A change to the files once they lie there."""
+    return lambda desk, patch: desk.spoil.append(change)
+
+
+def together(*makers: Callable) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    return lambda desk, patch: [make(desk, patch) for make in makers]
+
+
+def supervised(program: str, change: Callable[[int, dict], dict], **settings: object) -> Callable:
+    def make(desk: Desk, patch: pytest.MonkeyPatch) -> None:
+        desk.program, desk.reward = program, None
+        desk.train = [change(i, dict(row)) for i, row in enumerate(desk.train)]
+        desk.val = [change(i, dict(row)) for i, row in enumerate(desk.val)]
+        setting(**settings)(desk, patch)
+
+    return make
+
+
+def answered(i: int, row: dict) -> dict:
+    return {"prompt": row["prompt"], "response": row["ground_truth"]}
+
+
+def paired(i: int, row: dict) -> dict:
+    return {"prompt": row["prompt"], "chosen": row["ground_truth"], "rejected": str(int(row["ground_truth"]) + 1)}
+
+
+def talked(i: int, row: dict) -> dict:
+    asked = [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": "<think>hm</think>" + row["ground_truth"]},
+    ]
+    return {
+        "messages": [
+            *asked,
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "<think>hm</think>Yes."},
+        ]
+    }
+
+
+def no_space(desk: Desk, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 10**5, 10**5))
+
+
+def a_file_in_the_way(desk: Desk) -> None:
+    (desk.folder / "outputs").write_text("not a folder")
+
+
+def half_the_weights(desk: Desk) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = desk.model / "model.safetensors"
+    weights = load_file(path)
+    kept = {name: tensor for name, tensor in weights.items() if ".layers.1." not in name}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def another_run(desk: Desk) -> None:
+    there = desk.folder / "outputs" / "posttrain" / "first"
+    there.mkdir(parents=True)
+    (there / "metrics.jsonl").write_text('{"step": 1}\n')
+    (there / "config.yaml").write_text("{}\n")
+
+
+def without_package(name: str) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    def make(desk: Desk, patch: pytest.MonkeyPatch) -> None:
+        import importlib.util
+
+        real = importlib.util.find_spec
+        patch.setattr(
+            importlib.util, "find_spec", lambda wanted, *more: None if wanted == name else real(wanted, *more)
+        )
+        setting(trainer__logger=f"[console,{name}]")(desk, patch)
+
+    return make
+
+
+CONFIGURATION = [
+    Mistake("a misspelled key", ["train_bath_size", "train_batch_size"], setting(data__train_bath_size=8)),
+    Mistake("one response per prompt under grpo", ["rollout.n", "group"], setting(R__n=1)),
+    Mistake("a learning rate ten thousand times too high", ["optim.lr"], setting(A__optim__lr=0.01)),
+    Mistake("a learning rate that changes nothing", ["optim.lr"], setting(A__optim__lr=1e-12)),
+    Mistake("more prompts per step than rows", ["train_batch_size", "24"], setting(data__train_batch_size=256)),
+    Mistake("temperature 0 in training", ["temperature"], setting(R__temperature=0)),
+    Mistake("only the most likely token sampled", ["top_k"], setting(R__top_k=1)),
+    Mistake("KL in the reward and in the loss", ["kl"], setting(algorithm__use_kl_in_reward=True, A__use_kl_loss=True)),
+    Mistake(
+        "longer rows than the model has positions",
+        ["max_response_length", "position"],
+        setting(data__max_response_length=100000),
+    ),
+    Mistake("a critic's learning rate without a critic", ["critic.optim.lr"], setting(critic__optim__lr=1e-6)),
+    Mistake("eight greedy answers to each validation prompt", ["val_kwargs"], setting(R__val_kwargs__n=8)),
+    Mistake("warm-up longer than the run", ["lr_warmup_steps"], setting(A__optim__lr_warmup_steps=1000)),
+    Mistake(
+        "validation every ten steps of nothing", ["val_files"], setting(trainer__test_freq=10, data__val_files="null")
+    ),
+    Mistake(
+        "a KL coefficient that forbids learning", ["kl_loss_coef"], setting(A__use_kl_loss=True, A__kl_loss_coef=10)
+    ),
+    Mistake("a response limit of one token", ["max_response_length"], setting(data__max_response_length=1)),
+]
+
+DATA = [
+    Mistake("a file that is not there", ["train_files", "nowhere.json"], setting(data__train_files="nowhere.json")),
+    Mistake(
+        "the prompt's column has another name",
+        ["prompt", "question"],
+        rows(lambda i, row: {"question": row.pop("prompt"), **row}),
+    ),
+    Mistake(
+        "a third of the rows without a truth",
+        ["ground_truth", "8 of 24"],
+        rows(lambda i, row: row if i % 3 else {key: row[key] for key in ("prompt", "data_source")}),
+    ),
+    Mistake("most prompts longer than the limit", ["max_prompt_length"], setting(data__max_prompt_length=12)),
+    Mistake(
+        "validation prompts among the training ones",
+        ["validation", "training", "5"],
+        lambda desk, patch: desk.val.extend(desk.train[:5]),
+    ),
+    Mistake(
+        "one prompt with two truths",
+        ["truth", "prompt"],
+        lambda desk, patch: desk.train.extend([{**row, "ground_truth": "7"} for row in desk.train[:6]]),
+    ),
+    Mistake(
+        "a data source that no scorer knows",
+        ["math_reasonning", "data_source"],
+        together(
+            lambda desk, patch: setattr(desk, "reward", None),
+            rows(lambda i, row: {**row, "data_source": "math_reasonning"}),
+        ),
+    ),
+    Mistake(
+        "a broken line of JSON",
+        ["train.json"],
+        afterwards(lambda desk: (desk.folder / "train.json").write_text('[{"prompt": "1')),
+    ),
+    Mistake("blank prompts", ["blank"], rows(lambda i, row: {**row, "prompt": "  "} if i < 6 else row)),
+    Mistake(
+        "the answer stands in the prompt as the last turn",
+        ["assistant"],
+        rows(
+            lambda i, row: {
+                **row,
+                "prompt": [
+                    {"role": "user", "content": row["prompt"]},
+                    {"role": "assistant", "content": row["ground_truth"]},
+                ],
+            }
+        ),
+    ),
+    Mistake(
+        "answers that cannot fit",
+        ["max_response_length", "truth"],
+        rows(lambda i, row: {**row, "ground_truth": "9" * 40}),
+    ),
+    Mistake("rows with images", ["image"], rows(lambda i, row: {**row, "images": ["a.png"]})),
+    Mistake("the same rows many times", ["24", "same"], lambda desk, patch: setattr(desk, "train", desk.train[:3] * 8)),
+]
+
+TEMPLATE = [
+    Mistake(
+        "messages, and a tokenizer without a chat template",
+        ["chat template"],
+        together(
+            afterwards(lambda desk: (desk.model / "chat_template.jinja").unlink(missing_ok=True)),
+            afterwards(lambda desk: desk.edit("tokenizer_config.json", chat_template=None)),
+            rows(lambda i, row: {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}),
+        ),
+    ),
+    Mistake("no generation prompt", ["generation prompt"], template(CHATML.split("{% if")[0])),
+    Mistake(
+        "the turn ends with a token that the model does not end with",
+        ["end"],
+        template(CHATML.replace("<|im_end|>", "</turn>")),
+    ),
+    Mistake(
+        "today's time in every prompt", ["same", "template"], template("{{ strftime_now('%H:%M:%S.%f') }} " + CHATML)
+    ),
+    Mistake(
+        "the template rewrites earlier turns",
+        ["earlier", "template"],
+        together(
+            supervised("sft", talked),
+            template(CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")),
+        ),
+    ),
+    Mistake(
+        "a system prompt that the template refuses",
+        ["system"],
+        together(
+            setting(data__system_prompt="Be brief."),
+            template(
+                "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+                + CHATML
+            ),
+        ),
+    ),
+    Mistake(
+        "the tokenizer of another model", ["vocab"], afterwards(lambda desk: desk.edit("config.json", vocab_size=64))
+    ),
+]
+
+REWARD = [
+    Mistake("a reward that is not Python", ["my_reward.py", "line"], reward("return 1.0 if (")),
+    Mistake(
+        "a reward that raises on every row",
+        ["extra_info['answer']"],
+        reward("return float(extra_info['answer'] in solution_str)"),
+    ),
+    Mistake("a reward that is always 0", ["truth", "0"], reward("return 0.0")),
+    Mistake("a reward that is always 1", ["wrong", "1"], reward("return 1.0")),
+    Mistake("a reward that throws dice", ["same response"], reward("return time.time_ns() % 1000 / 1000")),
+    Mistake(
+        "a reward slower than its deadline",
+        ["reward.timeout_s"],
+        together(reward("time.sleep(30)"), setting(reward__timeout_s=0.2)),
+    ),
+    Mistake("right and wrong exchanged", ["wrong"], reward("return 0.0 if ground_truth in solution_str else 1.0")),
+    Mistake(
+        "a reward that forgets to return",
+        ["none"],
+        reward("if solution_str.strip() == ground_truth:\n    return 1.0"),
+    ),
+    Mistake(
+        "a reward that wants a box that nobody asks for",
+        ["boxed"],
+        reward("return 1.0 if '\\\\boxed{' + ground_truth + '}' in solution_str else 0.0"),
+    ),
+    Mistake(
+        "a function that is not in the file", ["compute_reward"], setting(custom_reward_function__name="compute_reward")
+    ),
+]
+
+RESOURCES = [
+    Mistake("a disk too small for one checkpoint", ["disk"], no_space),
+    Mistake("a logger that is not installed", ["pip install", "wandb"], without_package("wandb")),
+    Mistake("cuda on a machine without it", ["cuda"], setting(trainer__device="cuda")),
+    Mistake("an engine that is not there", ["sglang"], setting(R__name="sglang")),
+    Mistake("a file where the outputs should go", ["outputs"], afterwards(a_file_in_the_way)),
+    Mistake("weights of one layer missing", ["layers.1"], afterwards(half_the_weights)),
+    Mistake(
+        "more workers than cores",
+        ["n_gpus_per_node", "core"],
+        setting(trainer__n_gpus_per_node=512, data__train_batch_size=24),
+    ),
+    Mistake(
+        "a name that another run has",
+        ["resume_mode"],
+        together(afterwards(another_run), setting(trainer__resume_mode="disable")),
+    ),
+    Mistake(
+        "a cache that no memory holds",
+        ["memory"],
+        setting(A__ppo_max_token_len_per_gpu=10**10, R__n=10000, data__max_response_length=400),
+    ),
+]
+
+SUPERVISED = [
+    Mistake(
+        "no column with responses",
+        ["response"],
+        supervised("sft", lambda i, row: {**answered(i, row), "response": None}),
+    ),
+    Mistake("rows longer than the limit", ["max_length"], supervised("sft", answered, data__max_length=12)),
+    Mistake(
+        "empty responses",
+        ["empty"],
+        supervised("sft", lambda i, row: {**answered(i, row), "response": ""} if i % 2 else answered(i, row)),
+    ),
+    Mistake(
+        "the better answer is the worse one",
+        ["same", "chosen"],
+        supervised(
+            "reward-model",
+            lambda i, row: {**paired(i, row), "rejected": row["ground_truth"]} if i % 2 else paired(i, row),
+        ),
+    ),
+    Mistake("a pair in both orders", ["both"], supervised("reward-model", lambda i, row: turned(i, row))),
+]
+
+
+def turned(i: int, row: dict) -> dict:
+    """Rows 2k and 2k+1 are one question; which answer is better depends on which of them is read."""
+    better, worse = ("yes", "no") if i % 2 else ("no", "yes")
+    return {"prompt": f"Question {i // 2}?", "chosen": better, "rejected": worse}
+
+
+ALL = {
+    "configuration": CONFIGURATION,
+    "data": DATA,
+    "template": TEMPLATE,
+    "reward": REWARD,
+    "resources": RESOURCES,
+    "supervised": SUPERVISED,
+}

@@ -1,0 +1,86 @@
+"""Runs in which nothing is wrong: each a name and what it lays on the desk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.doctor.desk import Desk
+from tests.doctor.mistakes import A, M, R, answered, paired
+
+LIST_REWARD = """
+def group(completions, ground_truths):
+    return [{"score": float(text.strip() == truth), "short": len(text) < 4} for text, truth in
+            zip(completions, ground_truths)]
+"""
+
+
+def settings(**pairs: object) -> Callable[[Desk], object]:
+    long = {"A": A, "R": R, "M": M}
+
+    def key(short: str) -> str:
+        first, *rest = short.split("__")
+        return ".".join([long.get(first, first), *rest])
+
+    return lambda desk: desk.settings.update({key(name): value for name, value in pairs.items()})
+
+
+def as_verl(desk: Desk) -> None:
+    def turned(row: dict) -> dict:
+        truth = {"style": "rule", "ground_truth": row["ground_truth"]}
+        ask = [{"role": "system", "content": "Add."}, {"role": "user", "content": row["prompt"]}]
+        return {"prompt": ask, "reward_model": truth, "data_source": "openai/gsm8k", "extra_info": {"index": 1}}
+
+    desk.train, desk.val = [turned(row) for row in desk.train], [turned(row) for row in desk.val]
+    desk.reward = None
+
+
+def combined(desk: Desk) -> None:
+    desk.reward = None
+    desk.settings |= {
+        "reward.functions.right": "{weight: 1.0}",
+        "reward.functions.short": "{free_tokens: 4, max_tokens: 12, needs: right, weight: 0.1}",
+        "reward.timeout_s": 5,
+    }
+
+
+def supervised(program: str, change: Callable[[int, dict], dict], **more: object) -> Callable[[Desk], object]:
+    def lay(desk: Desk) -> None:
+        desk.program, desk.reward = program, None
+        desk.train = [change(i, row) for i, row in enumerate(desk.train)]
+        desk.val = [change(i, row) for i, row in enumerate(desk.val)]
+        settings(**more)(desk)
+
+    return lay
+
+
+def talk(i: int, row: dict) -> dict:
+    turns = [(row["prompt"], row["ground_truth"]), ("Sure?", "Yes.")]
+    roles = ("user", "assistant")
+    said = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+    return {"messages": said}
+
+
+ALL: dict[str, Callable[[Desk], object]] = {
+    "grpo with its own reward": lambda desk: None,
+    "ppo with a critic and KL in the reward": settings(
+        algorithm__adv_estimator="gae", R__n=1, algorithm__use_kl_in_reward=True, critic__optim__lr=1e-4
+    ),
+    "dapo": lambda desk: [
+        desk.settings.update({"algorithm": "dapo", "algorithm.adv_estimator": None}),
+        settings(reward__overlong_buffer__len=4)(desk),
+    ],
+    "rloo with KL in the loss and a reference": settings(
+        algorithm__adv_estimator="rloo", A__use_kl_loss=True, A__kl_loss_coef=0.01, A__ppo_epochs=2
+    ),
+    "adapters at their usual rate": settings(M__lora_rank=4, A__optim__lr=1e-4, A__optim__lr_warmup_steps=1),
+    "rows as verl has them, scored by their source": as_verl,
+    "several rewards": combined,
+    "a reward of whole groups, sampled validation": lambda desk: [
+        setattr(desk, "reward", LIST_REWARD),
+        settings(R__val_kwargs__n=4, R__val_kwargs__do_sample=True, trainer__test_freq=2, trainer__save_freq=2)(desk),
+    ],
+    "no validation, another engine": settings(data__val_files="null", R__name="hf", R__temperature=0.7),
+    "sft on prompts with responses": supervised("sft", answered, optim__lr=1e-4),
+    "sft on conversations": supervised("sft", talk, model__enable_gradient_checkpointing=True),
+    "a reward model": supervised("reward-model", paired, trainer__max_ckpt_to_keep=2, trainer__save_freq=1),
+}

@@ -1,0 +1,72 @@
+"""The doctor finds what users do wrong, and nothing on runs that are right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.doctor.checkup import examine
+from posttrain.doctor.finding import ERROR, WARNING
+from tests.doctor import mistakes, sound_runs
+from tests.doctor.desk import Desk
+
+QUICK = ["configuration", "data", "template", "batch", "resources"]
+"""What costs no worker process and no pass over the model."""
+AREAS = {"reward": ["data", "reward"], "resources": ["data", "batch", "memory", "resources"]}
+CASES = [(area, mistake) for area, found in mistakes.ALL.items() for mistake in found]
+
+
+@pytest.fixture
+def desk(tmp_path, tiny_model):
+    return Desk(tmp_path / "desk", tiny_model)
+
+
+def look(desk: Desk, areas: list[str] | None) -> list[str]:
+    """Errors and warnings as texts."""
+    if areas is not None and desk.program == "train" and desk.reward is None:
+        areas = [*areas, "reward"]  # built-in scorers need no worker
+    args = desk.lay()
+    program = [] if desk.program == "train" else [desk.program]
+    report = examine([*program, *args], areas)
+    return [str(finding) for finding in report.findings if finding.level in (ERROR, WARNING)]
+
+
+@pytest.mark.parametrize(("area", "mistake"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_a_mistake_is_found_and_named(desk, monkeypatch, area, mistake):
+    mistake.make(desk, monkeypatch)
+    found = look(desk, AREAS.get(area, QUICK))
+    assert any(all(word.lower() in text.lower() for word in mistake.words) for text in found), found
+
+
+@pytest.mark.parametrize("name", sound_runs.ALL)
+def test_nothing_is_invented_on_a_sound_run(desk, name):
+    sound_runs.ALL[name](desk)
+    assert look(desk, None) == []
+
+
+def test_the_command_prints_a_report_that_scripts_can_read_and_its_status_tells_the_worst(desk, capsys):
+    desk.settings["actor_rollout_ref.actor.optim.lr"] = 0.01
+    args = desk.lay()
+    assert main(["doctor", "--json", *args]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (found,) = [finding for finding in report["findings"] if finding["level"] != "note"]
+    assert found["area"] == "configuration" and "optim.lr=0.01" in found["what"] and found["where"] and found["do"]
+    assert report["exit_status"] == 1 and any(
+        "8 prompts per step, each answered 4 times" in f for f in report["facts"]["batch"]
+    )
+    assert main(["doctor", *args, "data.train_bath_size=8"]) == 2
+    shown = capsys.readouterr().out
+    assert "1 error: the run would not work." in shown and "what to do: did you mean `data.train_batch_size`?" in shown
+
+
+@pytest.mark.parametrize("program", ["train", "sft"])
+def test_a_dry_run_of_a_training_command_reports_and_writes_nothing(desk, capsys, program):
+    if program == "sft":
+        sound_runs.ALL["sft on prompts with responses"](desk)
+    args = [program, *desk.lay(), "trainer.dry_run=true"]
+    assert main(args) == 0
+    shown = capsys.readouterr().out
+    assert "Nothing was found that speaks against this run." in shown and "steps per epoch" in shown
+    assert not (desk.folder / "outputs").exists()

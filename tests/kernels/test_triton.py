@@ -1,0 +1,247 @@
+"""Every Triton kernel against its formula in torch, at small shapes.
+
+On a CUDA device in float32 and bfloat16. Without one in Triton's interpreter, in float32, if Triton is installed:
+`TRITON_INTERPRET=1 pytest tests/kernels/test_triton.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from posttrain.kernels import decode
+from posttrain.kernels.decode import BLOCK, FAR, StepTokens
+from posttrain.kernels.train import Sight
+from posttrain.rollout import sampling
+
+pytestmark = pytest.mark.gpu(interpreter=True)
+
+ON_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if ON_CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if ON_CUDA else [torch.float32]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+H, K, D = 4, 2, 16
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int | None = None) -> torch.Tensor:
+    if seed is not None:
+        torch.manual_seed(seed)
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, *, at: float = 1.0) -> None:
+    """Equal up to rounding: of float32, or of two or three bfloat16 operations."""
+    half = found.dtype is torch.bfloat16
+    limit = (3e-2 if half else 2e-5) * at
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=limit, atol=limit)
+
+
+@each_dtype
+def test_add_rms_norm(dtype):
+    from posttrain.kernels.cuda.elementwise import add_rms_norm
+
+    x, added, weight = draw(5, 48, dtype=dtype, seed=0), draw(5, 48, dtype=dtype), draw(48, dtype=dtype)
+    kept = x.clone()
+    near(add_rms_norm(kept, added, weight, 1e-6), F.rms_norm((x + added).float(), (48,), weight.float(), 1e-6))
+    near(kept, x + added)
+    near(add_rms_norm(kept, None, weight, 1e-6), F.rms_norm(kept.float(), (48,), weight.float(), 1e-6))
+
+
+@each_dtype
+def test_silu_mul_and_its_gradient(dtype):
+    from posttrain.kernels.cuda.elementwise import silu_mul
+    from posttrain.kernels.cuda.layers import gate_backward
+
+    both, grad = draw(9, 40, dtype=dtype, seed=1), draw(9, 20, dtype=dtype)
+    leaf = both.float().requires_grad_()
+    product = F.silu(leaf[:, :20]) * leaf[:, 20:]
+    near(silu_mul(both), product.detach())
+    product.backward(grad.float())
+    again, grad_both = gate_backward(grad, both)
+    near(again, product.detach())
+    near(grad_both, leaf.grad)
+
+
+@each_dtype
+def test_norm_of_training_and_its_gradient(dtype):
+    from posttrain.kernels.cuda.layers import norm_backward, norm_forward
+
+    x, weight = draw(37, 48, dtype=dtype, seed=2), draw(48, dtype=dtype)
+    grad, added = draw(37, 48, dtype=dtype), draw(37, 48, dtype=dtype)
+    leaf, scale = x.float().requires_grad_(), weight.float().requires_grad_()
+    wanted = F.rms_norm(leaf, (48,), scale, 1e-6)
+    wanted.backward(grad.float())
+    found, inverse = norm_forward(x, weight, 1e-6)
+    near(found, wanted.detach())
+    grad_x, grad_weight = norm_backward(grad, x, weight, inverse, added)
+    near(grad_x, leaf.grad + added.float())
+    near(grad_weight, scale.grad, at=4)
+    near(norm_backward(grad, x, weight, inverse)[0], leaf.grad)
+
+
+@each_dtype
+def test_heads_are_rotated_and_their_gradients_turned_back(dtype):
+    from posttrain.kernels.cuda.layers import join_heads, split_heads
+
+    qkv, cosine, sine = draw(9, (H + 2 * K) * D, dtype=dtype, seed=3), draw(9, D, dtype=dtype), draw(9, D, dtype=dtype)
+    leaf = qkv.float().requires_grad_()
+    heads = leaf.view(9, -1, D)
+    half = torch.cat([-heads[..., D // 2 :], heads[..., : D // 2]], -1)
+    turned = heads * cosine.float()[:, None] + half * sine.float()[:, None]
+    wanted = (turned[:, :H], turned[:, H : H + K], heads[:, H + K :])
+    for found, part in zip(split_heads(qkv.clone(), H, K, cosine, sine), wanted, strict=True):
+        near(found, part.detach())
+    grads = [draw(9, count, D, dtype=dtype) for count in (H, K, K)]
+    torch.autograd.backward(wanted, [grad.float() for grad in grads])
+    near(join_heads(*grads, cosine, sine), leaf.grad)
+
+
+@each_dtype
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_statistics_of_logits_and_their_gradient(dtype, temperature):
+    from posttrain.kernels.cuda.logprob import gradient, statistics
+
+    logits = (3 * draw(6, 5000, seed=4)).requires_grad_()
+    labels = torch.randint(0, 5000, (6,)).to(DEVICE)
+    log_p = torch.log_softmax(logits / temperature, -1)
+    wanted = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    log_prob, entropy, logsum = statistics(logits.detach(), labels, temperature)
+    near(log_prob, wanted[0].detach(), at=5)
+    near(entropy, wanted[1].detach(), at=5)
+    grads = draw(6), draw(6)
+    torch.autograd.backward(wanted, grads)
+    near(gradient(logits.detach(), [labels, logsum, entropy, *grads], temperature, dtype), logits.grad)
+
+
+def test_sampling_takes_the_tokens_that_the_cpu_takes():
+    logits = 3 * draw(6, 5000, seed=5)
+    source, places = np.array([0, 1, 2, 3, 4, 5, 0, 1]), np.arange(8) * 3
+    seeds = np.arange(8).astype(np.uint64) * np.uint64(77)
+    temperature = np.array([1, 0.7, 1, 1, 1.3, 1, 1, 1], np.float32)
+    greedy = np.array([0, 0, 1, 0, 0, 0, 0, 1], np.uint8)
+    wanted, log_probs = sampling.sample_plain(logits.cpu(), source, temperature, greedy, seeds, places)
+    found, found_log_probs = sampling._sample_cuda(logits, source, temperature, greedy.astype(np.int32), seeds, places)
+    assert found.tolist() == wanted.tolist()
+    np.testing.assert_allclose(found_log_probs, log_probs, atol=2e-5)
+
+
+@each_dtype
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decoding_attention_reads_live_keys_only(dtype, window, splits):
+    from posttrain.kernels.cuda.attention import decode_attention
+
+    prompts, newest = [40, 7, 64], [45, 7, 100]
+    table = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9]], dtype=torch.int32)
+    keys, values = draw(12, K, BLOCK, D, dtype=dtype, seed=6), draw(12, K, BLOCK, D, dtype=dtype)
+    query = draw(3, H, D, dtype=dtype)
+    full = [-(-prompt // BLOCK) * BLOCK for prompt in prompts]
+    lengths = [f + at + 1 - p for f, at, p in zip(full, newest, prompts, strict=True)]
+    given = (torch.tensor(column, dtype=torch.int32).to(DEVICE) for column in (lengths, prompts))
+    how = {"scale": 0.3, "window": window, "splits": splits}
+    found = decode_attention(query, (keys, values), table.to(DEVICE), *given, **how)
+    for row in range(3):
+        places = [p if p < prompts[row] else full[row] + p - prompts[row] for p in range(newest[row] + 1)]
+        key, value = (
+            torch.stack([pool[table[row, p // BLOCK], :, p % BLOCK] for p in places], 1)
+            .repeat_interleave(H // K, 0)
+            .float()
+            for pool in (keys, values)
+        )
+        scores = torch.einsum("hd,hld->hl", query[row].float(), key) * 0.3
+        if window:
+            scores[:, : max(0, len(places) - window)] = float("-inf")
+        near(found[row], torch.einsum("hl,hld->hd", scores.softmax(-1), value).flatten())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("normed", [False, True])
+def test_prompts_are_written_into_the_cache_and_attend_as_the_twin_does(window, normed):
+    many, few = 70, 5  # a prompt of three blocks; five tokens behind one of 40, whose second block has empty places
+    positions = torch.cat([torch.arange(many), torch.arange(few) + 40]).int()
+    rows = torch.cat([torch.zeros(many), torch.ones(few)]).int()
+    table = torch.tensor([[3, 1, 6, 0], [2, 4, 5, 0]]).int()
+    starts = torch.tensor([[0, 32, 64, FAR], [0, 32, 40, FAR]]).int()
+    torch.manual_seed(7)
+    rotation = (torch.randn(100, D), torch.randn(100, D))
+    norms = (torch.randn(D), torch.randn(D)) if normed else None
+    query, key, value = torch.randn(75, H, D), torch.randn(75, K, D), torch.randn(75, K, D)
+    cache = (torch.randn(8, K, D, BLOCK), torch.randn(8, K, BLOCK, D))  # keys lie transposed on a CPU
+    there = (cache[0].transpose(2, 3).contiguous().to(DEVICE), cache[1].clone().to(DEVICE))
+
+    def on(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.clone().to(device) for tensor in tensors)
+
+    def step(device: str) -> StepTokens:
+        ids, places, of, blocks, begins = on(device, torch.zeros(75).long(), positions, rows, table, starts)
+        return StepTokens(ids, places, of, blocks, begins, 70)
+
+    rest = (0.3, window)
+    wanted = decode._attention_twin(query.clone(), key, value, cache, step("cpu"), *rest, rotation, norms, 1e-6)
+    turned, normers = on(DEVICE, *rotation), on(DEVICE, *norms) if norms else None
+    found = decode._attention_cuda(*on(DEVICE, query, key, value), there, step(DEVICE), *rest, turned, normers, 1e-6)
+    near(found.cpu(), wanted, at=5)
+    near(there[0].cpu(), cache[0].transpose(2, 3), at=2)
+    near(there[1].cpu(), cache[1])
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 0], [0, 1, 0]])
+def test_where_the_newest_tokens_of_a_step_go(ends):
+    from posttrain.kernels.cuda.graphs import _begin
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    table = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4)
+    slot = torch.full((3,), -7, dtype=torch.int64, device=DEVICE)
+    length, seen = ints(0, 0, 0), ints(0, 0, 0)
+    _begin[(1,)](ints(40, 7, 65), ints(40, 7, 64), ints(*ends), table, slot, length, seen, 3, 4, BLOCK, 128)
+    places = [64, 32, 65]  # behind the blocks of the prompt
+    wanted = [(4 * row + place // BLOCK) * BLOCK + place % BLOCK for row, place in enumerate(places)]
+    assert slot.tolist() == [-1 if end else at for at, end in zip(wanted, ends, strict=True)]
+    assert length.tolist() == [1 if end else place + 1 for place, end in zip(places, ends, strict=True)]
+
+
+def test_pieces_of_shared_prompts_for_flash_attention():
+    from posttrain.kernels.cuda.flash import Pieces
+
+    segment = np.array([0, 0, 0, 1, 1, 2, 2, 2, 0, 0, 1, 1, 0, 0, 1, 2])
+    sight = Sight.of([8, 4, 4], segment)
+    found = Pieces.of(sight.unit_starts, sight.prompts, sight.first, torch.device(DEVICE))
+    assert found.own.tolist() == [0, 3, 5, 8, 12, 14, 15, 16], "a prompt with a single response is one plain row"
+    assert found.response_R.tolist() == [3, 4, 5, 6, 7, 14, 15] and found.prompt_P.tolist() == [0, 1, 2, 12, 13]
+    queries, keys, longest_query, longest_key = found.over
+    assert queries.tolist() == [0, 5, 7] and keys.tolist() == [0, 3, 5] and (longest_query, longest_key) == (5, 3)
+    plain = Sight.of([3, 4], None)
+    assert Pieces.of(plain.unit_starts, plain.prompts, plain.first, torch.device(DEVICE)).over is None
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="torch's flash attention needs a CUDA device")
+def test_flash_attention_over_shared_prompts_equals_plain_rows():
+    from posttrain.kernels.train import PackedAttention
+
+    segment = np.array([0] * 20 + [1] * 9 + [2] * 13 + [0] * 6 + [1] * 4)
+    sight = Sight.of([42, 10], segment)
+    tensors = [draw(52, count, 64, dtype=torch.bfloat16, seed=8 + count).requires_grad_() for count in (H, K, K)]
+    found = PackedAttention.apply(*tensors, sight, 0.125)
+    grad = draw(52, H, 64, dtype=torch.bfloat16)
+    found.backward(grad)
+    wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    seen = torch.zeros(52, 52, dtype=torch.bool, device=DEVICE)
+    for start, prompt, ends in ((0, 20, [29, 42]), (42, 6, [52])):
+        begin = start + prompt
+        seen[start:begin, start:begin] = True
+        for end in ends:
+            seen[begin:end, start : start + prompt] = True
+            seen[begin:end, begin:end] = True
+            begin = end
+    seen &= torch.ones_like(seen).tril()
+    query, key, value = (x.transpose(0, 1) for x in wide)
+    key, value = (x.repeat_interleave(H // K, 0) for x in (key, value))
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.125).transpose(0, 1)
+    near(found.detach(), wanted.detach())
+    wanted.backward(grad.float())
+    for ours, theirs in zip(tensors, wide, strict=True):
+        near(ours.grad, theirs.grad, at=2)

@@ -1,0 +1,95 @@
+"""Many conversations over one engine: each gets what it would get alone, and none waits for the others to end."""
+
+import asyncio
+
+import pytest
+
+from posttrain.config.rollout import RolloutConfig
+from posttrain.rollout.base import Request, Sampling
+from posttrain.rollout.generate import generate
+from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.native.build import build_native
+from posttrain.rollout.server import Server
+from tests.rollout.tiny import tiny
+
+
+def engines():
+    module = tiny("qwen2")
+    return {
+        "native": build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None)[0],
+        "hf": HFEngine(module, pad_token_id=0),
+    }
+
+
+async def talk(server, number, turns=3):
+    """A conversation: each turn's prompt holds all that was said. Gives what the model said."""
+    said, prompt = [], [number + 1, 2, 3]
+    for turn in range(turns):
+        parent = (number, turn - 1) if turn else None
+        sampling = Sampling(max_tokens=3 + number % 5)
+        output = await server.generate(Request((number, turn), prompt, sampling, 10 * number + turn, parent, keep=True))
+        prompt = [*prompt, *output.token_ids, 50]
+        said.append(output.token_ids)
+    return said
+
+
+def alone(engine, number):
+    said, prompt = [], [number + 1, 2, 3]
+    for turn in range(3):
+        (output,) = generate(engine, [prompt], [Sampling(max_tokens=3 + number % 5)], [10 * number + turn])
+        prompt = [*prompt, *output.token_ids, 50]
+        said.append(output.token_ids)
+    return said
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_conversations_side_by_side_say_what_each_says_alone(name):
+    async def main():
+        async with Server(engines()[name]) as server:
+            return await asyncio.gather(*(talk(server, number) for number in range(12)))
+
+    plain = engines()[name]
+    assert asyncio.run(main()) == [alone(plain, number) for number in range(12)]
+
+
+def test_a_short_turn_does_not_wait_for_a_long_one():
+    async def main():
+        engine = engines()["native"]
+        engine.tokens_per_step = 1
+        async with Server(engine) as server:
+            long = asyncio.create_task(server.generate(Request("long", [1, 2], Sampling(max_tokens=2000), 0)))
+            short = [await server.generate(Request(n, [3, n], Sampling(max_tokens=2), n)) for n in range(5)]
+            under_way = not long.done()
+            long.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await long
+            last = await server.generate(Request("last", [4], Sampling(max_tokens=2), 0))
+            return under_way, len(short), len(last.token_ids), engine.has_work()
+
+    assert asyncio.run(main()) == (True, 5, 2, False)  # what was cancelled is aborted
+
+
+def test_the_error_of_a_step_reaches_everybody_who_waits_and_the_next_request_is_served():
+    async def main():
+        engine = engines()["native"]
+        plain, engine.step = engine.step, lambda: 1 / 0
+        async with Server(engine) as server:
+            tasks = [server.generate(Request(n, [3, n], Sampling(max_tokens=2), n)) for n in range(3)]
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            engine.step = plain
+            after = await server.generate(Request(0, [3], Sampling(max_tokens=2), 0))
+            return [type(error) for error in errors], len(after.token_ids)
+
+    assert asyncio.run(main()) == ([ZeroDivisionError] * 3, 2)
+
+
+def test_an_id_that_is_under_way_is_refused():
+    async def main():
+        async with Server(engines()["native"]) as server:
+            first = asyncio.create_task(server.generate(Request(0, [1], Sampling(max_tokens=500), 0)))
+            await asyncio.sleep(0)
+            with pytest.raises(ValueError, match="under way"):
+                await server.generate(Request(0, [1], Sampling(max_tokens=2), 0))
+            first.cancel()
+
+    asyncio.run(main())
