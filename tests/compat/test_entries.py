@@ -68,6 +68,39 @@ def test_main_ppo_trains_with_a_reward_file_and_an_estimator_written_for_verl(
     assert "Loaded my_estimator.py" in capfd.readouterr().out
 
 
+MANAGER = """
+import torch
+from verl.workers.reward_manager import AbstractRewardManager, register
+
+@register("evens")
+class Evens(AbstractRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **kwargs):
+        self.tokenizer = tokenizer
+
+    def __call__(self, data, return_dict=False):
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        rewards[:, 0] = (data.batch["responses"].sum(-1) % 2).float()
+        return {"reward_tensor": rewards, "reward_extra_info": {"even": rewards.sum(-1).tolist()}}
+"""
+
+
+def test_main_ppo_scores_by_a_reward_manager_that_a_file_registers(monkeypatch, tmp_path, tiny_model, sums, capfd):
+    from verl.workers.reward_manager import registry
+
+    monkeypatch.setattr(registry, "REWARD_MANAGER_REGISTRY", dict(registry.REWARD_MANAGER_REGISTRY))
+    (tmp_path / "my_manager.py").write_text(MANAGER)
+    monkeypatch.chdir(tmp_path)
+    files = [f"actor_rollout_ref.model.path={tiny_model}", f"data.train_files={sums['train']}"]
+    files.append(f"trainer.default_local_dir={tmp_path}")
+    named = ["reward_model.reward_manager=evens", "actor_rollout_ref.model.external_lib=my_manager.py"]
+    assert command(monkeypatch, "verl.trainer.main_ppo", *RUN, *files, *named) == 0, capfd.readouterr()
+    [metrics] = tmp_path.rglob("metrics.jsonl")
+    line = json.loads(metrics.read_text())
+    assert line["reward/even/mean"] == line["reward_mean"]
+    assert command(monkeypatch, "verl.trainer.main_ppo", *RUN, *files, "reward_model.reward_manager=odds") == 2
+    assert "Unknown reward manager: odds" in capfd.readouterr().err
+
+
 def test_main_ppo_shows_its_settings_and_names_mistakes(monkeypatch, capsys):
     assert command(monkeypatch, "verl.trainer.main_ppo", "--cfg", "job", *RUN) == 0
     assert "adv_estimator: grpo" in capsys.readouterr().out

@@ -72,6 +72,12 @@ def actor_part(plan: Plan) -> int:
     return max(own)
 
 
+def test_S0_147_the_mini_batch_changes_no_memory_because_the_token_budget_bounds_a_pass(planned):
+    small, large = planned(actor__ppo_mini_batch_size=8), planned(actor__ppo_mini_batch_size=16)
+    assert small.peak("update") == large.peak("update")
+    assert planned(actor__ppo_max_token_len_per_gpu=2048).peak("update") > large.peak("update")
+
+
 def test_S3_01_S2_24_S3_17_grpo_has_no_critic_and_takes_less_than_gae(planned):
     grpo, gae = planned(), planned(algorithm__adv_estimator="gae")
     assert not [part for parts in grpo.stages.values() for part in parts if "critic" in part]

@@ -12,12 +12,26 @@ from posttrain.interrupts import one_interrupt
 from posttrain.trainer import main_ppo as ours
 from verl._missing import not_given
 
-__getattr__ = not_given(__name__)
+
+def __getattr__(name: str) -> Any:
+    if name in ("create_rl_dataset", "create_rl_sampler"):
+        from verl.trainer.ppo import utils
+
+        return getattr(utils, name)
+    return not_given(__name__)(name)
 
 
 def main(config: Any = None) -> Any:
     """Train with the command line's settings, or with a configuration."""
-    return run_ppo(ours._from_command_line(sys.argv[1:]) if config is None else config)
+    if config is not None:
+        return run_ppo(config)
+    from verl._named_manager import NamedManager
+
+    manager, args = NamedManager.taken_from(sys.argv[1:])
+    resolved = ours._from_command_line(args)
+    if manager is None or resolved is None:
+        return run_ppo(resolved)
+    return manager.train(resolved)
 
 
 def run_ppo(config: Any, task_runner_class: Any = None) -> Any:

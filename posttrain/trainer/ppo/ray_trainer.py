@@ -85,7 +85,14 @@ def compute_advantage(
 
 
 class RayPPOTrainer:
-    """Holds the parts of a run; `fit` trains. Built from a configuration, a tokenizer, data and a reward."""
+    """Holds the parts of a run; `fit` trains. Built from a configuration, a tokenizer, data and a reward.
+
+    A subclass may name worker classes of its own, derived from these, and override a stage.
+    """
+
+    actor_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker
+    critic_class: type[CriticWorker] = CriticWorker
+    reward_model_class: type[RewardModelWorker] = RewardModelWorker
 
     def __init__(
         self,
@@ -143,7 +150,7 @@ class RayPPOTrainer:
         updates = self.sizes.total_updates
         arguments = (self.config, self.tokenizer, self.device)
         self.actor_rollout_wg = self.workers.create(
-            "actor", ActorRolloutRefWorker, *arguments, total_updates=updates, reference=self.use_reference
+            "actor", self.actor_class, *arguments, total_updates=updates, reference=self.use_reference
         )
         self.actor_rollout_wg.init_model()
         say(f"Rollout engine: {self.actor_rollout_wg.rollout_engine()}")
@@ -155,14 +162,14 @@ class RayPPOTrainer:
             updates = critic_updates(self.config, self.sizes)
             tokens = min(len(self.tokenizer), self.actor_rollout_wg.vocabulary())
             self.critic_wg = self.workers.create(
-                "critic", CriticWorker, self.config, self.device, total_updates=updates, tokens=tokens
+                "critic", self.critic_class, self.config, self.device, total_updates=updates, tokens=tokens
             )
             self.critic_wg.init_model()
             for note in self.critic_wg.notes():
                 say(f"note: {note}")
         self.rm_wg = self.model_reward = None
         if self.config.reward_model.enable:
-            self.rm_wg = self.workers.create("reward_model", RewardModelWorker, *arguments)
+            self.rm_wg = self.workers.create("reward_model", self.reward_model_class, *arguments)
             self.rm_wg.init_model()
             self.rm_wg.check_prompt(self.train_dataset[0]["raw_prompt"])
             self.model_reward = ModelReward(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +44,20 @@ def run_training(
     val_data: Rows | None = None,
 ) -> RunResult:
     """One whole run. `reward`, `data` and `val_data` stand in for files when called from Python."""
+    with opened_training(resolved, reward=reward, data=data, val_data=val_data) as trainer:
+        return trainer.fit()
+
+
+@contextmanager
+def opened_training(
+    resolved: Resolved,
+    *,
+    reward: Callable[..., Any] | None = None,
+    data: Rows | None = None,
+    val_data: Rows | None = None,
+    trainer_class: type[RayPPOTrainer] = RayPPOTrainer,
+) -> Iterator[RayPPOTrainer]:
+    """The trainer of a run, with everything around it; what was opened for it is closed behind it."""
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
@@ -55,11 +69,18 @@ def run_training(
         for note in resolved.notes:
             say(f"note: {note}")
         with errors_in_words(run, lambda error: _memory_words(config, error)):
-            return _build(stack, resolved, config, run, reward, data, val_data).fit()
+            yield _build(stack, resolved, config, run, reward, data, val_data, trainer_class)
 
 
 def _build(
-    stack: ExitStack, resolved: Resolved, config: PPOConfig, run: RunDirectory, reward: Any, data: Any, val_data: Any
+    stack: ExitStack,
+    resolved: Resolved,
+    config: PPOConfig,
+    run: RunDirectory,
+    reward: Any,
+    data: Any,
+    val_data: Any,
+    trainer_class: type[RayPPOTrainer],
 ) -> RayPPOTrainer:
     stored = copy.deepcopy(config)
     _load_external(config)
@@ -80,7 +101,7 @@ def _build(
     if named or not config.reward_model.enable or _can_judge(config, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources))
     workers = stack.enter_context(open_workers(config, device))
-    trainer = RayPPOTrainer(
+    trainer = trainer_class(
         config,
         tokenizer=tokenizer,
         run=run,

@@ -1,5 +1,6 @@
 """verl's algorithms: its functions by name, and the decorators for algorithms of your own."""
 
+from posttrain.algorithms.registry import name_of
 from verl._algorithms.aggregation import (
     AdaptiveKLController,
     FixedKLController,
@@ -96,6 +97,7 @@ __all__ = [
     "get_policy_loss_fn",
     "kl_penalty",
     "kl_penalty_forward",
+    "name_of",
     "register_adv_est",
     "register_policy_loss",
     "verl_F",

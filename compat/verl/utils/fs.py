@@ -1,0 +1,94 @@
+"""A local copy of what a path names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from typing import Any
+
+from verl._missing import not_given
+from verl.utils.hdfs_io import _is_non_local, copy
+
+__getattr__ = not_given(__name__)
+
+
+def is_non_local(path: str) -> bool:
+    """Whether it is on HDFS."""
+    return _is_non_local(path)
+
+
+def md5_encode(path: str) -> str:
+    return hashlib.md5(path.encode()).hexdigest()
+
+
+def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
+    """Where a copy of it lies: a folder of its own in the cache, which is made."""
+    folder = os.path.join(cache_dir, md5_encode(hdfs_path))
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, os.path.basename(hdfs_path))
+
+
+def copy_to_local(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+    use_shm: bool = False,
+) -> str:
+    """A local path as it is (also a model's name on the hub); of a path on HDFS its copy, which is made once.
+
+    `use_shm` puts a copy into /dev/shm, where several processes read it from memory.
+    """
+    assert not src.endswith("/"), f"{src}: leave the slash at its end away"
+    path = src
+    if is_non_local(src):
+        path = _fetched(src, cache_dir or tempfile.gettempdir(), verbose, always_recopy)
+    return copy_to_shm(path) if use_shm and os.path.exists(path) else path
+
+
+copy_local_path_from_hdfs = copy_to_local
+
+
+def _fetched(src: str, cache_dir: str, verbose: bool, again: bool) -> str:
+    from filelock import FileLock
+
+    os.makedirs(cache_dir, exist_ok=True)
+    with FileLock(os.path.join(cache_dir, f"{md5_encode(src)}.lock")):
+        path = get_local_temp_path(src, cache_dir)
+        if again and os.path.exists(path):
+            _remove(path)
+        if not os.path.exists(path):
+            if verbose:
+                print(f"Copy from {src} to {path}")
+            part = f"{path}.part"  # what broke off is not taken for the whole
+            _remove(part)
+            if not copy(src, part):
+                raise OSError(f"{src} could not be copied to {part}")
+            os.rename(part, path)
+    return path
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    elif os.path.exists(path):
+        os.remove(path)
+
+
+def copy_to_shm(src: str) -> str:
+    """A copy in /dev/shm."""
+    source = os.path.abspath(src)
+    target = get_local_temp_path(source, "/dev/shm/verl-cache")
+    if not os.path.exists(target):
+        copy(source, target)
+    return target
+
+
+def local_mkdir_safe(path: Any) -> str:
+    """Makes the folder, whoever else does so at the same time; gives its absolute path."""
+    path = os.path.abspath(path)
+    os.makedirs(path, exist_ok=True)
+    return path

@@ -1,0 +1,12 @@
+"""posttrain's workers of one process: actor, rollout and reference together, the critic, the reward model.
+
+They take posttrain's arguments: a training makes them itself. A subclass in `role_worker_mapping` takes their place.
+"""
+
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from verl._missing import not_given
+
+AsyncActorRolloutRefWorker = ActorRolloutRefWorker
+
+__all__ = ["ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
+__getattr__ = not_given(__name__)

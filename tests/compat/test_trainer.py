@@ -1,0 +1,232 @@
+"""Subclasses of RayPPOTrainer, reward managers and workers written for verl train here."""
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from posttrain.errors import UserError
+from verl import DataProto
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import AdaptiveKLController
+from verl.trainer.ppo.ray_trainer import (
+    RayPPOTrainer,
+    ResourcePoolManager,
+    Role,
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+)
+from verl.trainer.ppo.reward import compute_reward, load_reward_manager
+from verl.utils import hf_tokenizer
+from verl.utils.metric import reduce_metrics
+from verl.workers import megatron_workers
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register, registry
+
+
+@pytest.fixture
+def config(tiny_model, sums, tmp_path):
+    sections = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref": {
+            "model": {"path": str(tiny_model)},
+            "rollout": {"n": 3},
+            "actor": {"optim": {"lr": 1e-3}, "ppo_mini_batch_size": 2},
+        },
+        "data": {
+            "train_files": str(sums["train"]),
+            "train_batch_size": 4,
+            "max_prompt_length": 32,
+            "max_response_length": 5,
+        },
+        "trainer": {
+            "total_training_steps": 2,
+            "device": "cpu",
+            "default_local_dir": str(tmp_path),
+            "export_hf": "none",
+            "save_freq": -1,
+        },
+        "reward": {"num_workers": 1},
+    }
+    return OmegaConf.create(sections)
+
+
+@pytest.fixture
+def managers(monkeypatch):
+    monkeypatch.setattr(registry, "REWARD_MANAGER_REGISTRY", dict(registry.REWARD_MANAGER_REGISTRY))
+
+
+class SumManager(AbstractRewardManager):
+    """Scores by the sum of the response's ids."""
+
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **kwargs):
+        self.tokenizer, self.sizes = tokenizer, []
+
+    def __call__(self, data, return_dict=False):
+        lengths = data.batch["attention_mask"][:, data.batch["prompts"].shape[1] :].sum(-1)
+        truths = [row["ground_truth"] for row in data.non_tensor_batch["reward_model"]]
+        assert all(truths) and len(truths) == len(data)
+        self.sizes.append(len(data))
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        rewards[torch.arange(len(data)), lengths - 1] = (data.batch["responses"].sum(-1) % 3).float()
+        extra = {"odd": (lengths % 2).tolist()}
+        return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+
+def trainer_of(cls, config, **more):
+    pools = ResourcePoolManager({"global_pool": [1]}, {Role.ActorRollout: "global_pool"})
+    workers = {Role.ActorRollout: ActorRolloutRefWorker}
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    given = {"role_worker_mapping": workers, "resource_pool_manager": pools} | more
+    return cls(config=config, tokenizer=tokenizer, **given)
+
+
+def test_a_reward_manager_and_a_worker_of_ones_own_train_in_posttrains_loop(config, managers):
+    register("by_sum")(SumManager)
+    settings = OmegaConf.merge(config, {"reward_model": {"reward_manager": "by_sum"}})
+    manager = load_reward_manager(settings, tokenizer=None, num_examine=0)
+    assert isinstance(manager, SumManager)
+    synced = []
+
+    class Watched(ActorRolloutRefWorker):
+        def sync_weights(self, version):
+            synced.append(version)
+            return super().sync_weights(version)
+
+        sync_weights.spread, sync_weights.join = (
+            ActorRolloutRefWorker.sync_weights.spread,
+            ActorRolloutRefWorker.sync_weights.join,
+        )
+
+    workers = {Role.ActorRollout: Watched}
+    trainer = trainer_of(RayPPOTrainer, config, reward_fn=manager, role_worker_mapping=workers)
+    trainer.init_workers()
+    result = trainer.fit()
+    assert result.status == "finished" and result.steps == 2
+    assert manager.sizes == [12, 12] and synced[-2:] == [1, 2]
+    assert "reward/odd/mean" in result.metrics[0] and result.metrics[0]["actor/grad_norm"] > 0
+
+
+def test_a_subclass_overrides_one_stage(config, managers):
+    seen = []
+
+    class Scaled(RayPPOTrainer):
+        def _compute_advantage(self, batch):
+            batch = super()._compute_advantage(batch)
+            seen.append((len(batch), sorted(set(batch.non_tensor_batch["uid"]))))
+            batch.batch["advantages"] = batch.batch["advantages"] * 0
+            return batch
+
+    trainer = trainer_of(Scaled, config, reward_fn=SumManager(None, 0))
+    trainer.init_workers()
+    before = weights(trainer)
+    metrics = trainer.fit()
+    assert [rows for rows, _ in seen] == [12, 12] and seen[0][1] != seen[1][1]
+    assert metrics["actor/grad_norm"] == 0  # without advantages nothing is learnt
+    assert before
+
+
+def weights(trainer):
+    module = trainer._inner.actor_rollout_wg.worker.engine.module
+    return {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+
+
+def test_a_subclass_with_a_loop_of_its_own(config):
+    class Own(RayPPOTrainer):
+        def fit(self):
+            self.moved = []
+            for batch_dict in self.train_dataloader:
+                self.global_steps += 1
+                batch = DataProto.from_single_dict(batch_dict)
+                batch.non_tensor_batch["uid"] = np.array([f"u{row}" for row in range(len(batch))], dtype=object)
+                gen_batch = self._get_gen_batch(batch)
+                output = self.actor_rollout_wg.generate_sequences(gen_batch.repeat(repeat_times=3, interleave=True))
+                output.meta_info.pop("timing")
+                batch = batch.repeat(repeat_times=3, interleave=True).union(output)
+                batch.batch["response_mask"] = compute_response_mask(batch)
+                reward_tensor, _ = compute_reward(batch, self.reward_fn)
+                batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = reward_tensor
+                old = self.actor_rollout_wg.compute_log_prob(batch)
+                entropies = old.batch.pop("entropys")
+                batch = batch.union(old)
+                batch = compute_advantage(batch, adv_estimator="grpo")
+                batch.reorder(torch.randperm(len(batch)))  # as balancing over ranks does
+                before = weights(self)
+                metrics = reduce_metrics(self.actor_rollout_wg.update_actor(batch).meta_info["metrics"])
+                after = weights(self)
+                self.moved.append(any(not torch.equal(after[name], before[name]) for name in after))
+                gap = (batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).abs()
+                assert float(gap.max()) < 1e-3 and entropies.shape == gap.shape
+                assert metrics["actor/grad_norm"] > 0 and metrics["actor/optimizer_steps"] == 2
+                if self.global_steps == self.total_training_steps:
+                    return "done"
+
+    trainer = trainer_of(Own, config, reward_fn=SumManager(None, 0))
+    trainer.init_workers()
+    assert trainer.fit() == "done" and trainer.moved == [True, True]
+
+
+def test_what_cannot_be_taken_says_what_to_do(config):
+    with pytest.raises(UserError, match=r"data\.sampler"):
+        trainer_of(RayPPOTrainer, config, train_sampler=iter([]))
+    with pytest.raises(UserError, match=r"subclass of verl\.workers\.fsdp_workers\.ActorRolloutRefWorker"):
+        trainer_of(RayPPOTrainer, config, role_worker_mapping={Role.ActorRollout: dict}).init_workers()
+    for worker in ("ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"):
+        with pytest.raises(NotImplementedError, match="strategy=fsdp2"):
+            getattr(megatron_workers, worker)()
+
+
+# (The rest holds for verl as well.)
+
+
+def scored():
+    tensors = {
+        "responses": torch.zeros(2, 3, dtype=torch.long),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 0, 0]]),
+        "token_level_scores": torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]),
+        "old_log_probs": torch.tensor([[-1.0, -2.0, 0.0], [-3.0, 0.0, 0.0]]),
+        "ref_log_prob": torch.tensor([[-1.5, -1.0, 0.0], [-2.0, 0.0, 0.0]]),
+    }
+    return DataProto.from_dict(tensors, {"uid": np.array(["a", "a"], dtype=object)})
+
+
+def test_kl_in_the_reward_and_advantages_of_a_batch():
+    data = scored()
+    data.batch["response_mask"] = compute_response_mask(data)
+    assert data.batch["response_mask"].tolist() == [[1, 1, 0], [1, 0, 0]]
+    controller = AdaptiveKLController(0.1, 1.0, 10)
+    data, metrics = apply_kl_penalty(data, controller)
+    assert data.batch["token_level_rewards"].tolist() == [
+        pytest.approx([-0.05, 1.1, 0.0]),
+        pytest.approx([0.6, 0.0, 0.0]),
+    ]
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(-0.625) and controller.value == pytest.approx(0.096)
+    data = compute_advantage(data, "grpo", norm_adv_by_std_in_grpo=False, config=AlgoConfig())
+    assert data.batch["advantages"].tolist() == [pytest.approx([0.225, 0.225, 0.0]), pytest.approx([-0.225, 0.0, 0.0])]
+
+
+def test_managers_put_scores_on_last_tokens(tiny_model):
+    tokenizer = hf_tokenizer(str(tiny_model))
+    texts = ["#### 42", "#### 4"]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    width = max(map(len, ids))
+    responses = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    mask = torch.tensor([[1] * (2 + len(row)) + [0] * (width - len(row)) for row in ids])
+    tensors = {"prompts": torch.zeros(2, 2, dtype=torch.long), "responses": responses, "attention_mask": mask}
+    fields = {
+        "data_source": np.array(["openai/gsm8k"] * 2, dtype=object),
+        "reward_model": np.array([{"ground_truth": "42"}] * 2, dtype=object),
+    }
+    data = DataProto.from_dict(tensors, fields)
+    rewards = get_reward_manager_cls("naive")(tokenizer, 0)(data)
+    assert rewards.sum(-1).tolist() == [1.0, 0.0] and rewards[0, len(ids[0]) - 1] == 1.0
+    batch = get_reward_manager_cls("batch")(tokenizer, 0, compute_score=lambda solution_strs, **_: [2.0, 3.0])
+    assert batch(data, return_dict=True)["reward_tensor"].sum(-1).tolist() == [2.0, 3.0]
+    buffer = OmegaConf.create({"enable": True, "len": 4, "penalty_factor": 1.0, "log": True})
+    dapo = get_reward_manager_cls("dapo")(tokenizer, 0, max_resp_len=len(ids[0]) + 2, overlong_buffer_cfg=buffer)
+    found = dapo(data, return_dict=True)
+    assert found["reward_tensor"].sum(-1).tolist() == pytest.approx([0.5, -0.25])
+    assert found["reward_extra_info"]["overlong_reward"] == pytest.approx([-0.5, -0.25])
+    data.batch["rm_scores"] = torch.ones(2, width)
+    assert get_reward_manager_cls("naive")(tokenizer, 0)(data).sum() == 2 * width
