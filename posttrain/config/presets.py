@@ -27,7 +27,7 @@ EMBEDDED: dict[str, Any] = {
     f"{_ACTOR}.entropy_coeff": 0.02,
     f"{_ACTOR}.clip_ratio_high": 0.4,
     f"{_ACTOR}.use_kl_loss": False,
-    # A sum takes 3 tokens. Without this the entropy bonus is earned with letters behind the answer, which cost no reward.
+    # A sum takes 3 tokens. Without this the entropy bonus is earned with letters behind it, which cost no reward.
     "reward.overlong_buffer.enable": True,
     "reward.overlong_buffer.len": 1,
     "trainer.total_epochs": 1000,
