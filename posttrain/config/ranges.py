@@ -155,7 +155,7 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "critic_warmup": _ZERO_OR_MORE,
         "rollout_mismatch_tol": _POSITIVE,
     },
-    "tracking": {"samples_freq": _ZERO_OR_MORE, "samples_max_gb": _POSITIVE},
+    "tracking": {"samples_freq": _ZERO_OR_MORE, "samples_max_gb": _POSITIVE, "keep_batches": _at_least(-1)},
 }
 
 RANGES: dict[str, Range] = {
