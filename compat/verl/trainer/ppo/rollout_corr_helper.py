@@ -1,7 +1,7 @@
 """The gap between rollout and trainer: importance weights, rejection, and how large it is.
 
-Weights and rules are `posttrain.algorithms.correction`'s (algorithm.rollout_correction trains with them); the metrics of
-the weights have posttrain's names, those of the gap verl's.
+Weights and rules are those of `posttrain.algorithms.correction`, which algorithm.rollout_correction trains with. The
+metrics of the weights have posttrain's names, those of the gap verl's.
 """
 
 from __future__ import annotations
