@@ -152,6 +152,12 @@ def view(args: Arguments) -> int:
     return command.main(args)
 
 
+def replay(args: Arguments) -> int:
+    from posttrain.trainer.replay import command
+
+    return command.main(args)
+
+
 def version(args: Arguments) -> int:
     from posttrain import __version__
 
@@ -173,6 +179,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "samples": (samples, "show what a model answered at a step: `samples RUN --step N`"),
     "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
     "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
+    "replay": (replay, "make the update of a past step again, to the bit: `replay RUN STEP`"),
     "reward": (reward, "`reward try`: score a data file before a run"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Default runs from fresh warm-up models: check_fresh_warmups.py OUT [--warmups 0,1] [--seeds 1] [key=value ...]
+"""Default runs from fresh warm-ups: check_fresh_warmups.py OUT [--warmups 0,1] [--seeds 1,2] [--paired] [key=value ...]
 
 Every warm-up model is made anew with its own initial weights and order of rows, a harder change than the rounding of
-another processor, which starts from those of seed 0. Prints one row per run: warm-up, seed, accuracy by step, seconds.
+another processor, which starts from those of seed 0. Every warm-up meets every seed, or with --paired one of them.
+Prints one row per run: warm-up, seed, accuracy by step, seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -48,17 +50,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--warmups", default="0,1,2,3,4")
     parser.add_argument("--seeds", default="1,2,3,11,12")
+    parser.add_argument("--paired", action="store_true")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options, settings = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    for warmup in map(int, options.warmups.split(",")):
-        for seed in map(int, options.seeds.split(",")):
-            if options.one:
-                one(options.out.resolve(), warmup, seed, settings)
-                continue
-            # Each run in a process of its own, as a user would start it.
-            command = [sys.executable, __file__, str(options.out), "--one", f"--warmups={warmup}", f"--seeds={seed}"]
-            subprocess.run([*command, *settings], check=True)
+    warmups, seeds = ([int(number) for number in text.split(",")] for text in (options.warmups, options.seeds))
+    pairs = zip(warmups, seeds, strict=True) if options.paired else itertools.product(warmups, seeds)
+    for warmup, seed in pairs:
+        if options.one:
+            one(options.out.resolve(), warmup, seed, settings)
+            continue
+        # Each run in a process of its own, as a user would start it.
+        command = [sys.executable, __file__, str(options.out), "--one", f"--warmups={warmup}", f"--seeds={seed}"]
+        subprocess.run([*command, *settings], check=True)
     if not options.one:
         print((options.out / "table.md").read_text(), end="")
 

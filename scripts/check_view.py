@@ -287,6 +287,7 @@ def check_run(
             axe(check, options.axe.read_text(), found, run.name)
         pictures(check, out, run.name)
     finally:
+        browser.open("about:blank")
         process.terminate()
         process.wait()
     return check.rows

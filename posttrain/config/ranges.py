@@ -60,6 +60,7 @@ TRAINER_RANGES: dict[str, Range] = {
     "max_bad_steps": _ONE_OR_MORE,
     "seed": _SEED,
 }
+PARALLEL_RANGES: dict[str, Range] = {"fsdp_size": _COUNT_OR_ALL, "ulysses_sequence_parallel_size": _ONE_OR_MORE}
 ROW_RANGES: dict[str, Range] = {
     **{
         name: _ONE_OR_MORE
@@ -155,7 +156,7 @@ _BY_SECTION: dict[str, dict[str, Range]] = {
         "critic_warmup": _ZERO_OR_MORE,
         "rollout_mismatch_tol": _POSITIVE,
     },
-    "tracking": {"samples_freq": _ZERO_OR_MORE, "samples_max_gb": _POSITIVE},
+    "tracking": {"samples_freq": _ZERO_OR_MORE, "samples_max_gb": _POSITIVE, "keep_batches": _at_least(-1)},
 }
 
 RANGES: dict[str, Range] = {

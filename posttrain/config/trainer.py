@@ -82,3 +82,5 @@ class TrackingConfig(Section):
     """Write the responses of every so many steps to `samples/`; 0 writes none."""
     samples_max_gb: float = 2.0
     """Past this size the oldest samples are thinned, whole groups at a time."""
+    keep_batches: int = 0
+    """Keep the batches of this many last steps in `batches/`, for `posttrain replay`; -1 keeps all, 0 none."""

@@ -154,8 +154,8 @@ def backward_parts(role: str, counted: tuple[int, int], held: ModelBytes, *, sin
 
 
 def step_parts(role: str, device: Device, held: ModelBytes, *, workers: int) -> Parts:
-    """The optimizer's step: on CUDA AdamW works on all tensors at once, on the CPU on one after the other."""
-    temporary = held.gradients if device.kind == "cuda" else 2 * held.largest
+    """The optimizer's step: on CUDA one kernel reads and writes all tensors in place, on the CPU it takes room."""
+    temporary = 0 if device.kind == "cuda" else 2 * held.largest
     return {
         f"{role} gradients": math.ceil(held.gradients / workers),
         "temporary tensors": math.ceil(temporary / workers),

@@ -10,7 +10,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
-from posttrain.doctor import counting, meta_models
+from posttrain.doctor import counting, meta_models, on_cuda
 from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.memory import (
     Device,
@@ -27,7 +27,9 @@ from posttrain.models.loading import resolve_dtype
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit
 from posttrain.rollout.native.engine import MANY
-from posttrain.rollout.native.pool import blocks_for, with_slack
+from posttrain.rollout.native.pool import KEPT_SHARE, blocks_for, with_slack
+
+CAPTURED = "captured steps"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         plan.stages[f"{name.removesuffix('update')}step".strip()] = step_parts(
             role, device, held[role], workers=plan.shape.workers
         )
+    _stay(plan)
     _add_unpacked(plan, {role: counter(config, device, role, counting.unpacked_bytes) for role in roles})
     for role, settings in roles.items():
         offload, bytes_ = settings.fsdp_config, held[role]
@@ -152,13 +155,30 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
     tokens = max(shape.wave, min(rollout.max_num_batched_tokens, shape.prefill * shape.prompt))
     temporary = counter(config, device, "actor", counting.native_step_peak, tokens, shape.wave, _sampling(config))
-    if device.kind == "cuda":  # without a compiled kernel a layer's keys and values are gathered for each step
-        layers = counter(config, device, "actor", counting.layer_count)
-        temporary += 2 * shape.wave * shape.longest * per_token // layers
+    captured = 0
+    if device.kind == "cuda":
+        sizes = counter(config, device, "actor", on_cuda.sizes_of)
+        if sizes is not None:
+            captured = on_cuda.captured_bytes(sizes, shape.wave, shape.longest)
+            temporary = on_cuda.prefill_bytes(sizes, tokens, shape.prefill)
+        else:  # without a kernel of its own a layer's keys and values are gathered for each step
+            layers = counter(config, device, "actor", counting.layer_count)
+            temporary += 2 * shape.wave * shape.longest * per_token // layers
     copies = actor.weights if shape.workers > 1 else 0
     if device.kind == "cpu" and data.max_response_length >= MANY:
         copies = counter(config, device, "actor", counting.packed_bytes)
-    return {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
+    made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
+    return made | ({CAPTURED: captured} if captured else {})
+
+
+def _stay(plan: Plan) -> None:
+    """What the engine keeps on a CUDA device while it sleeps: a cache of up to an eighth of it, and captured steps."""
+    generate = plan.stages["generate"]
+    if CAPTURED not in generate or generate["KV cache"] > plan.device.bytes * KEPT_SHARE:
+        return
+    for name, parts in plan.stages.items():
+        if name != "generate":
+            parts |= {"KV cache": generate["KV cache"], CAPTURED: generate[CAPTURED]}
 
 
 def _sampling(config: PPOConfig) -> Sampling:
@@ -174,10 +194,14 @@ def _sampling(config: PPOConfig) -> Sampling:
 
 
 def _scoring(config: PPOConfig, device: Device, shape: Shape, counter: Counter, roles: dict[str, Any]) -> int:
-    return max(
-        counter(config, device, role, counting.scoring_peak, shape.micro_rows(settings), shape.longest, device.kind)
-        for role, settings in roles.items()
-    )
+    def peak(role: str, rows: int) -> int:
+        sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
+        if sizes is not None:
+            predicted = rows * (shape.longest - shape.prompt)
+            return on_cuda.scoring_bytes(sizes, rows * shape.longest, predicted, device.bytes)
+        return counter(config, device, role, counting.scoring_peak, rows, shape.longest, device.kind)
+
+    return max(peak(role, shape.micro_rows(settings)) for role, settings in roles.items())
 
 
 def _rewarding(config: PPOConfig, device: Device, shape: Shape, counter: Counter) -> int:
@@ -196,5 +220,11 @@ def _backward(
     rows, checkpointing = shape.micro_rows(settings), config.actor_rollout_ref.model.enable_gradient_checkpointing
     if role == "critic" and config.critic.model.enable_gradient_checkpointing is not None:
         checkpointing = config.critic.model.enable_gradient_checkpointing
-    counted = counter(config, device, role, counting.training_bytes, rows, shape.longest, checkpointing, device.kind)
+    sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
+    if sizes is not None:
+        tokens, predicted = rows * shape.longest, rows * (shape.longest - shape.prompt)
+        counted = on_cuda.update_bytes(sizes, tokens, predicted, bool(checkpointing), device.bytes)
+    else:
+        how = (rows, shape.longest, checkpointing, device.kind)
+        counted = counter(config, device, role, counting.training_bytes, *how)
     return backward_parts(role, counted, held, single=rows == shape.mini_rows, workers=shape.workers)

@@ -10,7 +10,7 @@ import torch
 
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
-from posttrain.doctor import counting, meta_models
+from posttrain.doctor import counting, meta_models, on_cuda
 from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.memory import (
     Device,
@@ -73,12 +73,19 @@ def plan_supervised(config: SupervisedConfig, device: Device, counter: ModelCoun
     plan = Plan(device, shape)
     held = counter(config, device, ROLE, ModelBytes.of)
     unpacked = counter(config, device, ROLE, counting.unpacked_bytes)  # a pass holds one 4-bit matrix in model.dtype
-    size = (shape.pass_rows, shape.longest)
+    size, tokens = (shape.pass_rows, shape.longest), shape.pass_rows * shape.longest
+    sizes = counter(config, device, ROLE, on_cuda.sizes_of) if device.kind == "cuda" else None
     if config.data.val_files is not None:
-        peak = counter(config, device, ROLE, counting.scoring_peak, *size, device.kind)
+        if sizes is not None:
+            peak = on_cuda.scoring_bytes(sizes, tokens, tokens, device.bytes)
+        else:
+            peak = counter(config, device, ROLE, counting.scoring_peak, *size, device.kind)
         plan.stages["validation"] = {"temporary tensors": peak + unpacked}
     checkpointing = config.model.enable_gradient_checkpointing
-    counted = counter(config, device, ROLE, counting.training_bytes, *size, checkpointing, device.kind)
+    if sizes is not None:
+        counted = on_cuda.update_bytes(sizes, tokens, tokens, bool(checkpointing), device.bytes)
+    else:
+        counted = counter(config, device, ROLE, counting.training_bytes, *size, checkpointing, device.kind)
     single = shape.pass_rows == shape.batch_rows
     plan.stages["update"] = backward_parts(ROLE, counted, held, single=single, workers=shape.workers)
     plan.stages["update"]["temporary tensors"] += unpacked

@@ -24,6 +24,7 @@ ROWS = (
     "reward model weights",
     "rollout weights",
     "KV cache",
+    "captured steps",
     "temporary tensors",
 )
 

@@ -91,7 +91,7 @@ class _CudaHead(torch.autograd.Function):
         parts, ctx.kept = [], []
         keep = any(ctx.needs_input_grad) and _may_keep(hidden_NE, weight_VE)
         for part in chunks:
-            logits = _wide_product(hidden_NE[part], weight_VE.T)
+            logits = wide_product(hidden_NE[part], weight_VE.T)
             parts.append(statistics(logits, labels_N[part], temperature))
             if keep:
                 ctx.kept.append(logits)
@@ -108,13 +108,13 @@ class _CudaHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NE) if ctx.needs_input_grad[0] else None
         grad_weight = None
         for number, part in enumerate(ctx.chunks):
-            logits = ctx.kept[number] if ctx.kept else _wide_product(hidden_NE[part], weight_VE.T)
+            logits = ctx.kept[number] if ctx.kept else wide_product(hidden_NE[part], weight_VE.T)
             columns = [x[part] for x in (labels_N, logsum_N, entropy_N, grad_logp_N, grad_entropy_N)]
             grad = gradient(logits, columns, ctx.temperature, hidden_NE.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight_VE, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
-                share = _wide_product(grad.T, hidden_NE[part])
+                share = wide_product(grad.T, hidden_NE[part])
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
         ctx.kept = []
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
@@ -126,7 +126,7 @@ def _may_keep(hidden_NE: torch.Tensor, weight_VE: torch.Tensor) -> bool:
     return 4 * len(hidden_NE) * len(weight_VE) <= memory * KEPT_SHARE
 
 
-def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right in float32."""
     if left.dtype is torch.float32:
         return left @ right

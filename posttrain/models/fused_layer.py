@@ -4,7 +4,8 @@ on a CUDA device.
 transformers' layer over packed rows is about thirty operations forward and fifty backward, each of which walks through
 memory and is called from Python. Here the matrix products are torch's, what lies between them is a handful of compiled
 kernels, and gradients are written out. The last layer goes on after attention with those tokens only whose hidden
-states are asked for. transformers' own layer is its twin and serves everywhere else.
+states are asked for. transformers' own layer is its twin and serves everywhere else. Adapters beside a frozen base
+(`fused_adapters.py`) are part of the products; no gradient of the base is computed then.
 
 Shapes: T packed tokens, E width of the model, C columns of queries, keys and values together, D head size.
 """
@@ -22,6 +23,7 @@ from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import end_to_end
 from posttrain.models.forward import LAYERS
+from posttrain.models.fused_adapters import PARTS, Adapters, adapter_of, base_of, can_fuse_adapter, flat
 
 _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
@@ -41,9 +43,11 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     layout.answered += 1
-    attention, mlp = self.self_attn, self.mlp
+    attention = self.self_attn
     last = attention.layer_idx == attention.config.num_hidden_layers - 1
-    queries = (attention.q_proj, attention.k_proj, attention.v_proj)
+    parts = _linear_parts(self)
+    adapters = tuple(adapter_of(part) for part in parts)
+    q, k, v, out, gate, up, down = map(base_of, parts)
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
     return _FusedLayer.apply(
         hidden_states[0],
@@ -51,14 +55,16 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
         layout.wanted_T if last else None,
         *(table[0].contiguous() for table in position_embeddings),
         self.input_layernorm.weight,
-        *(part.weight for part in queries),
-        *(part.bias for part in queries),
+        *(part.weight for part in (q, k, v)),
+        *(part.bias for part in (q, k, v)),
         *norms,
-        attention.o_proj.weight,
+        out.weight,
         self.post_attention_layernorm.weight,
-        mlp.gate_proj.weight,
-        mlp.up_proj.weight,
-        mlp.down_proj.weight,
+        gate.weight,
+        up.weight,
+        down.weight,
+        adapters,
+        *flat(adapters),
     )  # pyright: ignore
 
 
@@ -70,23 +76,27 @@ def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
     window = getattr(layer.self_attn, "sliding_window", None) or getattr(layer.self_attn.config, "sliding_window", None)
     if window and window < int(layout.lengths.max()):
         return False
-    parts = [getattr(getattr(layer, home), name) for home, names in _LINEAR for name in names]
-    return all(type(part) is torch.nn.Linear and type(part.weight) is torch.nn.Parameter for part in parts) and all(
-        part.bias is None for part in parts[3:]
-    )
+    parts = _linear_parts(layer)
+    return all(map(can_fuse_adapter, parts)) and all(base_of(part).bias is None for part in parts[3:])
+
+
+def _linear_parts(layer: Any) -> list[Any]:
+    return [getattr(getattr(layer, home), name) for home, names in _LINEAR for name in names]
 
 
 class _FusedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x_TE, shape, wanted, cosine_TD, sine_TD, before, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, out,
-        between, gate, up, down,
+        between, gate, up, down, adapters, *adapter_tensors,
     ):  # fmt: skip
         sight, size, scale, epsilon = shape
+        low: list[torch.Tensor] = []  # x A' of every adapter
         heads, key_heads = len(q) // size, len(k) // size
         x_TE = x_TE.contiguous()
         normed_TE, inverse_T = train.norm_forward(x_TE, before, epsilon)
         qkv_TC = _product(normed_TE, (q, k, v), (q_bias, k_bias, v_bias))
+        low += _adapt(qkv_TC, normed_TE, adapters[:3], (q, k, v))
         raw = _norm_heads(qkv_TC, (q_norm, k_norm), (heads, key_heads), size, epsilon)
         parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
         attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
@@ -94,16 +104,21 @@ class _FusedLayer(torch.autograd.Function):
             x if wanted is None else x.index_select(0, wanted) for x in (x_TE, attended_THD.flatten(1))
         )
         middle_TE = torch.addmm(residual, attended, out.T)
+        low += _adapt(middle_TE, attended, adapters[3:4], (out,))
         gated_TE, middle_inverse_T = train.norm_forward(middle_TE, between, epsilon)
         gate_up_T2I = _product(gated_TE, (gate, up))
+        low += _adapt(gate_up_T2I, gated_TE, adapters[4:6], (gate, up))
         result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # no view: sharding hooks into what a layer returns
-        torch.addmm(middle_TE, silu_mul(gate_up_T2I), down.T, out=result_1TE[0])
+        product_TI = silu_mul(gate_up_T2I)
+        torch.addmm(middle_TE, product_TI, down.T, out=result_1TE[0])
+        low += _adapt(result_1TE[0], product_TI, adapters[6:], (down,))
+        ctx.adapters, ctx.low = adapters, len(low)
         ctx.sight, ctx.scale, ctx.heads, ctx.wanted = sight, scale, (heads, key_heads, size), wanted
         ctx.weights = (before, q, k, v, q_norm, k_norm, out, between, gate, up, down)
         ctx.has_bias = q_bias is not None
         ctx.save_for_backward(
             x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *parts, attended_THD, logsum_TH,
-            middle_TE, gated_TE, middle_inverse_T, gate_up_T2I, *raw,
+            middle_TE, gated_TE, middle_inverse_T, gate_up_T2I, *raw, *low,
         )  # fmt: skip
         return result_1TE
 
@@ -111,32 +126,76 @@ class _FusedLayer(torch.autograd.Function):
     def backward(ctx, grad_1TE):  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *rest = ctx.saved_tensors
         *attention, middle_TE, gated_TE, middle_inverse_T, gate_up_T2I = rest[:9]
-        raw, attended_THD, wanted = rest[9:], attention[3], ctx.wanted
+        end = len(rest) - ctx.low
+        raw, low, attended_THD, wanted = rest[9:end], rest[end:], attention[3], ctx.wanted
         before, q, k, v, q_norm, k_norm, out, between, gate, up, down = ctx.weights
         heads, key_heads, size = ctx.heads
-        trained = any(ctx.needs_input_grad[5:])
+        trained = any(ctx.needs_input_grad[5:_ADAPTERS])
+        back = _AdaptersBack(ctx.adapters, low)
         grad_TE = grad_1TE[0].contiguous()
-        product_TI, grad_gate_up = train.gate_backward(grad_TE @ down, gate_up_T2I)
-        grad_middle, grad_between = train.norm_backward(
-            _product_back(grad_gate_up, (gate, up)), middle_TE, between, middle_inverse_T, grad_TE
-        )
-        weights = [grad_middle.T @ _wanted(attended_THD.flatten(1), wanted), grad_between] if trained else []
-        grad_attended = _all_tokens(grad_middle @ out, wanted, len(x_TE)).view_as(attended_THD)
+        grad_product = grad_TE @ down
+        if ctx.adapters[6] is not None:  # its own gradient needs the product, which the next kernel makes once more
+            back.into(6, grad_TE, grad_product)
+        product_TI, grad_gate_up = train.gate_backward(grad_product, gate_up_T2I)
+        back.of(6, grad_TE, product_TI)
+        grad_gated = _product_back(grad_gate_up, (gate, up))
+        back.both((4, 5), grad_gate_up, (gate, up), gated_TE, grad_gated)
+        grad_middle, grad_between = train.norm_backward(grad_gated, middle_TE, between, middle_inverse_T, grad_TE)
+        attended = _wanted(attended_THD.flatten(1), wanted)
+        weights = [grad_middle.T @ attended, grad_between] if trained else []
+        grad_attended = grad_middle @ out
+        back.both((3,), grad_middle, (out,), attended, grad_attended)
+        grad_attended = _all_tokens(grad_attended, wanted, len(x_TE)).view_as(attended_THD)
         grad_middle = _all_tokens(grad_middle, wanted, len(x_TE))
         grads = train.attention_backward(grad_attended, *attention, sight=ctx.sight, scale=ctx.scale)
         grad_qkv = train.join_heads(*grads, cosine_TD, sine_TD)
         grad_norms = _norm_heads_back(grad_qkv, raw, (q_norm, k_norm), (heads, key_heads), size)
-        grad_x, grad_before = train.norm_backward(
-            _product_back(grad_qkv, (q, k, v)), x_TE, before, inverse_T, grad_middle
-        )
+        grad_normed = _product_back(grad_qkv, (q, k, v))
+        back.both((0, 1, 2), grad_qkv, (q, k, v), normed_TE, grad_normed)
+        grad_x, grad_before = train.norm_backward(grad_normed, x_TE, before, inverse_T, grad_middle)
         if not trained:
-            return (grad_x, *(None,) * 18)
+            return (grad_x, *(None,) * (_ADAPTERS - 1), None, *back.found)
         rows = [len(part) for part in (q, k, v)]
         biases = grad_qkv.sum(0).split(rows) if ctx.has_bias else (None, None, None)
         return (
             grad_x, None, None, None, None, grad_before, *(grad_qkv.T @ normed_TE).split(rows), *biases, *grad_norms,
-            *weights, *(grad_gate_up.T @ gated_TE).split(len(gate)), grad_TE.T @ product_TI,
+            *weights, *(grad_gate_up.T @ gated_TE).split(len(gate)), grad_TE.T @ product_TI, None, *back.found,
         )  # fmt: skip
+
+
+_ADAPTERS = 19  # where the adapters stand among the operation's arguments
+
+
+def _adapt(y_TC: torch.Tensor, x_TE: torch.Tensor, adapters: Adapters, weights: tuple) -> list[torch.Tensor]:
+    """Add the adapters of parts that lie side by side in `y`."""
+    columns = y_TC.split([len(weight) for weight in weights], 1)
+    return [one.add(part, x_TE) for one, part in zip(adapters, columns, strict=True) if one is not None]
+
+
+class _AdaptersBack:
+    """Collects the gradients of the adapters, A and B of every part, in `found`."""
+
+    def __init__(self, adapters: Adapters, low: list[torch.Tensor]) -> None:
+        self.adapters, self.found = adapters, [None] * (2 * PARTS)
+        taken = iter(low)
+        self.low = [next(taken) if one is not None else None for one in adapters]
+
+    def into(self, number: int, grad_TC: torch.Tensor, grad_TE: torch.Tensor) -> None:
+        """Only the gradient of the input."""
+        one = self.adapters[number]
+        assert one is not None
+        grad_TE.addmm_(grad_TC @ one.b.to(grad_TC.dtype), one.a.to(grad_TC.dtype), alpha=one.scale)
+
+    def of(self, number: int, grad_TC: torch.Tensor, x_TE: torch.Tensor, grad_TE: torch.Tensor | None = None) -> None:
+        one, low_TR = self.adapters[number], self.low[number]
+        if one is not None and low_TR is not None:
+            self.found[2 * number : 2 * number + 2] = one.back(grad_TC, x_TE, low_TR, grad_TE)  # pyright: ignore
+
+    def both(self, numbers: tuple, grad_TC: torch.Tensor, weights: tuple, x_TE: torch.Tensor, grad_TE) -> None:
+        """Of parts that lie side by side: their own gradients, and what they add to that of the input."""
+        columns = grad_TC.split([len(weight) for weight in weights], 1)
+        for number, part in zip(numbers, columns, strict=True):
+            self.of(number, part, x_TE, grad_TE)
 
 
 def _wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:

@@ -8,63 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from posttrain.tracking.row import STAGE_WORDS
+from posttrain.tracking.known import WINDOW, Known, RunFacts
+from posttrain.tracking.step_line import fitted, stage_shares, summary
+
+__all__ = ["RULES", "Known", "RunFacts", "diagnose", "findings", "fitted", "stage_shares"]
 
 LINE = 82
 """Columns of a step's line; with `step 10000/10000: ` before it, it fits one row of 100."""
-WINDOW = 10
-"""Steps over which a trend is judged; none is claimed before there are that many."""
 FIRST_STEPS = 5
 """KL starts at 0, so its lower bound counts only after this many steps."""
-
-
-@dataclass
-class RunFacts:
-    """The settings that rules speak about."""
-
-    kl_on: bool = False
-    lr: float | None = None
-    kl_coef: float | None = None
-    n: int = 1
-    clip_ratio: float = 0.2
-    loss_agg_mode: str = "token-mean"
-    grouped: bool = True
-    """Whether advantages compare the responses of a group."""
-
-
-@dataclass
-class Known:
-    """The present step's metrics and those before it, oldest first."""
-
-    now: Mapping[str, float]
-    past: Sequence[Mapping[str, float]] = ()
-    run: RunFacts = field(default_factory=RunFacts)
-
-    def get(self, name: str) -> float | None:
-        """The present value, None if it is absent or not finite."""
-        return _finite(self.now.get(name))
-
-    def series(self, name: str, last: int | None = None) -> list[float]:
-        """The values of the last steps, this one included, those that are present and finite."""
-        values = [_finite(metrics.get(name)) for metrics in [*self.past, self.now]]
-        found = [value for value in values if value is not None]
-        return found if last is None else found[-last:]
-
-    def change(self, name: str) -> float | None:
-        """By how much the mean of the window's second half exceeds its first half's; None before the window is full."""
-        values = self.series(name, WINDOW)
-        if len(values) < WINDOW:
-            return None
-        half = WINDOW // 2
-        return math.fsum(values[half:]) / (WINDOW - half) - math.fsum(values[:half]) / half
-
-    def is_noise(self, name: str) -> bool:
-        """Whether the change over the window is within twice what the scatter of its halves explains."""
-        values, half = self.series(name, WINDOW), WINDOW // 2
-        scatter = math.sqrt((_variance(values[:half]) + _variance(values[half:])) / half)
-        return abs(self.change(name) or 0.0) <= 2 * scatter
 
 
 Rule = Callable[[Known], str | None]
@@ -174,22 +128,99 @@ def length_drifts(known: Known) -> str | None:
     )
 
 
+def responses_run_on(known: Known) -> str | None:
+    """From the first steps on hardly a response ends, and hardly one is right: the model is not asked as it knows."""
+    early = known.series("response_length/clip_ratio")[:3]
+    right = known.series("right/mean")[:3]
+    if not early or not right or min(early) < 0.8 or max(right) > 0.05:
+        return None
+    return (
+        f"From the first step on {min(early):.0%} of the responses do not end, and {max(right):.0%} are right: the "
+        "chat template may not be the model's own, or its end token another (actor_rollout_ref.model.tokenizer_path, "
+        "data.apply_chat_template_kwargs); `posttrain doctor` looks at both. A longer data.max_response_length helps "
+        "only answers that would end."
+    )
+
+
 def responses_cut_off(known: Known) -> str | None:
     """Many responses end at the length limit."""
     share = known.get("response_length/clip_ratio")
-    if share is None or share < 0.3:
+    if share is None or share < 0.3 or responses_run_on(known):
         return None
     return (
         f"{share:.0%} of the responses are cut off at data.max_response_length; raise it, or ask for shorter answers."
     )
 
 
+def entropy_collapses(known: Known) -> str | None:
+    """The policy has become sure of its answers without being right: it tries nothing new."""
+    start, now, right = known.start("actor/entropy"), known.lately("actor/entropy"), known.lately("right/mean")
+    if start is None or now is None or now > 0.2 * start or (right is not None and right > 0.8):
+        return None
+    share = "" if right is None else f", and {right:.0%} of the responses are right"
+    return (
+        f"The entropy fell from {start:.2g} to {now:.2g}{share}: the policy is sure of answers and tries no others. "
+        "Lower actor_rollout_ref.actor.optim.lr, raise actor_rollout_ref.actor.entropy_coeff (0.001 to 0.02), or widen "
+        "the upper clip (actor_rollout_ref.actor.clip_ratio_high=0.28)."
+    )
+
+
+def mismatch_rises(known: Known) -> str | None:
+    """Rollout and trainer no longer compute the same policy."""
+    now, start = known.lately("mismatch/logp_mean"), known.start("mismatch/logp_mean")
+    if now is None or now < 0.01 or (start is not None and now < 3 * start and now < 0.05):
+        return None
+    return (
+        f"Rollout and trainer log-probs differ by {now:.2g} per token (mismatch/logp_mean): responses come from other "
+        "weights than the trained ones (stale, or computed differently). actor_rollout_ref.rollout.name=hf tells "
+        "whether the engine does it; algorithm.rollout_correction.rollout_is=token weighs it out."
+    )
+
+
+def parts_diverge(known: Known) -> str | None:
+    """The reward is earned by something else than being right."""
+    gain, right = known.change("reward_mean"), known.change("right/mean")
+    if gain is None or right is None or gain <= 0 or known.is_noise("reward_mean"):
+        return None
+    if right >= -0.02 or known.is_noise("right/mean"):
+        return None
+    parts = [name for name in known.now if name.startswith("reward/") and name.endswith("/mean")]
+    gains = {name: known.change(name) or 0.0 for name in parts if name != "reward/acc/mean"}
+    grown = max(gains, key=lambda name: gains[name], default=None)
+    by = f" Most of it is {grown} ({gains[grown]:+.2g})." if grown and gains[grown] > 0 else ""
+    return (
+        f"The reward rose by {gain:.2g} over the last {WINDOW} steps while the share of right responses fell by "
+        f"{-right:.2g}: it is earned by something else.{by} Give that part a lower weight, or let it count for right "
+        "responses only (`needs` in reward.functions)."
+    )
+
+
+METRIC_OF = {
+    "reward_failures": "reward/failures",
+    "rewards_all_zero": "critic/score/max",
+    "responses_run_on": "response_length/clip_ratio",
+    "groups_without_signal": "groups/no_signal",
+    "parts_diverge": "right/mean",
+    "reward_falls": "reward_mean",
+    "update_unstable": "actor/pg_clipfrac",
+    "entropy_collapses": "actor/entropy",
+    "mismatch_rises": "mismatch/logp_mean",
+    "kl_out_of_range": "kl_loss",
+    "length_drifts": "response_length",
+    "responses_cut_off": "response_length/clip_ratio",
+}
+"""Rule -> the metric to look at."""
+
 RULES: tuple[Rule, ...] = (
     reward_failures,
     rewards_all_zero,
+    responses_run_on,
     groups_without_signal,
+    parts_diverge,
     reward_falls,
     update_unstable,
+    entropy_collapses,
+    mismatch_rises,
     kl_out_of_range,
     length_drifts,
     responses_cut_off,
@@ -206,96 +237,23 @@ def diagnose(
 ) -> tuple[str, list[str]]:
     """(the step in one line, sentences of advice); `history` holds the metrics of the steps before, oldest first."""
     known = Known(metrics, history, facts or RunFacts())
-    line = ("" if step is None else f"step {step}: ") + fitted(_summary(known), width)
-    return line, [advice for rule in RULES if (advice := rule(known))]
+    line = ("" if step is None else f"step {step}: ") + fitted(summary(known), width)
+    return line, [advice.text for advice in findings(known)]
 
 
-def fitted(pieces: Sequence[tuple[int, str | None]], width: int) -> str:
-    """(importance, text) in order, joined; what does not fit is left out, least important first."""
-    kept = [(importance, text) for importance, text in pieces if text]
-    while len(kept) > 1 and len(", ".join(text for _, text in kept)) > width:
-        kept.remove(min(kept))
-    return ", ".join(text for _, text in kept)
+class Advice(NamedTuple):
+    """What a rule said."""
+
+    rule: str
+    metric: str
+    """The metric that it is about, to be looked at."""
+    text: str
 
 
-def _summary(known: Known) -> list[tuple[int, str | None]]:
-    return [
-        (9, _reward(known)),
-        (7, _signal(known)),
-        (6, _kl(known)),
-        (2, _clipping(known)),
-        (5, _length(known)),
-        (4, _speed(known)),
-        (8, _seconds(known)),
-        (3, _bound(known)),
-    ]
-
-
-def _reward(known: Known) -> str | None:
-    """With its change over the window where that is more than scatter."""
-    reward, change = known.get("reward_mean"), known.change("reward_mean")
-    if reward is None:
-        return None
-    trend = "" if change is None or known.is_noise("reward_mean") else f" ({change:+.3f})"
-    return f"reward {reward:.3f}{trend}"
-
-
-def _signal(known: Known) -> str | None:
-    share = known.get("groups/no_signal")
-    return None if share is None or not known.run.grouped else f"{share:.0%} no signal"
-
-
-def _kl(known: Known) -> str | None:
-    kl = known.get("kl_loss")
-    return f"KL {kl:.2g}" if kl is not None and known.run.kl_on else None
-
-
-def _clipping(known: Known) -> str | None:
-    clipped = known.get("actor/pg_clipfrac")
-    return None if clipped is None else f"clip {clipped:.1%}"
-
-
-def _length(known: Known) -> str | None:
-    length, change = known.get("response_length"), known.change("response_length")
-    if length is None:
-        return None
-    drift = "" if change is None or known.is_noise("response_length") else f" ({change:+.0f})"
-    return f"length {length:.0f}{drift}"
-
-
-def _speed(known: Known) -> str | None:
-    speed = known.get("perf/throughput")
-    return None if speed is None else f"{speed:,.0f} tok/s"
-
-
-def _times(known: Known) -> tuple[float, dict[str, float]]:
-    """(seconds of the step, seconds of its stages)."""
-    prefix = "timing_s/"
-    times = {name.removeprefix(prefix): value for name, value in known.now.items() if name.startswith(prefix)}
-    total = times.pop("step", None) or math.fsum(times.values())
-    return total, times
-
-
-def _seconds(known: Known) -> str | None:
-    total, _ = _times(known)
-    return f"{total:.1f} s" if total > 0 else None
-
-
-def _bound(known: Known) -> str | None:
-    """The stage that bounds the step, if one takes more than half of it."""
-    total, times = _times(known)
-    first = max(times, key=lambda name: times[name], default=None)
-    if first is None or times[first] <= total / 2:
-        return None
-    return f"{STAGE_WORDS.get(first, first)}-bound"
-
-
-def stage_shares(metrics: Mapping[str, float]) -> str | None:
-    """Where a step's time went, longest first."""
-    total, times = _times(Known(metrics))
-    ordered = sorted(times.items(), key=lambda item: -item[1])
-    shares = [f"{STAGE_WORDS.get(name, name)} {value / total:.0%}" for name, value in ordered if total > 0]
-    return ", ".join(shares) or None
+def findings(known: Known) -> list[Advice]:
+    """What every rule that speaks has to say, in their order."""
+    said = [(rule, rule(known)) for rule in RULES]
+    return [Advice(rule.__name__, METRIC_OF[rule.__name__], text) for rule, text in said if text]
 
 
 def _steadier(known: Known) -> str:
@@ -312,12 +270,3 @@ def _steadier(known: Known) -> str:
         f"reference{kl}, more responses per prompt (rollout.n={run.n} now), and only then "
         f"a wider clip (actor.clip_ratio={run.clip_ratio:g} now)."
     )
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _variance(values: Sequence[float]) -> float:
-    centre = math.fsum(values) / len(values)
-    return math.fsum((value - centre) ** 2 for value in values) / max(1, len(values) - 1)

@@ -12,6 +12,7 @@ import pytest
 
 from posttrain import cli
 from posttrain.config import PPOConfig, load_config
+from posttrain.doctor import on_cuda
 from posttrain.doctor.memory import GIB, Device, Plan
 from posttrain.doctor.plan import Counter, plan_memory
 from posttrain.doctor.remedies import find_remedies
@@ -101,7 +102,9 @@ def test_S3_53_checkpointing_and_lora_each_lower_the_actors_part(planned):
     assert actor_part(lora) < actor_part(planned(actor__ppo_max_token_len_per_gpu=64))
 
 
-def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(planned):
+def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(planned, monkeypatch):
+    """Both counted by transformers' layers, which a base of 4 bits takes."""
+    monkeypatch.setattr(on_cuda, "sizes_of", lambda model: None)
     lora = planned(model__lora_rank=2, model__dtype="bfloat16")
     qlora = planned(model__lora_rank=2, model__dtype="bfloat16", model__quantization="nf4")
     layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks

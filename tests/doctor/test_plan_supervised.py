@@ -14,6 +14,7 @@ from posttrain.config import load_config
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.data.pairs import Pair
 from posttrain.data.spans import TrainedRow
+from posttrain.doctor import on_cuda
 from posttrain.doctor.counting import LiveBytes
 from posttrain.doctor.memory import GIB, Device, Plan
 from posttrain.doctor.remedies import find_remedies
@@ -79,7 +80,8 @@ def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     config = config_of(kind, tiny_model, **CASES[case])
     plan = plan_supervised(config, CPU)
     task, batch, loss = real_task(kind, config)
-    engine, optimizer = task.engine, task.engine.optimizer
+    engine = task.group.worker.engine
+    optimizer = engine.optimizer
     assert len(engine._plan(batch)) == 2  # passes, each as large as the plan's
     engine._backward(batch, loss, 1.0)
     gradients = size(master.grad for master in optimizer.masters)
@@ -121,7 +123,9 @@ def test_every_setting_that_memory_depends_on_has_its_effect(tiny_model, kind):
 
 
 @pytest.mark.parametrize("kind", TREES)
-def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(tiny_model, kind):
+def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(tiny_model, kind, monkeypatch):
+    """Both counted by transformers' layers, which a base of 4 bits takes."""
+    monkeypatch.setattr(on_cuda, "sizes_of", lambda model: None)
     lora = planned(kind, tiny_model, GPU, model__lora_rank=2)
     qlora = planned(kind, tiny_model, GPU, model__lora_rank=2, model__quantization="nf4")
     layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks

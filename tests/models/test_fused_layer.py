@@ -1,5 +1,7 @@
 """The fused training layer against transformers' own, in value and gradient, and where it must not be used."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_layer
 from posttrain.models.forward import hidden_states
 from posttrain.models.fused_layer import fuse_layers
-from posttrain.models.lora import add_adapters
+from posttrain.models.lora import add_adapters, base_only
 from posttrain.rollout.native.build import build_native
 from tests.machine import has_compiler
 from tests.rollout.tiny import tiny
@@ -133,12 +135,18 @@ def test_sight_finds_prompts_and_where_responses_start():
 
 
 @needs_compiler
-@pytest.mark.parametrize("why", ["window", "adapters", "float64", "padded"])
+@pytest.mark.parametrize("why", ["window", "dropout", "two adapters", "float64", "padded"])
 def test_transformers_layer_serves_where_the_fused_one_cannot(why, monkeypatch):
     model = tiny("mistral" if why == "window" else "qwen2", dtype=torch.float64 if why == "float64" else torch.float32)
     fuse_layers(model)
-    if why == "adapters":
+    if why in ("dropout", "two adapters"):
         model = add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=2))
+    if why == "dropout":
+        for layer in adapted_parts(model):
+            layer.lora_dropout["default"] = torch.nn.Dropout(0.1)
+    if why == "two adapters":
+        model.add_adapter("other", model.peft_config["default"])
+        model.base_model.set_adapter(["default", "other"])
     monkeypatch.setattr(fused_layer._FusedLayer, "apply", lambda *args: pytest.fail("the fused layer was used"))
     ids = torch.randint(0, 97, (1, sum(LENGTHS)))
     if why == "padded":
@@ -146,6 +154,89 @@ def test_transformers_layer_serves_where_the_fused_one_cannot(why, monkeypatch):
     else:
         with packed_rows(layout()):
             hidden_states(model, ids, rows_of(layout())).sum().backward()
+
+
+def adapted_parts(model):
+    return [part for part in model.modules() if hasattr(part, "lora_A")]
+
+
+def with_drawn_adapters(kind, targets):
+    """Adapters whose B is not zero: otherwise A has no gradient."""
+    model = tiny(kind)
+    fuse_layers(model)
+    model = add_adapters(model, ModelConfig(lora_rank=3, lora_alpha=6, target_modules=targets))
+    generator = torch.Generator().manual_seed(4)
+    for part in adapted_parts(model):
+        weight = part.lora_B["default"].weight
+        weight.data = torch.randn(weight.shape, generator=generator) * 0.1
+    return model
+
+
+@needs_compiler
+@pytest.mark.parametrize("wanted", [None, torch.tensor([0, 6, 7, 8, 15, 34, 35, 50, 67])], ids=["all", "some tokens"])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("qwen2", "all-linear"),
+        ("qwen3", "all-linear"),
+        ("llama", ["q_proj", "v_proj"]),
+        ("qwen2", ["down_proj", "k_proj"]),
+        ("qwen2", ["o_proj", "gate_proj"]),
+    ],
+)
+def test_adapters_equal_pefts_in_value_and_gradient_and_the_base_has_none(kind, targets, wanted, monkeypatch):
+    """Both are float32: by 1e-6, or as far as peft's own rounding goes, they are the same computed in float64."""
+    model = with_drawn_adapters(kind, targets)
+    ids = torch.randint(0, 97, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+
+    def passes(model, fused):
+        place = layout()
+        place.wanted_T = wanted if fused else None
+        with packed_rows(place):
+            hidden = hidden_states(model, ids, rows_of(place))[0]
+            hidden = hidden if fused or wanted is None else hidden[wanted]
+            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        return hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, place.answered
+
+    ours, grads, answered = passes(copy.deepcopy(model), fused=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layer, "_can_fuse", lambda *args: False)
+        theirs, plain, _ = passes(copy.deepcopy(model), fused=False)
+        _, truth, _ = passes(copy.deepcopy(model).double(), fused=False)
+    assert answered == 3, "the layers that were fused are counted"
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
+    assert grads.keys() == plain.keys() and all("lora_" in name for name in grads)
+    for name, exact in truth.items():
+        rounding = (plain[name] - exact).norm()
+        assert (grads[name] - exact).norm() <= 1e-6 * exact.norm() + 2 * rounding, name
+        assert rounding < 1e-5 * exact.norm(), name
+
+
+@needs_compiler
+def test_adapters_that_are_off_change_nothing_and_no_base_gradient_is_computed(monkeypatch):
+    model = with_drawn_adapters("qwen2", "all-linear")
+    ids = torch.randint(0, 97, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+
+    def hidden():
+        with packed_rows(layout()):
+            return hidden_states(model, ids, rows_of(layout()))
+
+    with base_only(model), torch.no_grad():
+        off = hidden()
+    plain = model.get_base_model()
+    for part in adapted_parts(model):
+        part.lora_B["default"].weight.data.zero_()
+    with torch.no_grad():
+        torch.testing.assert_close(hidden(), off, rtol=0, atol=0)
+    products = []
+    multiply = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: products.append((a.shape, b.shape)) or multiply(a, b))
+    out = hidden().sum()
+    products.clear()
+    out.backward()
+    shapes = {tuple(weight.shape) for name, weight in plain.named_parameters() if "lora_" not in name}
+    made = [(a[0], b[1]) for a, b in products if a[1] == sum(LENGTHS)]
+    assert made and not shapes.intersection(made), "a gradient of a base weight was computed"
 
 
 @needs_compiler

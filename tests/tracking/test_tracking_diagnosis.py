@@ -52,13 +52,13 @@ def test_healthy_run_gets_no_advice():
 
 
 def test_line_says_reward_signal_kl_clipping_length_speed_and_stages():
-    line, advice = diagnose(HEALTHY, [], RunFacts(kl_on=True), step=3, width=100)
+    line, advice = diagnose(HEALTHY, [], RunFacts(kl_on=True), step=3, width=104)
     assert advice == []
     assert line == (
-        "step 3: reward 0.500, 20% no signal, KL 0.01, clip 1.0%, length 100, 12,346 tok/s, 10.0 s, rollout-bound"
+        "step 3: reward 0.500, 20% no signal, KL 0.01, clip 1.0%, length 100, 12,346 tok/s, 10.0 s, rollout-bound 60%"
     )
     assert diagnosis.stage_shares(HEALTHY) == "rollout 60%, update 30%"
-    assert diagnose(HEALTHY)[0] == "reward 0.500, 20% no signal, length 100, 12,346 tok/s, 10.0 s, rollout-bound"
+    assert diagnose(HEALTHY)[0] == "reward 0.500, 20% no signal, length 100, 12,346 tok/s, 10.0 s, rollout-bound 60%"
 
 
 def test_line_fits_one_row_of_100_columns_and_drops_the_least_important_first():
@@ -174,3 +174,36 @@ def test_cut_off_responses_and_failing_rewards_are_named():
 def test_M_28_no_rule_is_built_on_policy_loss():
     steps = [HEALTHY | {"policy_loss": value} for value in ramp(-5, 50)]
     assert diagnose(steps[-1], steps[:-1])[1] == []
+
+
+def test_a_policy_that_is_sure_and_wrong_has_collapsed_and_one_that_is_right_has_learnt():
+    falls = [1.0, 1.0, 1.0, 0.5, 0.1, 0.05, 0.05]
+    wrong = over("actor/entropy", falls, right__mean=[0.3] * 7)
+    said = diagnosis.entropy_collapses(wrong) or ""
+    assert "entropy fell from 1 to 0.067, and 30% of the responses are right" in said and "entropy_coeff" in said
+    assert diagnosis.entropy_collapses(over("actor/entropy", falls, right__mean=[0.3] * 4 + [0.9] * 3)) is None
+    assert diagnosis.entropy_collapses(over("actor/entropy", [1.0] * 4 + [0.5] * 3, right__mean=[0.3] * 7)) is None
+
+
+def test_log_probs_that_drift_apart_are_named_and_the_rounding_of_bfloat16_is_not():
+    assert "mismatch/logp_mean" in (diagnosis.mismatch_rises(over("mismatch/logp_mean", [1e-6, 0.05, 0.2])) or "")
+    assert diagnosis.mismatch_rises(over("mismatch/logp_mean", [0.008] * 8)) is None
+    assert diagnosis.mismatch_rises(over("mismatch/logp_mean", [0.02] * 8)) is None  # as it was from the start
+
+
+def test_a_reward_that_rises_while_fewer_answers_are_right_names_the_part_that_pays():
+    hacked = over("reward_mean", ramp(0.3, 1.0), right__mean=ramp(0.4, 0.1), reward__nine__mean=ramp(0.0, 0.9))
+    assert "Most of it is reward/nine/mean (+0.5)" in (diagnosis.parts_diverge(hacked) or "")
+    assert diagnosis.parts_diverge(over("reward_mean", ramp(0.3, 1.0), right__mean=ramp(0.4, 0.9))) is None
+
+
+def test_responses_that_never_end_from_the_first_step_on_point_to_the_template():
+    lost = over("response_length/clip_ratio", [0.95] * 4, right__mean=[0.0] * 4)
+    assert "chat template" in (diagnosis.responses_run_on(lost) or "")
+    assert diagnosis.responses_cut_off(lost) is None  # one finding, not two
+    later = over("response_length/clip_ratio", [0.1, 0.1, 0.1, 0.9], right__mean=[0.3] * 4)
+    assert diagnosis.responses_run_on(later) is None and diagnosis.responses_cut_off(later) is not None
+
+
+def test_every_rule_names_the_metric_behind_it():
+    assert {rule.__name__ for rule in RULES} == set(diagnosis.METRIC_OF)

@@ -25,3 +25,13 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or tensor.device == device:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def bucket(rows: int) -> int:
+    """The number of rows that a graph for so many has: powers of two, and one and a half times them."""
+    size = 8
+    while size < rows:
+        if size * 3 // 2 >= rows and size >= 16:
+            return size * 3 // 2
+        size *= 2
+    return size

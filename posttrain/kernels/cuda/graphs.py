@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.kernels.cuda import bucket
 from posttrain.kernels.cuda.attention import decode_attention, splits_for
 from posttrain.kernels.cuda.sampling import CHUNK, _chunk_sums, _pick, chunk_room
 from posttrain.kernels.whole_step import DecodeRows
@@ -57,16 +58,6 @@ def _begin(
     tl.store(SLOT + row, tl.where(live, block * BLOCK + place % BLOCK, -1), mask=real)
     tl.store(LENGTH + row, tl.where(live, place + 1, 1), mask=real)
     tl.store(SEEN_PROMPT + row, prompt, mask=real)
-
-
-def bucket(rows: int) -> int:
-    """The number of rows that a graph for so many has: powers of two, and one and a half times them."""
-    size = 8
-    while size < rows:
-        if size * 3 // 2 >= rows and size >= 16:
-            return size * 3 // 2
-        size *= 2
-    return size
 
 
 class GraphedSteps:

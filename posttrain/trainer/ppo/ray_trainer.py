@@ -189,6 +189,11 @@ class RayPPOTrainer:
         """Train to the last step; gives what was reached. Ctrl-C and SIGTERM save and end it early."""
         self._load_checkpoint()
         self.recorder.start(self.step)
+        self.recorder.keep_facts(
+            updates=self.sizes.total_updates,
+            critic_updates=critic_updates(self.config, self.sizes),
+            critic_warmup=self.sizes.critic_warmup,
+        )
         status = "failed"
         try:
             if self.config.tracking.samples_freq > 0:
@@ -234,6 +239,7 @@ class RayPPOTrainer:
         with stage("adv"):
             metrics |= self._reward_kl(batch)
             self._advantages(batch)
+        self.recorder.keep_batch(step, batch)
         metrics |= self._update(batch, step)
         with stage("sync"):
             metrics |= self.actor_rollout_wg.sync_weights(step)

@@ -10,13 +10,15 @@ import pyarrow as pa
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
 from posttrain.rollout.settings import sampling_words
+from posttrain.tracking.batches import drop_batches_after, keep_batch, keep_facts
 from posttrain.tracking.before import Before, read_before, write_before
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
 from posttrain.tracking.curve import before_after, text_plot
-from posttrain.tracking.diagnosis import RunFacts, diagnose
+from posttrain.tracking.diagnosis import Known, RunFacts, diagnose, findings
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import step_metrics
 from posttrain.tracking.progress import console_width, say
+from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
 from posttrain.tracking.vocabulary import write_vocabulary
@@ -56,6 +58,17 @@ class Recorder(RunWriter):
         super().start(step)
         self.before = read_before(self.run.path) if step else None
 
+    def keep_facts(self, **facts: Any) -> None:
+        """For `posttrain replay`: the settings as they were fitted to the data, and the run's length."""
+        if self.config.tracking.keep_batches:
+            keep_facts(self.run.path / "batches", {"config": redact(self.config.to_dict()), **facts})
+            drop_batches_after(self.run.path / "batches", self.step)
+
+    def keep_batch(self, step: int, batch: DataProto) -> None:
+        """The batch as the update is about to take it."""
+        if keep := self.config.tracking.keep_batches:
+            keep_batch(self.run.path / "batches", step, batch, keep)
+
     def finish_step(self, step: int, batch: DataProto, update: dict[str, float], validation: dict[str, float]) -> None:
         """Metrics, samples and the line of a finished step."""
         self.step = step
@@ -74,7 +87,8 @@ class Recorder(RunWriter):
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
         if advice:
-            append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": advice})
+            said = findings(Known(metrics, self.history, self.facts))
+            append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": [one._asdict() for one in said]})
         self.loggers.log(step, metrics)
         self.history.append(metrics)
 

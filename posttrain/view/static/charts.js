@@ -15,15 +15,16 @@ function axes() {
   return [{...look, size: 32}, {...look, size: 56, values}];
 }
 
-/** {element, set(series)}; series: [{label, x, y, colour, faint, dots}] may each have steps of their own. */
-export function lineChart(title, {log = false, time = false, onpick} = {}) {
+/** {element, set(make, {log, time})}; make() gives [{label, x, y, colour, faint, dots}], each with steps of its own. */
+export function lineChart(title, {onpick} = {}) {
   const place = h("div", {class: "plot"});
   const words = h("span", {class: "last"});
   const element = h("figure", {class: "chart", "aria-label": title}, h("figcaption", {}, h("b", {}, title), " ", words), place);
   let plot = null, drawn = "";
   const set = whenVisible(place, draw);
 
-  function draw(series) {
+  function draw(make, {log = false, time = false} = {}) {
+    const series = make();
     const [data, spans] = joined(series);
     const key = JSON.stringify([series.map(({label, colour, faint, dots}) => [label, colour, faint, dots]), log, time, document.documentElement.dataset.theme]);
     const ends = series.filter((one) => !one.faint && !one.dots).map((one) => `${one.label} ${short(lastOf(one.y))}`);
@@ -33,10 +34,10 @@ export function lineChart(title, {log = false, time = false, onpick} = {}) {
     if (plot && key === drawn) return plot.setData(data);
     if (plot) plot.destroy();
     drawn = key;
-    plot = new uPlot(options(series, spans), data, place);
+    plot = new uPlot(options(series, spans, log, time), data, place);
   }
 
-  function options(series, spans) {
+  function options(series, spans, log, time) {
     return {
       width: Math.max(place.clientWidth, 200),
       height: HEIGHT,
@@ -63,14 +64,15 @@ export function lineChart(title, {log = false, time = false, onpick} = {}) {
   return {element, set};
 }
 
-/** Stacked bars: {element, set(x, [{label, y}])}. */
+/** Stacked bars: {element, set(make)}; make() gives [x, [{label, y}]]. */
 export function stackedChart(title, unit) {
-  const place = h("div", {class: "plot", role: "img"});
+  const place = h("div", {class: "plot", role: "img", "aria-label": title});
   const element = h("figure", {class: "chart wide", "aria-label": title}, h("figcaption", {}, h("b", {}, title)), place);
   let plot = null, drawn = "";
   const set = whenVisible(place, draw);
 
-  function draw(x, parts) {
+  function draw(make) {
+    const [x, parts] = make();
     const sums = x.map(() => 0);
     const heaps = parts.map((part) => part.y.map((value, i) => (sums[i] += value || 0)));
     const data = [x, ...heaps.slice().reverse()];

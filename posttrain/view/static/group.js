@@ -67,7 +67,7 @@ async function acrossSteps(element, group, query) {
   const links = found.groups.slice(-200).map((one) => h("li", {}, h("button", {class: "link", onclick: () => go({step: one.step, uid: one.uid, sample: null})}, `step ${one.step}`), ` mean ${short(one.mean)}, ${one.n} responses, length ${short(one.length, 3)}`));
   const rest = found.read < found.files ? h("p", {class: "soft"}, `${found.read} of ${found.files} files were read: `, h("button", {class: "link", onclick: () => acrossSteps(element, group, query)}, "look again")) : "";
   put(element, chart.element, rest, h("ul", {class: "steps"}, links));
-  chart.set([{label: "mean score", x: found.groups.map((one) => one.step), y: found.groups.map((one) => one.mean), colour: "#3b7dd8"}]);
+  chart.set(() => [{label: "mean score", x: found.groups.map((one) => one.step), y: found.groups.map((one) => one.mean), colour: "#3b7dd8"}]);
 }
 
 function card(one, query, colouring, inspector) {

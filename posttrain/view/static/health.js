@@ -58,7 +58,7 @@ export function healthPage(root) {
       h("p", {}, h("b", {}, `step ${kind.step}: `), kind.text),
       h("p", {class: "soft"}, `said at ${kind.steps.length} steps, from ${kind.steps[0]} to ${kind.step}`),
       chart && chart.element);
-    const draw = () => chart && chart.set([
+    const draw = () => chart && chart.set(() => [
       {label: kind.metric, x: data.steps, y: values, colour: COLOURS[i % COLOURS.length]},
       {label: "said here", x: data.steps, y: values.map((value, at) => (said.has(data.steps[at]) ? value : null)), colour: "#d0504f", dots: true},
     ]);
@@ -83,7 +83,7 @@ export function healthPage(root) {
     const data = await columns(run, names);
     const has = (name) => data.values[name].some((value) => value !== null);
     const gaps = names.slice(0, 3).filter(has);
-    const chart = lineChart("Difference of log-probs, rollout against trainer", {log: true}), time = lineChart("Seconds of a weight sync");
+    const chart = lineChart("Difference of log-probs, rollout against trainer"), time = lineChart("Seconds of a weight sync");
     const probes = data.values["sync/probe_max"].filter((value) => value !== null);
     put(sync, h("h2", {}, "Weight sync"),
       h("p", {class: "soft"}, probes.length ? `${probes.length} syncs were proved on fixed tokens; the largest difference was ${short(Math.max(...probes))}.` : "No sync was proved yet."),
@@ -92,8 +92,8 @@ export function healthPage(root) {
       const kept = data.steps.map((_, at) => at).filter((at) => data.values[name][at] !== null && (name === "timing_s/sync" || data.values[name][at] > 0));
       return {label: name, x: kept.map((at) => data.steps[at]), y: kept.map((at) => data.values[name][at]), colour: COLOURS[i]};
     };
-    if (gaps.length) chart.set(gaps.map(series));
-    if (has("timing_s/sync")) time.set([series("timing_s/sync", 3)]);
+    if (gaps.length) chart.set(() => gaps.map(series), {log: true});
+    if (has("timing_s/sync")) time.set(() => [series("timing_s/sync", 3)]);
   }
 
   return {show, leave: () => clearTimeout(again)};

@@ -16,7 +16,7 @@ export async function memorySection(element, run) {
   else {
     const chart = lineChart("Peaks, GB");
     put(place, chart.element);
-    chart.set(names.map((name, i) => ({label: name, x: data.steps, y: data.values[name], colour: COLOURS[i % COLOURS.length]})));
+    chart.set(() => names.map((name, i) => ({label: name, x: data.steps, y: data.values[name], colour: COLOURS[i % COLOURS.length]})));
   }
   const peaks = Object.fromEntries(names.map((name) => [name, Math.max(...data.values[name].filter((value) => value !== null), 0)]));
   place.append(planned(run, peaks));

@@ -46,7 +46,7 @@ export function overviewPage(root) {
     const data = await Promise.all(names.map((name) => columns(name, [...wanted])));
     for (const [title, list] of found) if (list.length) drawPanel(title, list, names, data, state);
     if (stages.length) drawStages(names, data, stages);
-    for (const [key, chart] of charts) chart.element.hidden = !found.some(([title, list]) => list.length && key.startsWith(`${title}|`)) && !key.startsWith("stages|");
+    for (const [key, chart] of charts) chart.element.hidden = !found.some(([title, list]) => list.length && key === title) && !key.startsWith("stages|");
     await drawSettings(names);
   }
 
@@ -76,16 +76,12 @@ export function overviewPage(root) {
 
   function drawPanel(title, list, names, data, state) {
     const log = state.log === "1", time = state.x === "time";
-    const key = `${title}|${log}|${time}`;
-    if (!charts.has(key)) {
-      for (const [old, chart] of charts) if (old.startsWith(`${title}|`)) (chart.element.remove(), charts.delete(old));
-      const onpick = (step) => !time && go({page: "samples", run: names[0], step});
-      const chart = lineChart(title, {log, time, onpick});
-      charts.set(key, chart);
-      const after = grid.querySelector(".wide");
-      grid.insertBefore(chart.element, after);
+    if (!charts.has(title)) {
+      const onpick = (step) => place().x !== "time" && go({page: "samples", run: names[0], step});
+      charts.set(title, lineChart(title, {onpick}));
+      grid.insertBefore(charts.get(title).element, grid.querySelector(".wide"));
     }
-    charts.get(key).set(seriesOf(list, names, data, Number(state.smooth || 0.6), {log, time}));
+    charts.get(title).set(() => seriesOf(list, names, data, Number(state.smooth || 0.6), {log, time}), {log, time});
   }
 
   function seriesOf(list, names, data, weight, {log, time}) {
@@ -118,7 +114,7 @@ export function overviewPage(root) {
       for (let at = one.steps[0] === 0 ? 1 : 0; at < one.steps.length; at += every) bins.push([at, Math.min(at + every, one.steps.length)]);
       const mean = (values, [a, b]) => values.slice(a, b).reduce((sum, value) => sum + (value || 0), 0) / (b - a);
       const parts = stages.map((name) => ({label: name.slice(9), y: bins.map((bin) => mean(one.values[name], bin))})).filter((part) => part.y.some((value) => value > 0));
-      charts.get(key).set(bins.map(([a]) => one.steps[a]), parts);
+      charts.get(key).set(() => [bins.map(([a]) => one.steps[a]), parts]);
     }
     for (const [key, chart] of charts) if (key.startsWith("stages|") && !names.includes(key.slice(7))) (chart.element.remove(), charts.delete(key));
   }

@@ -1,0 +1,113 @@
+"""The gap between rollout and trainer: importance weights, rejection, and how large it is.
+
+Weights and rules are those of `posttrain.algorithms.correction`, which algorithm.rollout_correction trains with. The
+metrics of the weights have posttrain's names, those of the gap verl's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.algorithms import correction
+from posttrain.algorithms.rejection import kept_tokens, rejection_rules
+from verl._missing import not_given
+from verl.utils.torch_functional import masked_mean, masked_sum
+
+__getattr__ = not_given(__name__)
+SAFETY_BOUND = 20.0
+
+
+def compute_rollout_correction_weights(
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: Any = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """(weights exp(log_ratio) per token or per response, bounded; metrics). A threshold `low_high` leaves out instead
+    of bounding; `rollout_is_batch_normalize` divides by the weights' mean."""
+    if rollout_is not in ("token", "sequence"):
+        raise ValueError(f"Unsupported rollout_is: {rollout_is}; it is token or sequence")
+    config = {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
+    weights, metrics = correction.rollout_is_weights(log_ratio, torch.zeros_like(log_ratio), response_mask, config)
+    assert weights is not None
+    if rollout_is_batch_normalize:
+        mean = masked_mean(weights, response_mask)
+        if rollout_is == "sequence":
+            there = response_mask.sum(-1) > 0
+            mean = masked_mean(weights, response_mask, axis=-1)[there].mean()
+        metrics["rollout_is_batch_norm_factor"] = float(mean) if mean > 1e-8 else 1.0
+        weights = weights / metrics["rollout_is_batch_norm_factor"]
+    return weights, metrics
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: Any = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """(the mask without what the rules reject, metrics)."""
+    rules = rejection_rules(rollout_rs, rollout_rs_threshold)
+    kept, metrics = kept_tokens(log_ratio, torch.zeros_like(log_ratio), response_mask, rules)
+    return response_mask * kept.to(response_mask.dtype), metrics
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: Any = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: Any = None,
+) -> tuple[Any, torch.Tensor, dict[str, float]]:
+    """(a DataProto with `rollout_is_weights` or None, the mask that is left, metrics named `rollout_corr/...`)."""
+    from verl.protocol import DataProto
+
+    if not response_mask.any():
+        raise ValueError("response_mask must contain at least one valid token")
+    log_ratio = old_log_prob - rollout_log_prob
+    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    weights, mask = None, response_mask
+    if rollout_is is not None:
+        made, found = compute_rollout_correction_weights(
+            log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
+        )
+        weights, metrics = DataProto.from_dict({"rollout_is_weights": made}), metrics | found
+    if rollout_rs is not None:
+        mask, found = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
+        metrics |= found
+    return weights, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor | None, response_mask: torch.Tensor
+) -> dict[str, Any]:
+    """Perplexities of both, their KL (k1 and k3), and the spread of the ratio (chi-squared)."""
+    assert response_mask.any(), "Expected at least one valid token in response_mask"
+    trainer_B = masked_mean(old_log_prob, response_mask, axis=-1)
+    metrics = {"training_ppl": (-trainer_B).exp().mean(), "training_log_ppl": (-trainer_B).mean()}
+    if rollout_log_prob is not None:
+        log_ratio = old_log_prob - rollout_log_prob
+        limited = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        rollout_B = masked_mean(rollout_log_prob, response_mask, axis=-1)
+        gap_B = rollout_B - trainer_B
+        whole_B = masked_sum(log_ratio, response_mask, axis=-1).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        metrics |= {
+            "kl": masked_mean(-log_ratio, response_mask),
+            "k3_kl": masked_mean(log_ratio.exp() - log_ratio - 1, response_mask),
+            "rollout_ppl": (-rollout_B).exp().mean(),
+            "rollout_log_ppl": (-rollout_B).mean(),
+            "log_ppl_diff": gap_B.mean(),
+            "log_ppl_abs_diff": gap_B.abs().mean(),
+            "log_ppl_diff_max": gap_B.max(),
+            "log_ppl_diff_min": gap_B.min(),
+            "ppl_ratio": gap_B.exp().mean(),
+            "chi2_token": masked_mean((2 * limited).exp(), response_mask) - 1,
+            "chi2_seq": (2 * whole_B).exp().mean() - 1,
+        }
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,136 @@
+"""What a run holds on a CUDA device, by formula: its kernels (`kernels/cuda/`, `models/fused_layer.py`) do not run on
+the meta device, so that their tensors are written out here.
+
+Bytes of a token in a layer are those that the fused layer saves for its backward pass: input, its norm, queries with
+keys and values, attention's output, the middle, its norm, gate and up; and in float32 the logarithms of attention's
+sums and two norms' inverses. Logits are float32: a chunk of them is 1/64 of the device, and up to 1/16 of it is kept
+for the backward pass.
+
+Shapes: T tokens of a pass, N of them with log-probs, V vocabulary, E width, I width of the gated layer, H query heads
+and K key heads of size D.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.doctor.meta_models import is_scorer
+from posttrain.kernels.cuda import bucket
+from posttrain.kernels.decode import BLOCK
+from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE
+from posttrain.models.decoder import KNOWN
+from posttrain.models.value import ValueModel
+
+WIDE = 4  # bytes of a float32
+STEPS, CHUNK = 64, 2048  # of `kernels/cuda/graphs.py` and `kernels/cuda/sampling.py`, which import Triton
+
+
+_FIRST_LOW = re.compile(r"\blayers\.0\..*\.lora_A\.")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model decides how much its kernels hold."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    key_heads: int
+    size: int
+    vocabulary: int
+    itemsize: int
+    normed_heads: bool
+    ranks: int = 0
+    """Ranks of a layer's adapters, added up; with adapters the head has no gradient."""
+
+    @property
+    def columns(self) -> int:
+        """Of queries, keys and values together."""
+        return (self.heads + 2 * self.key_heads) * self.size
+
+    @property
+    def kept(self) -> int:
+        """Bytes of one token that a layer keeps for its backward pass."""
+        halves = 4 * self.width + self.columns + self.heads * self.size + 2 * self.inner + self.ranks
+        wide = self.heads + 2
+        if self.normed_heads:
+            halves += (self.heads + self.key_heads) * self.size
+            wide += self.heads + self.key_heads
+        return halves * self.itemsize + wide * WIDE
+
+    @property
+    def passing(self) -> int:
+        """Bytes of one token that are alive at once in a layer that keeps nothing."""
+        halves = 3 * self.width + max(self.columns + self.heads * self.size, 3 * self.inner)
+        return halves * self.itemsize
+
+
+def sizes_of(model: Any) -> Sizes | None:
+    """None for a model whose passes these kernels do not serve: other families, values, scores, float32, 4 bits."""
+    if isinstance(model, ValueModel) or is_scorer(model):
+        return None
+    settings, weight = model.config.get_text_config(), next(model.parameters())
+    if settings.model_type not in KNOWN or settings.hidden_act != "silu" or weight.dtype.itemsize != 2:
+        return None
+    heads = settings.num_attention_heads
+    size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    if size % 8 or size > 256 or any(hasattr(p, "held_bytes") for p in model.parameters()):
+        return None
+    return Sizes(
+        layers=settings.num_hidden_layers,
+        width=settings.hidden_size,
+        inner=settings.intermediate_size,
+        heads=heads,
+        key_heads=settings.num_key_value_heads,
+        size=size,
+        vocabulary=settings.vocab_size,
+        itemsize=weight.dtype.itemsize,
+        normed_heads=settings.model_type == "qwen3",
+        ranks=sum(len(p) for name, p in model.named_parameters() if _FIRST_LOW.search(name)),
+    )
+
+
+def chunk_bytes(sizes: Sizes, tokens: int, memory: int) -> int:
+    """Logits that are held at once."""
+    most = max(CHUNK_ELEMENTS, int(memory * DEVICE_SHARE / WIDE)) // sizes.vocabulary
+    return WIDE * sizes.vocabulary * min(tokens, max(1, most))
+
+
+def update_bytes(sizes: Sizes, tokens: int, predicted: int, checkpointing: bool, memory: int) -> tuple[int, int]:
+    """(kept for the backward pass, most alive besides weights and summed gradients), of `tokens` with log-probs of
+    `predicted`. The worst moment is the head's backward pass, when every layer's tensors are still there; with
+    checkpointing it may be that of a layer which is computed again."""
+    each = sizes.width * sizes.itemsize if checkpointing else sizes.kept
+    rotation, states = 2 * tokens * sizes.size * sizes.itemsize, 2 * predicted * sizes.width * sizes.itemsize
+    activations = sizes.layers * tokens * each + rotation + states
+    logits, chunk = WIDE * predicted * sizes.vocabulary, chunk_bytes(sizes, predicted, memory)
+    held = logits if logits <= memory * KEPT_SHARE else chunk
+    shares = 0 if sizes.ranks else 2 if logits > chunk else 1  # the gradient of the head, and a chunk's share of it
+    table = shares * WIDE * sizes.vocabulary * sizes.width
+    head = held + chunk * sizes.itemsize // WIDE + table + predicted * sizes.width * WIDE  # and the last norm's input
+    layer = tokens * (sizes.kept + sizes.passing) if checkpointing else 0
+    return activations, activations + max(head, layer)
+
+
+def scoring_bytes(sizes: Sizes, tokens: int, predicted: int, memory: int) -> int:
+    """Most bytes alive in a pass without gradient, besides the weights."""
+    rotation = 2 * tokens * sizes.size * sizes.itemsize
+    head = (tokens + 2 * predicted) * sizes.width * sizes.itemsize + chunk_bytes(sizes, predicted, memory)
+    return rotation + max(tokens * (sizes.passing + 2 * sizes.width * sizes.itemsize), head)
+
+
+def captured_bytes(sizes: Sizes, rows: int, longest: int) -> int:
+    """Held by captured decode steps for as long as there are any: the rows' buffers, and the tensors of one step of the
+    largest graph, which all graphs share."""
+    size = bucket(rows)
+    table = 1 << max(0, (-(-longest // BLOCK)).bit_length())
+    numbers = 4 * 8 + 11 * 4 + 2 * 4 * STEPS + 4 * table + 12 * -(-sizes.vocabulary // CHUNK)
+    return size * (numbers + sizes.passing + WIDE * sizes.vocabulary)
+
+
+def prefill_bytes(sizes: Sizes, tokens: int, prompts: int) -> int:
+    """Most bytes alive while prompts are computed: a flat pass, or the logits after each prompt."""
+    return max(tokens * sizes.passing, prompts * (WIDE * sizes.vocabulary + sizes.width * sizes.itemsize))

@@ -1,0 +1,129 @@
+"""Plans for a CUDA device: the formulas of its kernels, and what was measured there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.bench.presets import PRESETS
+from posttrain.config import load_config
+from posttrain.doctor import on_cuda
+from posttrain.doctor.memory import GIB, Device
+from posttrain.doctor.plan import CAPTURED, Counter, plan_memory
+
+H200 = Device("cuda", int(139.8 * GIB), "an H200")
+HALF = {"layers": 2, "width": 16, "inner": 40, "heads": 4, "key_heads": 2, "size": 8, "vocabulary": 100, "itemsize": 2}
+SIZES = on_cuda.Sizes(**HALF, normed_heads=False)
+
+
+def plan(folder: Path, name: str, device: Device = H200, **more):
+    """A GRPO step of 64 prompts of 128 tokens x 8 responses of 512, of a model of that shape."""
+    preset = PRESETS[name]
+    shape = {key: value for key, value in vars(preset).items() if key != "dtype"}
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**config, **shape}))
+    given = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": str(folder),
+        "actor_rollout_ref.model.dtype": "bfloat16",
+        "data.train_files": "x.json",
+        "data.train_batch_size": 64,
+        "data.max_prompt_length": 128,
+        "data.max_response_length": 512,
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+    }
+    given |= {key.replace("__", "."): value for key, value in more.items()}
+    return plan_memory(load_config(given).config, device, Counter())
+
+
+@pytest.mark.parametrize(("name", "measured"), [("0.5b", 33.0), ("1.5b", 68.0)])
+def test_peaks_of_a_step_are_those_that_were_measured(tmp_path, name, measured):
+    made = plan(tmp_path, name)
+    assert made.worst == "update" and made.peak() / GIB == pytest.approx(measured, rel=0.05)
+
+
+def test_a_kept_cache_and_captured_steps_stay_in_every_stage_and_a_large_cache_does_not(tmp_path):
+    kept = plan(tmp_path, "0.5b")
+    for part in ("KV cache", CAPTURED):
+        assert len({parts[part] for parts in kept.stages.values()}) == 1 and kept.largest(part) > 0
+    small = Device("cuda", 24 * GIB, "a GPU of 24 GiB")  # 3.5 GiB of cache are more than an eighth of it
+    given_back = plan(tmp_path, "0.5b", small)
+    assert given_back.stages["generate"]["KV cache"] > 3 * GIB and "KV cache" not in given_back.stages["update"]
+
+
+def test_nothing_is_gathered_where_a_kernel_reads_the_cache(tmp_path):
+    """Temporary tensors of decoding do not grow with the length of the rows."""
+    short, long = (plan(tmp_path, "0.5b", data__max_response_length=n).stages["generate"] for n in (512, 8192))
+    assert short["temporary tensors"] == long["temporary tensors"]
+
+
+@pytest.mark.parametrize(
+    ("normed", "halves", "wide"),
+    [
+        (False, 4 * 16 + (4 + 2 * 2) * 8 + 4 * 8 + 2 * 40, 4 + 2),
+        (True, 4 * 16 + (4 + 2 * 2) * 8 + 4 * 8 + 2 * 40 + (4 + 2) * 8, 4 + 2 + 4 + 2),
+    ],
+)
+def test_a_token_keeps_what_the_fused_layer_saves(normed, halves, wide):
+    assert on_cuda.Sizes(**HALF, normed_heads=normed).kept == 2 * halves + 4 * wide
+
+
+MIB64 = 4 << 24  # the least that a chunk of logits is
+
+
+@pytest.mark.parametrize(
+    ("predicted", "memory", "chunk"),
+    [
+        (1000, 1 << 20, 4 * 100 * 1000),  # all of them are less than the least
+        (10**9, 1 << 20, MIB64 // 400 * 400),
+        (10**9, 64 * 400 * 10**6, 400 * 10**6),  # a sixty-fourth of the device
+    ],
+)
+def test_a_chunk_of_logits_is_a_share_of_the_device(predicted, memory, chunk):
+    assert on_cuda.chunk_bytes(SIZES, predicted, memory) == chunk
+
+
+@pytest.mark.parametrize(("memory", "predicted"), [(1 << 40, 50), (1 << 40, 10**6), (1 << 20, 10**6)])
+def test_an_update_holds_layers_logits_and_the_heads_gradient(memory, predicted):
+    """Logits wait for the backward pass up to a sixteenth of the device; otherwise a chunk is computed again."""
+    logits, chunk = 4 * 100 * predicted, on_cuda.chunk_bytes(SIZES, predicted, memory)
+    held = logits if 16 * logits <= memory else chunk
+    table = 4 * 100 * 16 * (1 if logits == chunk else 2)
+    kept = 2 * 60 * SIZES.kept + 2 * 60 * 8 * 2 + 2 * predicted * 16 * 2
+    found = on_cuda.update_bytes(SIZES, 60, predicted, False, memory)
+    assert found == (kept, kept + held + chunk // 2 + table + 4 * predicted * 16)
+
+
+def test_with_checkpointing_inputs_are_kept_and_one_layer_is_there_again():
+    full, light = (on_cuda.update_bytes(SIZES, 10**6, 1, again, 1 << 40) for again in (False, True))
+    assert full[0] - light[0] == 2 * 10**6 * (SIZES.kept - 16 * 2)
+    assert light[1] - light[0] == 10**6 * (SIZES.kept + SIZES.passing)
+
+
+def test_adapters_keep_their_low_rank_inputs_and_the_head_has_no_gradient(tmp_path):
+    adapted = on_cuda.Sizes(**HALF, normed_heads=False, ranks=7 * 3)
+    assert adapted.kept - SIZES.kept == 2 * 7 * 3
+    memory, table = 1 << 40, 4 * 100 * 16
+    full, lean = (on_cuda.update_bytes(sizes, 60, 50, False, memory) for sizes in (SIZES, adapted))
+    assert (full[1] - full[0]) - (lean[1] - lean[0]) == table
+    whole = plan(tmp_path, "0.1b")
+    lora = plan(tmp_path, "0.1b", actor_rollout_ref__model__lora_rank=8)
+    per_token = 30 * 2 * 7 * 8
+    tokens = 25 * 640
+    assert lora.largest("actor activations") - whole.largest("actor activations") == per_token * tokens
+    assert lora.stages["update"]["temporary tensors"] < whole.stages["update"]["temporary tensors"]
+
+
+def test_captured_steps_hold_float32_logits_of_the_largest_graph():
+    few, more = (on_cuda.captured_bytes(SIZES, rows, 64) for rows in (33, 48))
+    assert few == more, "33 rows run in the graph of 48"
+    assert more - on_cuda.captured_bytes(SIZES, 32, 64) == more // 3
+    assert more > 48 * 4 * 100
+
+
+def test_a_model_that_the_kernels_do_not_serve_is_counted_by_its_own_code(tmp_path):
+    plain, other = plan(tmp_path, "0.1b"), plan(tmp_path, "0.1b", actor_rollout_ref__model__dtype="float32")
+    assert CAPTURED in plain.stages["update"] and CAPTURED not in other.stages["update"]
