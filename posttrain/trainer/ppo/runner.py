@@ -53,7 +53,7 @@ def opened_training(
     reward: Callable[..., Any] | None = None,
     data: Rows | None = None,
     val_data: Rows | None = None,
-    trainer_class: type[RayPPOTrainer] = RayPPOTrainer,
+    trainer_class: type[RayPPOTrainer] | None = None,
 ) -> Iterator[RayPPOTrainer]:
     """The trainer of a run, with everything around it; what was opened for it is closed behind it."""
     config = copy.deepcopy(resolved.config)
@@ -78,7 +78,7 @@ def _build(
     reward: Any,
     data: Any,
     val_data: Any,
-    trainer_class: type[RayPPOTrainer],
+    trainer_class: type[RayPPOTrainer] | None,
 ) -> RayPPOTrainer:
     stored = copy.deepcopy(config)
     _load_external(config)
@@ -99,7 +99,7 @@ def _build(
     if named or not config.reward_model.enable or _can_judge(config, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources))
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
-    trainer = trainer_class(
+    trainer = (trainer_class or RayPPOTrainer)(
         config,
         tokenizer=tokenizer,
         run=run,
