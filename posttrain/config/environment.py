@@ -54,16 +54,31 @@ def check_supervised_environment(
     ]
 
 
-def refuse_several_processes() -> None:
-    """torchrun with one process is a plain start; several would train side by side, each for itself."""
-    count = os.environ.get("WORLD_SIZE", "1")
+def torchrun_workers() -> int:
+    """Processes that torchrun started on this machine: the first of them trains, with so many workers of its own, and
+    the others leave (torchrun waits for the first, and has its status). Several machines are refused."""
+    count, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not count.isdigit() or int(count) < 2:
-        return
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        raise SystemExit(2)  # the first process of each machine speaks
-    what = f"torchrun started {count} processes; this version trains with one worker process on one machine."
-    do = "use torchrun --nnodes=1 --nproc_per_node=1, or plain python"
-    raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
+        return 1
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if here != count:
+        if not first:
+            raise SystemExit(2)  # the first process of each machine speaks
+        what = f"torchrun started {count} processes on several machines; this version trains on one."
+        do = "use torchrun --nnodes=1 --nproc_per_node=N, or plain python with trainer.n_gpus_per_node=N"
+        raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
+    if not first:
+        raise SystemExit(0)
+    return int(count)
+
+
+def check_torchrun(resolved: Resolved, started: int) -> None:
+    """Refuses another number of workers than torchrun has started."""
+    key = "trainer.n_gpus_per_node"
+    if started > 1 and resolved.value(key) != started:
+        what = f"`{key}={resolved.value(key)}`, but torchrun started {started} processes."
+        do = f"use torchrun --nproc_per_node={resolved.value(key)}, or leave {key} out"
+        raise ConfigError([Problem(what, resolved.where(key), do)])
 
 
 def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -196,9 +211,6 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
         yield Problem(what, resolved.where(key), f"set {key} to {most} or less")
-    elif wanted > 1 and not hasattr(resolved.config, "actor_rollout_ref"):
-        what = f"`{key}={wanted}`: supervised training has one worker process in this version."
-        yield Problem(what, resolved.where(key), f"set {key}=1")
     elif wanted > 1 and importlib.util.find_spec("ray") is None:
         what = f"`{key}={wanted}` asks for {wanted} workers, which Ray starts; the package ray is not installed."
         yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')

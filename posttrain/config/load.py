@@ -47,13 +47,21 @@ def load_config(
         {"algorithm.adv_estimator": ("mine",)}.
     tree: which program's settings these are.
     """
+    started = 1
     if environment:
-        from posttrain.config.environment import refuse_several_processes
+        from posttrain.config.environment import torchrun_workers
 
-        refuse_several_processes()
+        started = torchrun_workers()
+    if started > 1:
+        labelled = [*labelled, (f"trainer.n_gpus_per_node={started}", "torchrun")]
     folder = Path(cwd) if cwd is not None else working_folder()
     with using(tree.root), spelled(tree.spellings):
-        return _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)
+        resolved = _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)
+    if started > 1:
+        from posttrain.config.environment import check_torchrun
+
+        check_torchrun(resolved, started)
+    return resolved
 
 
 def _load(

@@ -60,6 +60,7 @@ TRAINER_RANGES: dict[str, Range] = {
     "max_bad_steps": _ONE_OR_MORE,
     "seed": _SEED,
 }
+PARALLEL_RANGES: dict[str, Range] = {"fsdp_size": _COUNT_OR_ALL, "ulysses_sequence_parallel_size": _ONE_OR_MORE}
 ROW_RANGES: dict[str, Range] = {
     **{
         name: _ONE_OR_MORE

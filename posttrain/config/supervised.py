@@ -63,6 +63,11 @@ class EngineConfig(Section):
 
     strategy: str = "fsdp2"
     """Train engine: `fsdp` and `fsdp2` are the same one."""
+    fsdp_size: int = -1
+    """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
+    of them."""
+    ulysses_sequence_parallel_size: int = 1
+    """Workers that share the tokens of each row; it must divide the workers and the model's heads."""
 
 
 @dataclass

@@ -15,8 +15,16 @@ from posttrain.config.devices import runs_on_cpu
 from posttrain.config.effects import Effect, idle_settings
 from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
+from posttrain.config.parallel import check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import MODEL_RANGES, OPTIM_RANGES, PAIR_LOSS_RANGES, ROW_RANGES, TRAINER_RANGES
+from posttrain.config.ranges import (
+    MODEL_RANGES,
+    OPTIM_RANGES,
+    PAIR_LOSS_RANGES,
+    PARALLEL_RANGES,
+    ROW_RANGES,
+    TRAINER_RANGES,
+)
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.settling import put, set_default, take
@@ -28,6 +36,7 @@ from posttrain.errors import UserError
 
 _MICRO, _BATCH = "data.micro_batch_size_per_gpu", "data.train_batch_size"
 _ACCUMULATION = "training.gradient_accumulation_steps"
+_SHARDS, _SEQUENCE = "fsdp.fsdp_size", "fsdp.ulysses_sequence_parallel_size"
 _PER_DEVICE = "training.per_device_train_batch_size"
 
 _RENAMED: dict[str, str] = {
@@ -53,6 +62,12 @@ _RENAMED: dict[str, str] = {
     "model.lora.adapter_path": "model.lora_adapter_path",
     "model.strategy": "fsdp.strategy",
     "use_remove_padding": "model.use_remove_padding",
+    "trainer.n_workers": "trainer.n_gpus_per_node",
+    "model.fsdp_config.fsdp_size": _SHARDS,
+    "engine.fsdp_size": _SHARDS,
+    "ulysses_sequence_parallel_size": _SEQUENCE,
+    "engine.ulysses_sequence_parallel_size": _SEQUENCE,
+    "engine.ulysses_parallel_size": _SEQUENCE,
     **SUPERVISED_RENAMED,
 }
 _SFT_RENAMED: dict[str, str] = {
@@ -82,8 +97,10 @@ _RANGES = {
     **{f"model.{name}": limits for name, limits in MODEL_RANGES.items()},
     **{f"optim.{name}": limits for name, limits in OPTIM_RANGES.items()},
     **{f"trainer.{name}": limits for name, limits in TRAINER_RANGES.items()},
+    **{f"fsdp.{name}": limits for name, limits in PARALLEL_RANGES.items()},
 }
 _EFFECTS: tuple[Effect, ...] = (
+    Effect((_SHARDS,), one_worker, "the run has one worker, which holds the whole model"),
     Effect(("optim.min_lr_ratio",), lambda c: c.optim.lr_scheduler_type == "constant", "the schedule is constant"),
     Effect(("optim.lr_warmup_steps_ratio",), lambda c: c.optim.lr_warmup_steps >= 0, "optim.lr_warmup_steps is set"),
     Effect(
@@ -179,6 +196,7 @@ def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem]
             *check_ranges(checked, ranges),
             *check_resume(checked),
             *check_quantization(checked, "model"),
+            *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
             *one_process(checked),
             *_notes(checked),
         ]

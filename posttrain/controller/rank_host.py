@@ -46,16 +46,19 @@ class RankHost:
             probe.bind(("127.0.0.1", 0))
             return f"127.0.0.1:{probe.getsockname()[1]}"
 
-    def connect(self, address: str) -> Parcel:
-        """Join the other ranks."""
-        return self._answer(self._connect, address)
+    def connect(self, address: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+        """Join the other ranks, and do what is to be done before workers are made."""
+        return self._answer(self._connect, address, (pickled, buffers))
 
-    def _connect(self, address: str) -> None:
+    def _connect(self, address: str, parcel: Parcel) -> None:
         import torch
 
         from posttrain.engine.ranks import join_ranks
 
         join_ranks(self.rank, self.ranks, address, torch.device(self.device))
+        prepare = unpack(parcel)
+        if prepare is not None:
+            prepare()
 
     def build(self, role: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Make the worker of a role."""

@@ -22,6 +22,19 @@ import ray
 ADDRESS = "RAY_ADDRESS"
 MARK = "POSTTRAIN_RAY"
 _TOKEN = secrets.token_hex(32)  # Ray reads it once per process
+_TORCHRUNS = (
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "ROLE_WORLD_SIZE",
+    ),
+    *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+)
 LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
 
 _WATCHER = """
@@ -67,10 +80,15 @@ class RayCluster:
         self.ranks, self.address = ranks, os.environ.get(ADDRESS)
         self._watcher: subprocess.Popen[bytes] | None = None
         self._connected = False
+        self.was_there = False
+        """Whether this process had a Ray before: it is used, and left as it is."""
         self.folder = ""
         """Of the Ray that was started here."""
 
     def start(self) -> None:
+        if ray.is_initialized():  # inside an actor, or in a program that has connected itself
+            self.was_there = True
+            return
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address:
             self._connected = True
@@ -90,6 +108,8 @@ class RayCluster:
             )
 
     def words(self) -> str:
+        if self.was_there:
+            return "which this process is connected to"
         return f"at {self.address}" if self.address else "started for this run"
 
     def stop(self) -> None:
@@ -122,7 +142,8 @@ def _watch(mark: str, folder: str) -> subprocess.Popen[bytes]:
 @contextlib.contextmanager
 def _environment(mark: str) -> Iterator[None]:
     """What the processes of this Ray inherit: the mark, a secret of their own (so that none is written into the home
-    folder), no statistics sent anywhere. Afterwards this process has its own environment again."""
+    folder), no statistics sent anywhere, nothing of torchrun's. Afterwards this process has its own environment
+    again."""
     name, _, value = mark.partition("=")
     own = {name: value, "RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
     before = dict(os.environ)
@@ -130,6 +151,9 @@ def _environment(mark: str) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)  # it tells that a secret is asked for
     os.environ.update(own)
+    for variable in before:
+        if variable in _TORCHRUNS or variable.startswith("TORCHELASTIC_"):
+            del os.environ[variable]
     try:
         yield
     finally:

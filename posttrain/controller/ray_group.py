@@ -89,10 +89,16 @@ class RayWorkerGroup(WorkerGroup):
 
 class RayWorkers(Workers):
     """`ranks` processes, each with its share of the cores, or with a GPU of its own. They live in a Ray that is started
-    for them, or in `cluster`, which they leave running."""
+    for them, or in `cluster`, which they leave running. Each of them calls `prepare` first."""
 
-    def __init__(self, ranks: int, device: Any, cluster: RayCluster | None = None) -> None:
-        self.world_size, self.hosts = ranks, []
+    def __init__(
+        self,
+        ranks: int,
+        device: Any,
+        cluster: RayCluster | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.world_size, self.hosts, self.prepare = ranks, [], prepare
         self.cluster, self._shared = cluster or RayCluster(ranks), cluster is not None
         try:
             self.hosts = self._start(ranks, device)
@@ -109,7 +115,7 @@ class RayWorkers(Workers):
         place = (os.getcwd(), [folder for folder in sys.path if folder])
         hosts = [actor.remote(rank, ranks, str(device), threads, *place) for rank in range(ranks)]
         address = ray.get(hosts[0].free_address.remote())
-        for ref in [host.connect.remote(address) for host in hosts]:
+        for ref in [host.connect.remote(address, *pack(self.prepare)) for host in hosts]:
             _fetched(ref)
         return hosts
 
@@ -124,8 +130,8 @@ class RayWorkers(Workers):
         return f"{self.world_size} processes in Ray {ray.__version__}, {self.cluster.words()}"
 
     def close(self) -> None:
+        if self._shared or self.cluster.was_there:
+            for host in self.hosts:
+                ray.kill(host)
         if not self._shared:
             self.cluster.stop()
-            return
-        for host in self.hosts:
-            ray.kill(host)

@@ -50,6 +50,8 @@ class EngineFacts:
     """Settings of the adapters, without their base's name; None for a model without adapters."""
     stacked: str | None
     """Matrices that lie in one tensor, in words (`stacked_words`)."""
+    pairs: bool = False
+    """Whether rows come in pairs that are computed in the same pass."""
     note: str | None = None
     """What of the model is not used, and why."""
 
@@ -62,6 +64,7 @@ def facts_of(
     token_budget: int = 16384,
     max_rows: int | None = None,
     sequence_parallel: int = 1,
+    pairs: bool = False,
 ) -> EngineFacts:
     """`module` is whole: not yet sharded."""
     settings = module.config.get_text_config()
@@ -83,6 +86,7 @@ def facts_of(
         sequence_parallel=sequence_parallel,
         adapters=_adapters(module),
         stacked=stacked_words(module),
+        pairs=pairs,
         note=way_of(module).note,
     )
 

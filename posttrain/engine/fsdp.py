@@ -50,6 +50,9 @@ class EngineSettings:
 class FSDPEngine(TrainEngine):
     """A module, its optimizer (unless frozen), and packed passes over batches."""
 
+    pairs = False
+    """Whether rows come in pairs."""
+
     def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
         self.module, self.settings = module, settings
         self.way = way_of(module)
@@ -62,6 +65,7 @@ class FSDPEngine(TrainEngine):
             token_budget=settings.token_budget,
             max_rows=1 if alone else settings.max_rows,
             sequence_parallel=settings.ranks.sequence_size if settings.ranks else 1,
+            pairs=self.pairs,
         )
         check_heads(module.config, self._facts)
         self.forward_pass = self._forward_pass(module)
@@ -89,7 +93,8 @@ class FSDPEngine(TrainEngine):
         return self._no_grad_pass(data, temperature, passes)
 
     def values(self, data: DataProto, *, passes: Passes | None = None) -> torch.Tensor:
-        return self._no_grad_pass(data, 1.0, passes)["values"]
+        found = self._no_grad_pass(data, 1.0, passes)
+        return found["values"] if found else torch.zeros(data.batch["responses"].shape)  # a rank without rows
 
     @torch.no_grad()
     def _no_grad_pass(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:
@@ -227,15 +232,20 @@ class FSDPEngine(TrainEngine):
     # -- memory ---------------------------------------------------------------------------------------------------
     def offload(self) -> None:
         if self.settings.param_offload:
-            self.module.to("cpu")
+            self._movable().to("cpu")
         if self.settings.optimizer_offload and self.optimizer:
             self.optimizer.move("cpu")
 
     def onload(self, *, optimizer: bool = False) -> None:
         if self.settings.param_offload:
-            self.module.to(self.settings.device)
+            self._movable().to(self.settings.device)
         if optimizer and self.settings.optimizer_offload and self.optimizer:
             self.optimizer.move(self.settings.device)
+
+    def _movable(self) -> torch.nn.Module:
+        """What is moved: a sharded model with the pass around it, which gathers the weights outside its layers, and
+        would go on with those where they were."""
+        return self.module if self.settings.ranks is None else self.forward_pass
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:

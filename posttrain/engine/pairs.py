@@ -12,13 +12,12 @@ Shapes: B rows, two per pair.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from posttrain.engine.base import Passes
 from posttrain.engine.fsdp import FSDPEngine
-from posttrain.engine.packing import Rows, Unit, plan_micro_batches, plan_units
+from posttrain.engine.packing import Rows
+from posttrain.engine.pair_units import passes_of_pairs, plan_pairs
 from posttrain.models.scorer import PaddedScorePass, ScorePass
 from posttrain.protocol import DataProto
 
@@ -26,25 +25,18 @@ from posttrain.protocol import DataProto
 class PairEngine(FSDPEngine):
     """A scorer and its optimizer. `settings.max_rows` counts pairs here."""
 
+    pairs = True
+
     def _forward_pass(self, module: torch.nn.Module) -> torch.nn.Module:
         return ScorePass(module) if self.packed else PaddedScorePass(module)
 
     def scores(self, data: DataProto, *, passes: Passes | None = None) -> torch.Tensor:
         """(B,) scores of all rows; no gradient."""
-        return self._no_grad_pass(data, 1.0, passes)["scores"][:, 0]
+        found = self._no_grad_pass(data, 1.0, passes)
+        return found["scores"][:, 0] if found else torch.zeros(0)  # a rank without rows
 
     def _plan(self, data: DataProto) -> Passes:
-        """Pairs of each pass, as units that share their beginning or do not."""
-        pairs = [self._pair(data, row) for row in range(0, len(data), 2)]
-        whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
-        passes = plan_micro_batches(whole, token_budget=self.settings.token_budget, max_rows=self._facts.max_rows)
-        return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
-
-    def _pair(self, data: DataProto, first: int) -> list[Unit]:
-        facts, pair = self._facts, data[[first, first + 1]]
-        costs = {"width": facts.width, "all_pairs": facts.all_pairs, "joining": facts.joining}
-        units = plan_units(pair, share=facts.shares_prompts, **costs)
-        return [replace(unit, rows=[first + row for row in unit.rows]) for unit in units]
+        return passes_of_pairs(plan_pairs(data, self._facts), self._facts)
 
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         if self.packed:

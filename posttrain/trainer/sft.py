@@ -12,6 +12,7 @@ from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
+from posttrain.workers.supervised.sft import sft_step
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -36,19 +37,6 @@ def sft_batch(rows: Sequence[TrainedRow], pad_token_id: int) -> DataProto:
     for number, (row, (start, end)) in enumerate(zip(rows, bounds, strict=True)):
         mask[number, : end - start] = torch.tensor(row.trained[start:end])
     return batch.union(DataProto.from_dict(tensors={"loss_weights": aggregation_weights(mask, "token-mean")}))
-
-
-def sft_step(engine: TrainEngine, batch: DataProto) -> dict[str, float]:
-    """One optimizer step; gives the engine's metrics and `loss`."""
-    total = 0.0
-
-    def loss(micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        nonlocal total
-        share = -(micro.batch["loss_weights"] * outputs["log_probs"]).sum()
-        total += float(share.detach())
-        return share
-
-    return {**engine.update(batch, loss), "loss": total}
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Calls, largest, register, to_all, to_first
 from posttrain.engine.base import Passes
-from posttrain.engine.facts import EngineFacts
 from posttrain.engine.fsdp import FSDPEngine
-from posttrain.engine.ranks import this_rank
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note
 from posttrain.protocol import DataProto
@@ -24,6 +21,7 @@ from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.settings import sampling_for
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
+from posttrain.workers.engine_worker import EngineWorker, ExportingWorker
 from posttrain.workers.lora_state import adapter_notes, lora_state, policy_notes
 from posttrain.workers.measures import Measures
 from posttrain.workers.plan import UpdatePlan, join_updates, planned
@@ -50,7 +48,7 @@ def planned_critic_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
     return planned(group, arguments[0], schedule, lambda mini: prepare_values(group.config, mini))
 
 
-class ActorRolloutRefWorker:
+class ActorRolloutRefWorker(ExportingWorker):
     """Trains the policy, generates with it, and holds its reference."""
 
     def __init__(
@@ -211,11 +209,6 @@ class ActorRolloutRefWorker:
         return self.engine_name
 
     @register(to_first)
-    def engine_facts(self) -> EngineFacts:
-        """About the policy's model."""
-        return self.engine.facts()
-
-    @register(to_first)
     def vocabulary(self) -> int:
         """Tokens that the policy's model has weights for."""
         return self.engine.facts().vocabulary
@@ -231,31 +224,8 @@ class ActorRolloutRefWorker:
         about_model = (self.engine.facts().note, self.position_note, no_end)
         return [note for note in (*about_model, *about_adapters, *self.actor.objective.notes) if note]
 
-    @register(to_all)
-    def save(self, folder: Path) -> None:
-        """Write this role's part of a checkpoint."""
-        self.engine.save(folder)
 
-    @register(to_all)
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
-        self.engine.load(folder)
-
-    @register(to_first)
-    def lora_state(self) -> dict[str, Any] | None:
-        """The adapters' settings and the identity of their base, for the checkpoint; None where all is trained."""
-        return self.adapters
-
-    @register(to_all)
-    def export_hf(self, folder: Path) -> None:
-        """A Hugging Face folder with tokenizer: the model, or under LoRA what `trainer.export_lora` says."""
-        adapter = self.adapters["adapter"] if self.adapters else None
-        self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
-        if this_rank() == 0:
-            self.tokenizer.save_pretrained(folder)
-
-
-class CriticWorker:
+class CriticWorker(EngineWorker):
     """Predicts and learns the value of each response token; the policy knows `tokens` different ones."""
 
     def __init__(self, config: PPOConfig, device: torch.device, *, total_updates: int = 1, tokens: int = 0) -> None:
@@ -277,35 +247,15 @@ class CriticWorker:
         note = stacked_note(self.engine.facts().stacked, self.config.critic.model, "critic.model.target_modules")
         return [note] if note else []
 
-    @register(to_first)
-    def lora_state(self) -> dict[str, Any] | None:
-        """As the actor's; a critic is not exported, so that its base alone is named."""
-        return self.adapters
-
     @register(by_passes, in_row_order)
     def compute_values(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         with self.engine.on_device():
             return DataProto.from_dict(tensors={"values": self.critic.compute_values(data, passes)})
 
-    @register(to_first)
-    def engine_facts(self) -> EngineFacts:
-        """About the critic's model."""
-        return self.engine.facts()
-
     @register(planned_critic_updates, join_updates)
     def update_critic(self, plan: UpdatePlan) -> list[Measures]:
         with self.engine.on_device(optimizer=True):
             return self.critic.execute(plan)
-
-    @register(to_all)
-    def save(self, folder: Path) -> None:
-        """Write this role's part of a checkpoint."""
-        self.engine.save(folder)
-
-    @register(to_all)
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
-        self.engine.load(folder)
 
 
 def _fields(**tensors: torch.Tensor | None) -> DataProto:

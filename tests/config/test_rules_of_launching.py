@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from posttrain.config import load_config
+from posttrain.config import ConfigError, load_config
+from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
@@ -61,17 +62,36 @@ def test_the_place_of_the_sequence_size_in_newer_files_is_read_too(load):
     assert resolved.value("actor_rollout_ref.actor.ulysses_sequence_parallel_size") == 2
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_several_processes_get_one_refusal_before_anything_else(problems, monkeypatch, nodes):
-    """As under `torchrun --nproc_per_node=2` and `torchrun --nnodes=2`: what else is wrong does not matter yet."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": str(nodes - 1), "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+def torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int, here: int, rank: int) -> None:
+    for name, value in {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": here, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_several_machines_of_torchrun_get_one_refusal_before_anything_else(problems, monkeypatch):
+    torchrun(monkeypatch, processes=4, here=2, rank=0)
     said = problems("data.train_batch_size=many", environment=True)
-    assert said.startswith("1 problem") and "torchrun started 2 processes" in said and "--nnodes=1" in said
-    monkeypatch.setenv("LOCAL_RANK", "1")  # the second process of the same machine adds nothing
+    assert said.startswith("1 problem") and "torchrun started 4 processes on several machines" in said
+    torchrun(monkeypatch, processes=4, here=2, rank=1)  # the second process of the same machine adds nothing
     with pytest.raises(SystemExit) as left:
         load_config(["data.train_batch_size=many"], environment=True)
     assert left.value.code == 2
+
+
+@pytest.mark.parametrize("tree", [PPO, SFT])
+def test_the_first_process_of_torchrun_trains_with_as_many_workers_and_the_others_leave(problems, monkeypatch, tree):
+    torchrun(monkeypatch, processes=2, here=2, rank=0)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    given = ["trainer.seed=1", "trainer.device=cpu"]
+    resolved = load_config(given, environment=True, tree=tree)
+    assert resolved.value("trainer.n_gpus_per_node") == 2
+    assert resolved.where("trainer.n_gpus_per_node") == "torchrun"
+    assert load_config([*given, "trainer.n_gpus_per_node=2"], environment=True, tree=tree)
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node=3`, but torchrun started 2 processes"):
+        load_config([*given, "trainer.n_gpus_per_node=3"], environment=True, tree=tree)
+    torchrun(monkeypatch, processes=2, here=2, rank=1)
+    with pytest.raises(SystemExit) as left:
+        load_config(given, environment=True, tree=tree)
+    assert left.value.code == 0
 
 
 def test_D_25_several_machines_without_a_cluster_show_the_three_forms(problems):

@@ -80,7 +80,8 @@ def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     config = config_of(kind, tiny_model, **CASES[case])
     plan = plan_supervised(config, CPU)
     task, batch, loss = real_task(kind, config)
-    engine, optimizer = task.engine, task.engine.optimizer
+    engine = task.group.worker.engine
+    optimizer = engine.optimizer
     assert len(engine._plan(batch)) == 2  # passes, each as large as the plan's
     engine._backward(batch, loss, 1.0)
     gradients = size(master.grad for master in optimizer.masters)

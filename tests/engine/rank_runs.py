@@ -155,6 +155,24 @@ def bfloat16(world: World) -> Any:
     return {**found, "held": sorted({str(weight.dtype) for weight in engine.optimizer.masters})}
 
 
+def moved(world: World) -> Any:
+    """Weights and moments that lie elsewhere between updates; here, in other memory of the same device."""
+    plain = torch.nn.Module.to
+    torch.nn.Module.to = lambda self, device: self._apply(torch.Tensor.clone)  # pyright: ignore
+    try:
+        engine = world.engine(world.language_model(torch.float64), param_offload=True, optimizer_offload=True)
+        for number in range(3):
+            with engine.on_device(optimizer=True):
+                found = train(engine, torch.float64, steps=number + 1, first=number)
+    finally:
+        torch.nn.Module.to = plain
+    return found
+
+
+def stayed(world: World) -> Any:
+    return train(world.engine(world.language_model(torch.float64)), torch.float64, steps=3)
+
+
 def copies(world: World) -> Any:
     """HSDP: two ranks hold a model, the pairs are copies."""
     if world_size() < 4:
@@ -323,8 +341,8 @@ def staged(world: World, step: int) -> Path:
 
 
 CHECKS: list[Callable[[World], Any]] = [
-    float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, copies, adapters, value_head, pairs,
-    sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
+    float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, moved, stayed, copies, adapters, value_head,
+    pairs, sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
     without_answers, refusals,
 ]  # fmt: skip
 

@@ -68,6 +68,12 @@ def test_the_runs_that_are_compared_learn_something(worlds):
     assert one["adapters"]["base"] != one["adapters"]["log_probs"]
 
 
+@pytest.mark.parametrize("ranks", [1, *MANY])
+def test_weights_that_were_elsewhere_between_updates_are_trained_as_those_that_stayed(worlds, ranks):
+    moved, stayed = worlds.found[ranks]["moved"], worlds.found[1]["stayed"]
+    assert furthest(moved["weights"], stayed["weights"]) < 1e-9 and abs(moved["log_probs"] - stayed["log_probs"]) < 1e-9
+
+
 @pytest.mark.parametrize("ranks", MANY)
 def test_in_float32_losses_and_gradient_norms_agree_and_the_fused_layer_is_used(worlds, ranks):
     one, many = worlds.both("float32_fused", ranks)

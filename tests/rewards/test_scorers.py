@@ -166,11 +166,12 @@ def test_sympy_is_not_imported_for_numbers():
 @pytest.mark.parametrize(
     "text", ["\\boxed{" * 20000, "1" * 200000, "#### " * 20000, "1e999999999 " * 1000, "$" * 50001]
 )
-def test_hostile_responses_are_scored_quickly(text):
-    start = time.perf_counter()
+def test_hostile_responses_take_little_of_the_processor(text):
+    """A pattern that is quadratic in them would take minutes."""
+    start = time.process_time()
     for source in ("math_reasoning", "gsm8k", "math", "qa", "classification"):
         assert score(source, text, "42") == 0.0
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 10.0
 
 
 @pytest.mark.parametrize("source", ["qa", "trivia"])

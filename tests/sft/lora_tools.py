@@ -20,7 +20,7 @@ def watched(make: Any, *args: Any, **more: Any) -> tuple[Any, Any]:
     trainers, fit = [], SupervisedTrainer.fit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SupervisedTrainer, "fit", lambda self: trainers.append(self) or fit(self))
-        return make(*args, **more), trainers[0].task.engine.module
+        return make(*args, **more), trainers[0].task.group.worker.engine.module
 
 
 def started(make: Any, *args: Any, **more: Any) -> Any:
@@ -29,7 +29,7 @@ def started(make: Any, *args: Any, **more: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
 
         def stop(self: Any) -> None:
-            found.append(self.task.engine.module)
+            found.append(self.task.group.worker.engine.module)
             raise InterruptedError
 
         patch.setattr(SupervisedTrainer, "fit", stop)

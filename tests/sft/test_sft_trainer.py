@@ -184,11 +184,10 @@ def test_a_signal_saves_and_the_same_command_goes_on(tiny_model, tmp_path, monke
 
 def test_updates_that_are_not_finite_stop_the_run(tiny_model, tmp_path, monkeypatch):
     from posttrain.trainer.run.result import TrainingStopped
-    from posttrain.trainer.supervised import sft_task
+    from posttrain.workers.supervised import sft as worker
 
-    monkeypatch.setattr(
-        sft_task, "sft_step", lambda engine, batch: {"loss": float("nan"), "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
-    )
+    bad = {"loss": float("nan"), "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
+    monkeypatch.setattr(worker, "sft_step", lambda *_: bad)
     with pytest.raises(TrainingStopped, match=r"2 steps in a row.*max_bad_steps.*optim\.lr"):
         sft(tiny_model, tmp_path, trainer__max_bad_steps=2)
 
@@ -212,7 +211,7 @@ WRONG = {
         r"means `data\.train_batch_size=4`, but `data\.train_batch_size=7`",
     ),
     "accumulation alone": (["training.gradient_accumulation_steps=2"], "per_device_train_batch_size"),
-    "workers": (["trainer.n_gpus_per_node=2"], "one worker process"),
+    "workers": (["trainer.n_gpus_per_node=999"], "asks for 999 workers"),
     "no such adapter": (["model.lora_adapter_path=x"], r"`model\.lora_adapter_path`: the folder .*x does not exist"),
     "4 bits of all weights": (["model.quantization=nf4"], "weights of 4 bits cannot be trained"),
     "4 bits in float64": (
@@ -220,7 +219,7 @@ WRONG = {
         "in float32 or bfloat",
     ),
     "other bits": (["model.quantization=int3", "model.lora_rank=4"], "known: nf4"),
-    "sequence parallel": (["ulysses_sequence_parallel_size=2"], "sequence parallelism is not built"),
+    "sequence parallel": (["ulysses_sequence_parallel_size=2"], "does not divide the 1 worker"),
 }
 
 
@@ -235,11 +234,13 @@ def test_wrong_commands_are_explained_before_a_model_is_loaded(case, capsys, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_several_torchrun_processes_are_refused_and_one_is_a_plain_start(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"torchrun started 2 processes[\s\S]*nproc_per_node=1"):
+def test_several_machines_of_torchrun_are_refused_and_one_process_is_a_plain_start(tiny_model, tmp_path, monkeypatch):
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"torchrun started 4 processes on several machines[\s\S]*--nnodes=1"):
         sft(tiny_model, tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     assert sft(tiny_model, tmp_path, trainer__total_training_steps=1).steps == 1
 
 

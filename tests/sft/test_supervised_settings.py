@@ -14,15 +14,16 @@ from safetensors.torch import load_file
 from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, sft
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward_trainer import PairDataConfig
+from posttrain.config.reward_trainer import PairDataConfig, RewardTrainerConfig
 from posttrain.config.sft import SFTConfig, SFTDataConfig
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
 from posttrain.models import forward, scorer
 from posttrain.models.loading import load_tokenizer
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError
-from posttrain.trainer.supervised import pair_task, sft_task
 from posttrain.trainer.supervised.loop import SupervisedTrainer
+from posttrain.workers.supervised import pairs
+from posttrain.workers.supervised import sft as sft_worker
 
 ONE = {"trainer__total_training_steps": 1}
 KINDS = {"sft": sft, "reward model": reward_model}
@@ -38,7 +39,9 @@ def seen(monkeypatch):
         found.attention += 1
 
     def watched(self: SupervisedTrainer) -> Any:
-        block = next(m for name, m in self.task.engine.module.named_modules() if name.endswith("layers.0.self_attn"))
+        block = next(
+            m for name, m in self.task.group.worker.engine.module.named_modules() if name.endswith("layers.0.self_attn")
+        )
         block.register_forward_pre_hook(count)
         found.rows.clear()  # of the proof when the model was loaded
         found.tokens.clear()
@@ -141,8 +144,8 @@ def test_settings_of_the_model_reach_the_loading_of_both_kinds(tiny_model, tmp_p
         told.append(named)
         raise InterruptedError
 
-    monkeypatch.setattr(pair_task, "load_scorer", load)
-    monkeypatch.setattr(sft_task, "load_causal_lm", load)
+    monkeypatch.setattr(pairs, "load_scorer", load)
+    monkeypatch.setattr(sft_worker, "load_causal_lm", load)
     rank = {"model__lora_rank": 2, "model__quantization": "nf4", "model__allow_other_weights": True}
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
     for make in (sft, reward_model):
@@ -208,3 +211,11 @@ def test_weights_come_from_the_path_though_the_tokenizer_lies_elsewhere(tiny_mod
     own = load_file(tiny_model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(module.state_dict()[name], own[name])
+
+
+@pytest.mark.parametrize("config, worker", [(SFTConfig, sft_worker.SFTWorker), (RewardTrainerConfig, pairs.PairWorker)])
+def test_sizes_of_groups_of_workers_reach_the_engine(monkeypatch, config, worker):
+    made = config()
+    made.fsdp.fsdp_size, made.fsdp.ulysses_sequence_parallel_size = 2, 4
+    monkeypatch.setattr("posttrain.workers.supervised.worker.group_ranks", lambda _, **sizes: sizes)
+    assert worker(made, None, torch.device("cpu")).settings().ranks == {"fsdp_size": 2, "sequence_size": 4}

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from textbook import ACTOR, CPU, MODEL, ROLLOUT, batch, ppo_config
+from light_rewards import even_share, rarely_right
+from replay import LENGTHS, Watched
+from runs import metrics_of, settings
+from safetensors.torch import load_file
+from sft_runs import PAIRS
+from sft_runs import settings as sft_settings
+from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
 
+from posttrain.checkpoint.manager import CheckpointManager
+from posttrain.config import load_config
+from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.controller.dispatch import register, to_all
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.wire import pack
 from posttrain.engine.ranks import join_ranks, leave_ranks
 from posttrain.errors import UserError
+from posttrain.kernels.train import can_train
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
+from posttrain.trainer.fsdp_sft_trainer import run_sft
+from posttrain.trainer.ppo import runner as rl
+from posttrain.trainer.reward_model_trainer import run_reward_model
+from posttrain.trainer.supervised import runner as supervised
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.spread import by_groups, in_row_order
 
 ray = pytest.importorskip("ray")
-STEPS = 10
+from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
+
+STEPS = 2
 
 
 class Toy:
@@ -59,8 +81,6 @@ class Join:
 
 @pytest.fixture(scope="module")
 def cluster():
-    from posttrain.controller.ray_cluster import RayCluster
-
     made = RayCluster(4)
     made.start()
     yield made
@@ -72,7 +92,9 @@ def ranks(cluster):
     """`ranks(n)`: workers on n of four processes, or on this one."""
     from posttrain.controller.ray_group import RayWorkers, _fetched
 
-    four = RayWorkers(4, CPU, cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.cpu_count", lambda: 4)  # one thread each on every machine
+        four = RayWorkers(4, CPU, cluster)
 
     def workers(count: int) -> Workers:
         if count == 1:
@@ -85,6 +107,7 @@ def ranks(cluster):
         ]
         for joined in joining:
             _fetched(joined)
+        some.close = lambda: None  # they serve further runs
         return some
 
     yield workers
@@ -111,6 +134,24 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
     other, first = ranks(2).create("other", Toy, None).process(), group.process()
     assert other == first and len(set(first)) == 2 and os.getpid() not in first
     assert group.later.process().result() == first and group.on(1).process().result() == first[1]
+
+
+def test_S0_54_there_are_as_many_processes_as_workers(ranks):
+    for count in (2, 4):
+        assert len(set(ranks(count).create("toy", Toy, None).process()) - {os.getpid()}) == count
+
+
+def test_S0_70_S0_112_the_runner_can_be_an_actor_and_uses_the_ray_that_it_is_in(cluster, tiny_model, sums, tmp_path):
+    from posttrain.trainer.main_ppo import TaskRunner
+
+    runner = ray.remote(TaskRunner).options(num_cpus=0).remote()
+    wanted = settings(tiny_model, sums, tmp_path, trainer__total_training_steps=1)
+    assert ray.get(runner.run.remote(wanted), timeout=600).status == "finished"
+    ray.kill(runner)
+    here = RayCluster(2)
+    here.start()  # this process is connected already
+    here.stop()
+    assert here.was_there and here.folder == "" and ray.is_initialized()
 
 
 def layout(engine: Any) -> tuple[tuple[int, ...], int]:
@@ -157,41 +198,14 @@ def updates(group: WorkerGroup, *, value: bool, steps: int = STEPS) -> tuple[lis
     return metrics, group.compute_log_prob(data).batch["old_log_probs"]
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "grpo": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.shuffle": True},
-    "lora": {f"{MODEL}.lora_rank": 4},
-    "critic": {},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"actor": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.shuffle": True}, "critic": {}}
 
 
 @pytest.fixture(scope="module")
 def alone(ranks, tiny_model):
-    """`alone(kind)`: ten steps on one process, made once."""
-    made: dict[str, Any] = {}
-
-    def steps(kind: str) -> tuple[list[dict], torch.Tensor]:
-        if kind not in made:
-            value = kind == "critic"
-            made[kind] = updates(group_of(ranks(1), tiny_model, SETTINGS[kind], value=value), value=value)
-        return made[kind]
-
-    return steps
-
-
-def check_equal(one: tuple[list[dict], torch.Tensor], many: tuple[list[dict], torch.Tensor]) -> None:
-    for mine, theirs in zip(one[0], many[0], strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-9, abs=1e-9)
-    assert float((one[1] - many[1]).abs().max()) < 1e-9
-
-
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_ten_steps_on_several_processes_are_those_of_one(ranks, alone, tiny_model, kind, count):
-    group = group_of(ranks(count), tiny_model, SETTINGS[kind], value=kind == "critic")
-    assert set(group.layouts()) == {((count,), 1)}
-    check_equal(alone(kind), updates(group, value=kind == "critic"))
-    metrics, _ = alone(kind)
-    assert metrics[0] != pytest.approx(metrics[-1], rel=1e-3)  # it has learnt something
+    """By role, the metrics of two batches on one process."""
+    groups = {role: group_of(ranks(1), tiny_model, SETTINGS[role], value=role == "critic") for role in SETTINGS}
+    return {role: updates(group, value=role == "critic")[0] for role, group in groups.items()}
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -200,20 +214,205 @@ def test_settings_say_how_weights_and_rows_are_cut_and_no_number_changes(
     ranks, alone, tiny_model, role, count, copies, together
 ):
     section, value = {"actor": ACTOR, "critic": "critic"}[role], role == "critic"
-    kind = "critic" if value else "grpo"
     sizes = {
         f"{section}.fsdp_config.fsdp_size": count // copies,
         f"{section}.ulysses_sequence_parallel_size": together,
     }
     more = {} if value else {"reference": True}
-    group = group_of(ranks(count), tiny_model, {**SETTINGS[kind], **sizes}, value=value, **more)
+    group = group_of(ranks(count), tiny_model, {**SETTINGS[role], **sizes}, value=value, **more)
     shape = (copies, count // copies) if copies > 1 else (count,)
     assert group.layouts() == [(shape, together)] * (1 if value else 2)  # the reference lies as the actor does
-    metrics, _ = updates(group, value=value, steps=2)
-    for mine, theirs in zip(alone(kind)[0], metrics, strict=False):
+    metrics, _ = updates(group, value=value)
+    for mine, theirs in zip(alone[role], metrics, strict=True):
         assert theirs == pytest.approx(mine, rel=1e-9, abs=1e-9)
 
 
 def test_heads_that_ranks_cannot_share_are_refused_in_words(ranks, tiny_model):
     with pytest.raises(UserError, match=r"ulysses_sequence_parallel_size=4: .*4 heads of queries and 2 of keys"):
         group_of(ranks(4), tiny_model, {f"{ACTOR}.ulysses_sequence_parallel_size": 4}, value=False)
+
+
+# -- whole runs on recorded rollouts -----------------------------------------------------------------------------------
+
+RUN = {
+    "actor_rollout_ref.model.dtype": "float32",
+    "data.max_response_length": max(LENGTHS),
+    "trainer.total_training_steps": 10,
+    "trainer.export_hf": "last",
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.shuffle": True,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 300,
+    },
+    "ppo": {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3},
+    "dapo": {
+        "algorithm.filter_groups.enable": True,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        "reward.overlong_buffer.enable": True,
+        "reward.overlong_buffer.len": 100,
+    },
+    "lora": {"actor_rollout_ref.model.lora_rank": 4},
+    "sft": {},
+    "reward model": {},
+}
+
+
+# Clocks; and what is divided by the variance of the returns, which is rounding where no response had a reward.
+UNSTEADY = ("timing_s", "perf/", "critic/vf_explained_var")
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a run's newest checkpoint."""
+    manager = CheckpointManager(path / "checkpoints")
+    newest, found = manager.newest(), {}
+    assert newest is not None
+    for role in (folder.name for folder in newest.iterdir() if (folder / ".metadata").exists()):
+        kinds = manager.describe(newest, role).items()
+        into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in kinds}
+        manager.load_tensors(newest, role, into)
+        found |= {f"{role}.{name}": weight for name, weight in into.items()}
+    return found
+
+
+def exported(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of the Hugging Face folder that a run of 10 steps left."""
+    return load_file(path / "checkpoints" / "global_step_10" / "huggingface" / "model.safetensors")
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys() and len(one) > 10
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+@dataclass
+class Ran:
+    metrics: list[dict[str, Any]]
+    path: Path
+    fused: list[int]
+    """Passes of fused layers by rank."""
+
+
+class Runs:
+    """Runs by kind, dtype and number of processes, each made once."""
+
+    def __init__(self, ranks: Any, model: Path, data: dict[str, Path], folder: Path) -> None:
+        self.ranks, self.model, self.data, self.folder = ranks, model, data, folder
+        self.made: dict[tuple[str, str, int], Ran] = {}
+        self.recording = self._record()
+
+    def _record(self) -> Path:
+        """Responses to more prompts than any run draws, from one process that learns meanwhile."""
+        workers = Watched(LocalWorkers())
+        self._rl("recorded", workers, {**RUN, "data.train_batch_size": 8})
+        kept = workers.groups["actor"].worker.rollout.kept
+        lengths = [len(output.token_ids) for _, output in kept.values()]
+        assert min(lengths) <= 2 and max(lengths) == max(LENGTHS) and len(kept) == 240
+        path = self.folder / "rollouts"
+        path.write_bytes(pickle.dumps(kept))
+        return path
+
+    def __call__(self, kind: str, dtype: str, count: int) -> Ran:
+        key = (kind, dtype, count)
+        if key not in self.made:
+            workers = Watched(self.ranks(count), self.recording)
+            name = f"{kind} {dtype} {count}"
+            if kind in ("sft", "reward model"):
+                result = self._supervised(kind, name, workers, dtype)
+            else:
+                result = self._rl(name, workers, {**RUN, **RUNS[kind], "actor_rollout_ref.model.dtype": dtype})
+            fused = [group.fused_layers() for group in workers.groups.values()]
+            self.made[key] = Ran(result.metrics, result.path, [min(counts) for counts in zip(*fused, strict=True)])
+        return self.made[key]
+
+    def _rl(self, name: str, workers: Workers, more: dict[str, Any], reward: Any = rarely_right) -> Any:
+        given = {**settings(self.model, self.data, self.folder / name), **more}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rl, "open_workers", lambda *_: workers)
+            resolved = load_config({**given, "trainer.n_gpus_per_node": workers.world_size})
+            return rl.run_training(resolved, reward=reward)
+
+    def replayed(self, name: str, count: int, more: dict[str, Any]) -> Any:
+        return self._rl(name, Watched(self.ranks(count), self.recording), {**RUN, **more})
+
+    def free(self, name: str, count: int, more: dict[str, Any]) -> Any:
+        """A run on what it samples itself."""
+        return self._rl(name, self.ranks(count), more, even_share)
+
+    def _supervised(self, kind: str, name: str, workers: Watched, dtype: str) -> Any:
+        given = sft_settings(
+            self.model, self.folder / name, model__dtype=dtype, data__max_length=256, data__max_token_len_per_gpu=300
+        )
+        given |= {"trainer.total_training_steps": 10, "data.train_batch_size": 4}
+        given["trainer.n_gpus_per_node"] = workers.world_size
+        tree, run = {"sft": (SFT, run_sft), "reward model": (REWARD_MODEL, run_reward_model)}[kind]
+        rows = [{"prompt": "?" * (1 + row % 5), "response": "answer " * (1 if row % 4 else 28)} for row in range(20)]
+        if kind == "reward model":
+            rows = [
+                {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"no {n}"}
+                for n, row in enumerate(rows)
+            ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(supervised, "open_workers", lambda *_: workers)
+            resolved = load_config(given, provided=["data.train_files", "data.val_files"], tree=tree)
+            return run(resolved, data=rows, val_data=rows[:3])
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tiny_model, sums, tmp_path_factory):
+    return Runs(ranks, tiny_model, sums, tmp_path_factory.mktemp("runs"))
+
+
+def token_loss(ran: Ran, step: int) -> float:
+    """Mean of |loss| over the tokens of a step: where the ratio is about 1, of their advantages."""
+    file = ran.path / "samples" / f"step_{step}.parquet"
+    if not file.exists():
+        return 1.0  # supervised: losses are means of what is positive
+    import pyarrow.parquet as parquet
+
+    rows = parquet.read_table(file, columns=["advantages"])["advantages"].to_pylist()
+    return max(0.1, float(np.mean([abs(value) for row in rows for value in row])))  # in some steps no group has signal
+
+
+@pytest.mark.parametrize("count", [4, 2])
+@pytest.mark.parametrize("kind", RUNS)
+def test_ten_steps_on_recorded_rollouts_are_those_of_one_process(runs, kind, count):
+    one, many = runs(kind, "float32", 1), runs(kind, "float32", count)
+    assert len(one.metrics) == len(many.metrics) == 10
+    for step, (mine, theirs) in enumerate(zip(one.metrics, many.metrics, strict=True), 1):
+        scale = token_loss(one, step)
+        for name in [name for name in mine if name.endswith(("loss", "grad_norm"))]:
+            allowed = 1e-5 * (scale if name.endswith("loss") else max(1.0, mine[name]))
+            assert abs(theirs[name] - mine[name]) <= allowed, (step, name)
+    if can_train(torch.zeros(1)) and kind != "lora":  # layers with adapters are not fused
+        layers = 2 * 10  # of the tiny model, once in every step at least
+        assert one.fused[0] >= layers and len(many.fused) == count and min(many.fused) >= layers
+
+
+@pytest.mark.parametrize("kind, count", [*((kind, 4) for kind in RUNS), ("grpo", 2)])
+def test_in_float64_the_weights_are_those_of_one_process_too(runs, kind, count):
+    one, many = runs(kind, "float64", 1), runs(kind, "float64", count)
+    assert furthest(weights_of(one.path), weights_of(many.path)) < 1e-9
+    for mine, theirs in zip(one.metrics, many.metrics, strict=True):
+        shared = {name: value for name, value in mine.items() if not name.startswith(UNSTEADY)}
+        assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-9, abs=1e-9)
+
+
+def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_model, tmp_path):
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps(PAIRS))
+    given = {
+        **sft_settings(tiny_model, tmp_path / "many", data__train_files=str(rows)),
+        "trainer.val_before_train": False,
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "posttrain.trainer.fsdp_sft_trainer", *(f"{key}={value}" for key, value in given.items())]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    assert ran.stdout.count("2 workers: starting Ray") == 1
+    one = run_sft(sft_settings(tiny_model, tmp_path / "one"), data=PAIRS)
+    losses = [line["train/loss"] for line in metrics_of(tmp_path / "many" / "test" / "run") if "train/loss" in line]
+    assert losses == pytest.approx([line["train/loss"] for line in one.metrics], rel=1e-5) and len(losses) == 2

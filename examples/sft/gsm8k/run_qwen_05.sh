@@ -12,7 +12,7 @@ set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../../.." && pwd)"
 source "$ROOT/scripts/env.sh"
 use_checkout
-prepare_python
+prepare_python "$(wants_ray "$@")"
 
 exec "$RUN_PYTHON" -m posttrain.trainer.fsdp_sft_trainer \
   data.train_files="$HOME/data/gsm8k/train.parquet" \

@@ -158,10 +158,12 @@ SHARDING: tuple[Rule, ...] = (
         f"{{{_REF},reward_model}}.fsdp_config.{{dtype,model_dtype,mixed_precision.param_dtype}}",
         "a frozen model is computed in its `model.dtype`",
     ),
-    not_supported(f"{_FSDP}.fsdp_size", "models are cut over all workers", "set it to -1", off=("-1",)),
     not_supported(
-        f"{_ANY}.{{ulysses_sequence_parallel_size,fsdp_config.ulysses_sequence_parallel_size}}",
-        "a row is computed whole by one worker",
+        "reward_model.fsdp_config.fsdp_size", "every worker holds the whole reward model", "set it to -1", off=("-1",)
+    ),
+    not_supported(
+        "{reward_model,critic}.{ulysses_sequence_parallel_size,fsdp_config.ulysses_sequence_parallel_size}",
+        "a reward model computes a row by one worker; the critic's size is critic.ulysses_sequence_parallel_size",
         "set it to 1",
         off=("1",),
     ),

@@ -34,13 +34,6 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     translated("optim", "engine", "`fsdp` is the optimizer's group; those of other engines are refused"),
     translated("model", "model_group", "`hf_model` is the only group"),
     translated("engine.{dtype,model_dtype}", "dtype", "`model.dtype` (the optimizer's weights are float32)"),
-    not_supported("engine.fsdp_size", "models are cut over all workers", "set it to -1", off=("-1", "1")),
-    not_supported(
-        "{engine.ulysses_sequence_parallel_size,engine.ulysses_parallel_size,ulysses_sequence_parallel_size}",
-        "a row is computed whole by one worker",
-        "set it to 1",
-        off=("1",),
-    ),
     not_supported(
         "{engine.param_offload,engine.optimizer_offload,engine.grad_offload,model.fsdp_config.cpu_offload,"
         "model.fsdp_config.offload_params}",

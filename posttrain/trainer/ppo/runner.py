@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward import RewardConfig
 from posttrain.config.root import PPOConfig
-from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.dataset import PromptDataset
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.functions import asks_sources, named_sources
@@ -31,6 +28,7 @@ from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.run.result import RunResult
+from posttrain.trainer.run.workers import open_workers
 from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
@@ -100,7 +98,7 @@ def _build(
     pool = None
     if named or not config.reward_model.enable or _can_judge(config, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources))
-    workers = stack.enter_context(open_workers(config, device))
+    workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
     trainer = trainer_class(
         config,
         tokenizer=tokenizer,
@@ -114,17 +112,6 @@ def _build(
         workers=workers,
     )
     return trainer
-
-
-def open_workers(config: PPOConfig, device: torch.device) -> Workers:
-    """One worker in this process, or as many as `trainer.n_gpus_per_node` says in processes that Ray starts."""
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    if ranks == 1:
-        return LocalWorkers()
-    from posttrain.controller.ray_group import RayWorkers
-
-    say(f"{ranks} workers: starting Ray; the loop, the rewards and Ctrl-C stay in this process.")
-    return RayWorkers(ranks, device)
 
 
 def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None]) -> RewardPool:

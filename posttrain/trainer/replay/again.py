@@ -23,8 +23,8 @@ from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.tracking.batches import batch_folder, kept_steps, read_facts
 from posttrain.tracking.loggers import read_metrics
-from posttrain.trainer.ppo.runner import open_workers
 from posttrain.trainer.run.process import prepare_torch
+from posttrain.trainer.run.workers import open_workers
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.roles import pick_device
 
@@ -114,7 +114,7 @@ def _workers(stack: ExitStack, run: Path, facts: dict[str, Any], start: int) -> 
     device = pick_device(config.trainer.device)
     prepare_torch(config, device)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    workers = stack.enter_context(open_workers(config, device))
+    workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
     actor = workers.create("actor", ActorRolloutRefWorker, config, tokenizer, device, total_updates=facts["updates"])
     actor.init_model()
     critic = None

@@ -23,6 +23,13 @@ from posttrain.tracking.rundir import RunDirectory
 
 def prepare_torch(config: Any, device: torch.device) -> None:
     """Seed and determinism as `trainer` says, and the device in words."""
+    seed_and_determinism(config, device)
+    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    say(f"Device: {device} ({what})")
+
+
+def seed_and_determinism(config: Any, device: torch.device) -> None:
+    """In every process that computes."""
     seed_all(config.trainer.seed)
     if device.type == "cpu":
         settle_products()
@@ -30,8 +37,6 @@ def prepare_torch(config: Any, device: torch.device) -> None:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    say(f"Device: {device} ({what})")
 
 
 @contextmanager

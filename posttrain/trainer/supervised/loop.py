@@ -13,10 +13,7 @@ from posttrain.trainer.run.bases import check_bases
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.trainer.supervised.recorder import SupervisedRecorder
-from posttrain.trainer.supervised.task import Task
-
-ROLE = "model"
-"""The folder of a checkpoint that holds weights and optimizer state."""
+from posttrain.trainer.supervised.task import ROLE, Task
 
 
 def count_steps(config: Any, rows: int) -> tuple[int, int]:
@@ -112,9 +109,9 @@ class SupervisedTrainer:
         }
         return self.recorder.save(
             self.step,
-            tensors={ROLE: self.task.engine.save},
+            tensors={ROLE: self.task.group.save},
             state=state,
-            export=(lambda folder: self.task.export(folder / "huggingface")) if exports else None,
+            export=(lambda folder: self.task.group.export_hf(folder / "huggingface")) if exports else None,
         )
 
     def _adapters(self) -> dict[str, Any]:
@@ -129,7 +126,7 @@ class SupervisedTrainer:
             return
         state = checkpoints.load_state(path)
         check_bases(path, state.get("lora", {}), self._adapters())
-        self.task.engine.load(checkpoints.role_folder(path, ROLE))
+        self.task.group.load(checkpoints.role_folder(path, ROLE))
         self.step, self.bad_steps = int(state["step"]), int(state["bad_steps"])
         self.sampler.load_state_dict(state["sampler"])
         restore_rng(checkpoints.load_rng(path))

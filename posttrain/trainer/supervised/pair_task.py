@@ -8,21 +8,16 @@ from typing import Any
 import torch
 
 from posttrain import pulse
-from posttrain.algorithms.bradley_terry import bradley_terry_loss
-from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.reward_trainer import RewardTrainerConfig
+from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
-from posttrain.engine.pairs import PairEngine
-from posttrain.models.loading import resolve_dtype
-from posttrain.models.lora import with_adapters
-from posttrain.models.scorer import load_scorer, without_trailing_padding
+from posttrain.models.scorer import without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
-from posttrain.trainer.supervised.settings import engine_settings
-from posttrain.trainer.supervised.task import Metrics, Task
-from posttrain.workers.lora_state import lora_state
+from posttrain.trainer.supervised.task import ROLE, Metrics, Task
+from posttrain.workers.supervised.pairs import PairWorker, pair_losses
 
 
 def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
@@ -51,7 +46,6 @@ class PairTask(Task):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
     curve = "val/accuracy"
-    engine: PairEngine
 
     def __init__(
         self,
@@ -62,49 +56,22 @@ class PairTask(Task):
         val: PairDataset | None,
         device: torch.device,
         total_steps: int,
+        workers: Workers | None = None,
     ) -> None:
         self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
-        model = config.model
-        module = load_scorer(
-            str(model.path),
-            device,
-            resolve_dtype(model.dtype, device),
-            pad_token_id=tokenizer.pad_token_id,
-            trust_remote_code=model.trust_remote_code,
-            override_config=model.override_config,
-            new_head=True,
-            allow_other_weights=model.allow_other_weights,
-            quantization=model.quantization,
+        self.group = (workers or LocalWorkers()).create(
+            ROLE, PairWorker, config, tokenizer, device, total_steps=total_steps
         )
-        self.pad_token_id = module.config.get_text_config().pad_token_id
-        if model.lora_rank > 0:
-            module = with_adapters(module, model, whole=SCORE_HEADS, role="")
-        self.engine = PairEngine(module, engine_settings(config, device, total_steps))
-        self.adapters = lora_state(self.engine.facts(), model)
+        self.group.init_model()
+        self.pad_token_id = self.group.pad_token_id()
+        self.adapters = self.group.lora_state()
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = pair_batch([self.train[row] for row in rows], self.pad_token_id)
-        total, leads = 0.0, []
-
-        def loss(micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            nonlocal total
-            losses, lead = self._losses(micro, outputs["scores"][:, 0])
-            share = (losses * micro.batch["pair_weights"][::2].to(losses.dtype)).sum()
-            total += float(share.detach())
-            leads.append(lead.detach().cpu())
-            return share
-
-        metrics = self.engine.update(batch, loss)
-        lead = torch.cat(leads)
+        made = self.group.update(batch)
+        lead = made.pop("leads")
         tokens = float(batch.batch["attention_mask"].sum() - len(batch))
-        return {**metrics, "loss": total, **_of_leads(lead), "rows": float(len(lead)), "tokens": tokens}
-
-    def _losses(self, micro: DataProto, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """((P,) losses, (P,) by how much the better answer leads)."""
-        chosen, rejected = scores[::2], scores[1::2]
-        margins = micro.batch["margins"][::2].to(scores)
-        losses = bradley_terry_loss(chosen, rejected, margins, center_coef=self.config.loss.center_coef)
-        return losses, chosen - rejected
+        return {**made, **_of_leads(lead), "rows": float(len(lead)), "tokens": tokens}
 
     def validate(self) -> Metrics | None:
         if self.val is None:
@@ -113,8 +80,8 @@ class PairTask(Task):
         with pulse.work("rows", 2 * len(self.val)):
             for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
                 batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
-                found = self.engine.scores(batch).double()
-                part, lead = self._losses(batch, found)
+                found = self.group.scores(batch).batch["scores"].double()
+                part, lead = pair_losses(batch, found, self.config.loss.center_coef)
                 losses.append(part)
                 leads.append(lead)
                 scores.append(found)

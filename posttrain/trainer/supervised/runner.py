@@ -18,6 +18,7 @@ from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.run.result import RunResult
+from posttrain.trainer.run.workers import open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
 from posttrain.trainer.supervised.task import Task
 from posttrain.workers.lora_state import adapter_notes
@@ -64,14 +65,16 @@ def run_supervised(
             batch, steps = count_steps(config, len(train))
             if batch < config.data.train_batch_size:
                 say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
-            task = make_task(config, tokenizer=tokenizer, train=train, val=val, device=device, total_steps=steps)
+            workers = stack.enter_context(open_workers(config, device, config.model.external_lib))
+            parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
+            task = make_task(config, **parts, total_steps=steps)
             say(words(train, val, steps))
             _say_model(config, task, device, max(train.longest, val.longest if val else 0))
             return SupervisedTrainer(config, task, run, stored_config=stored).fit()
 
 
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:
-    facts = task.engine.facts()
+    facts = task.group.once("engine_facts")
     share = f", {facts.trained:,} of them trained" * (facts.trained < facts.parameters)
     packed = "packed rows" if facts.packed else "padded rows"
     held = f", its base in 4 bits ({config.model.quantization})" if config.model.quantization else ""

@@ -10,15 +10,12 @@ import torch
 
 from posttrain import pulse
 from posttrain.config.sft import SFTConfig
+from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.sampler import sequential_batches
 from posttrain.data.supervised import SFTDataset
-from posttrain.engine.fsdp import FSDPEngine
-from posttrain.models.loading import load_causal_lm, resolve_dtype
-from posttrain.models.lora import with_adapters
-from posttrain.trainer.sft import sft_batch, sft_step
-from posttrain.trainer.supervised.settings import engine_settings
-from posttrain.trainer.supervised.task import Metrics, Task
-from posttrain.workers.lora_state import lora_state
+from posttrain.trainer.sft import sft_batch
+from posttrain.trainer.supervised.task import ROLE, Metrics, Task
+from posttrain.workers.supervised.sft import SFTWorker
 
 
 class SFTTask(Task):
@@ -35,15 +32,14 @@ class SFTTask(Task):
         val: SFTDataset | None,
         device: torch.device,
         total_steps: int,
+        workers: Workers | None = None,
     ) -> None:
         self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
-        model = config.model
-        dtype = resolve_dtype(model.dtype, device)
-        module = load_causal_lm(model, dtype=dtype, device=device, quantization=model.quantization)
-        if model.lora_rank > 0:
-            module = with_adapters(module, model, role="")
-        self.engine = FSDPEngine(module, engine_settings(config, device, total_steps))
-        self.adapters = lora_state(self.engine.facts(), model)
+        self.group = (workers or LocalWorkers()).create(
+            ROLE, SFTWorker, config, tokenizer, device, total_steps=total_steps
+        )
+        self.group.init_model()
+        self.adapters = self.group.lora_state()
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = sft_batch([self.train[row] for row in rows], self.tokenizer.pad_token_id)
@@ -52,7 +48,7 @@ class SFTTask(Task):
             "trained_tokens": float(batch.batch["response_mask"].sum()),
             "rows": float(len(batch)),
         }
-        return {**sft_step(self.engine, batch), **counts}
+        return {**self.group.update(batch), **counts}
 
     def validate(self) -> Metrics | None:
         if self.val is None:
@@ -61,7 +57,7 @@ class SFTTask(Task):
         with pulse.work("rows", len(self.val)):
             for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
                 batch = sft_batch([self.val[row] for row in rows], self.tokenizer.pad_token_id)
-                log_probs, mask = self.engine.log_probs(batch)["log_probs"], batch.batch["response_mask"]
+                log_probs, mask = self.group.log_probs(batch).batch["log_probs"], batch.batch["response_mask"]
                 total -= float((log_probs.double() * mask).sum())
                 count += int(mask.sum())
         loss = total / count

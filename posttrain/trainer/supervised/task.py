@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from posttrain.engine.fsdp import FSDPEngine
+from posttrain.controller.group import WorkerGroup
 
 Metrics = dict[str, float]
+ROLE = "model"
+"""Of the workers, and the folder of a checkpoint that holds their weights and optimizer state."""
 
 
 class Task(ABC):
     """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
 
-    engine: FSDPEngine
+    group: WorkerGroup
+    """The workers that hold the model, its optimizer and its loss; here are the rows."""
     tokenizer: Any
     rows: int
     curve: str
@@ -42,10 +44,3 @@ class Task(ABC):
     @abstractmethod
     def goodness(self, validation: Mapping[str, float]) -> float:
         """By which the best checkpoint is chosen, largest best."""
-
-    def export(self, folder: Path) -> None:
-        """A Hugging Face folder with tokenizer and chat template: the model, or under LoRA what `trainer.export_lora`
-        says."""
-        adapter = self.adapters["adapter"] if self.adapters else None
-        self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
-        self.tokenizer.save_pretrained(folder)

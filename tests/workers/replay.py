@@ -1,0 +1,165 @@
+"""Rollouts that are recorded once and replayed on any number of processes, known by (uid, sample).
+
+What is sampled after an update depends on it in its last bit; so runs on different numbers of processes can be compared
+step by step only where they learn from the same responses. Filtered groups replay too: which prompts are drawn anew is
+decided by the scores of what was recorded.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.group import WorkerGroup
+from posttrain.controller.pool import Workers
+from posttrain.models import fused_layer
+from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.workers.engine_worker import EngineWorker
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from posttrain.workers.supervised.pairs import PairWorker
+from posttrain.workers.supervised.sft import SFTWorker
+
+LENGTHS = (2, 2, 3, 5, 9, 17, 40, 200)  # tokens of a response, at most
+
+
+class Recorder(RolloutEngine):
+    """An engine whose responses are cut to uneven lengths and kept."""
+
+    def __init__(self, inner: RolloutEngine) -> None:
+        self.inner, self.kept = inner, {}
+        self.shares_weights = inner.shares_weights
+
+    def submit(self, request: Request) -> None:
+        uid, sample = request.id  # pyright: ignore
+        most = LENGTHS[(5 * int(uid) + 3 * int(sample)) % len(LENGTHS)]
+        self.kept[request.id] = list(request.prompt_ids)
+        self.inner.submit(replace(request, sampling=replace(request.sampling, max_tokens=most)))
+
+    def step(self) -> list[Output]:
+        ended = self.inner.step()
+        self.kept.update({output.id: (self.kept[output.id], output) for output in ended})
+        return ended
+
+    def has_work(self) -> bool:
+        return self.inner.has_work()
+
+    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
+        return self.inner.abort(ids)
+
+    def release(self, ids: Iterable[Hashable]) -> None:
+        self.inner.release(ids)
+
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        return self.inner.score(token_ids, temperature=temperature)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self.inner.load_weights(weights, version)
+        self.version = version
+
+    def sleep(self) -> None:
+        self.inner.sleep()
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+
+class Replay(Recorder):
+    """An engine that answers with what was recorded for the same prompt; scores and weights are the inner one's."""
+
+    def __init__(self, inner: RolloutEngine, recording: Path) -> None:
+        super().__init__(inner)
+        self.kept = pickle.loads(recording.read_bytes())
+        self.waiting: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def step(self) -> list[Output]:
+        asked, self.waiting = self.waiting, []
+        return [self._output(request) for request in asked]
+
+    def _output(self, request: Request) -> Output:
+        prompt, output = self.kept[request.id]
+        assert list(request.prompt_ids) == prompt, f"{request.id}: recorded for another prompt"
+        return replace(output, versions=[(self.version, len(output.token_ids))])
+
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+
+class Counting(EngineWorker):
+    """Counts the passes of fused layers in its process."""
+
+    calls = 0
+
+    @register(to_all)
+    def init_model(self) -> None:
+        plain = fused_layer._FusedLayer.forward
+        if not getattr(plain, "counted", False):
+
+            def counted(*args: Any) -> Any:
+                Counting.calls += 1
+                return plain(*args)
+
+            counted.counted = True  # pyright: ignore
+            fused_layer._FusedLayer.forward = staticmethod(counted)
+        super().init_model()  # pyright: ignore
+        Counting.calls = 0
+
+    @register(to_all, lambda results, calls: results)
+    def fused_layers(self) -> int:
+        return Counting.calls
+
+
+class Policy(Counting, ActorRolloutRefWorker):
+    def __init__(self, *args: Any, recording: Path | None = None, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.recording = recording
+
+    @register(to_all)
+    def init_model(self) -> None:
+        super().init_model()
+        self.rollout = Recorder(self.rollout) if self.recording is None else Replay(self.rollout, self.recording)
+
+
+class Critic(Counting, CriticWorker):
+    pass
+
+
+class Learner(Counting, SFTWorker):
+    pass
+
+
+class Scorer(Counting, PairWorker):
+    pass
+
+
+KINDS: dict[type, type] = {CriticWorker: Critic, SFTWorker: Learner, PairWorker: Scorer}
+
+
+class Watched(Workers):
+    """Makes workers that count fused layers and whose rollouts are replayed, or recorded without a `recording`."""
+
+    def __init__(self, inner: Workers, recording: Path | None = None) -> None:
+        self.inner, self.recording, self.world_size = inner, recording, inner.world_size
+        self.groups: dict[str, WorkerGroup] = {}
+
+    def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
+        if worker is ActorRolloutRefWorker:
+            made = self.inner.create(role, Policy, *arguments, recording=self.recording, **named)
+        else:
+            made = self.inner.create(role, KINDS[worker], *arguments, **named)
+        self.groups[role] = made
+        return made
+
+    def words(self) -> str:
+        return self.inner.words()
+
+    def close(self) -> None:
+        """They serve further runs."""
