@@ -57,11 +57,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),
     "actor_rollout_ref.actor.optim.lr_scheduler_type": _SCHEDULES,
     "actor_rollout_ref.rollout.name": ROLLOUT_ENGINES,
-    "critic.strategy": ("fsdp", "fsdp2"),
     "critic.loss_agg_mode": _AGGREGATIONS,
     "critic.optim.lr_scheduler_type": _SCHEDULES,
     "reward.sandbox.mode": ("kernel", "unsafe"),
-    "reward_model.strategy": ("fsdp", "fsdp2"),
     "reward_model.truncation": ("left", "right", "error"),
     "reward_model.model.dtype": _DTYPES,
     "trainer.export_hf": ("last", "all", "none"),
@@ -82,16 +80,12 @@ NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     ("actor_rollout_ref.actor.strategy", "megatron"): "the Megatron engine is not built in this version; "
     "the nearest is actor_rollout_ref.actor.strategy=fsdp2",
     **{
-        (f"{role}.strategy", "megatron"): f"the Megatron engine is not built in this version; set {role}.strategy=fsdp2"
-        for role in ("critic", "reward_model")
-    },
-    **{
         ("actor_rollout_ref.rollout.name", name): "this engine is not built; set actor_rollout_ref.rollout.name=native"
         for name in ("trtllm", "dynamo")
     },
     **{
-        (f"{role}.strategy", name): f"this engine is not built in this version; set {role}.strategy=fsdp2"
-        for role in ("actor_rollout_ref.actor", "critic")
+        ("actor_rollout_ref.actor.strategy", name): "this engine is not built in this version; set "
+        "actor_rollout_ref.actor.strategy=fsdp2"
         for name in ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")
     },
     ("trainer.device", "npu"): "Ascend devices need the torch_npu plug-in, which this version does not use; "

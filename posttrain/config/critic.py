@@ -33,8 +33,6 @@ class CriticModelConfig(Section):
 class CriticConfig(Section):
     """The critic's update; built only under an estimator that needs values."""
 
-    strategy: str = "fsdp"
-    """Train engine: `fsdp` and `fsdp2` are the same one."""
     ppo_mini_batch_size: int | None = None
     """Prompts per optimizer step; null takes the actor's."""
     ppo_micro_batch_size_per_gpu: int | None = None

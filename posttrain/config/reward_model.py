@@ -38,8 +38,6 @@ class RewardModelConfig(Section):
 
     enable: bool = False
     """Load the model and let its scores be rewards."""
-    strategy: str = "fsdp"
-    """Engine that computes it: `fsdp` and `fsdp2` are the same one."""
     weight: float = 1.0
     """What the model's score is multiplied by."""
     function_weight: float | None = None

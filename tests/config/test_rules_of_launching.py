@@ -23,7 +23,7 @@ def test_D_33_fsdp_and_fsdp2_are_one_engine_and_deepspeed_names_fsdp2(load, prob
 def test_a_strategy_that_shards_is_taken_and_says_once_what_one_process_does(load, name):
     notes = load(f"{STRATEGY}={name}", f"critic.strategy={name}").notes
     assert [note for note in notes if "sharded" in note] == [
-        f"{STRATEGY}, critic.strategy: one process holds the whole model, nothing is sharded."
+        f"{STRATEGY}: one process holds the whole model, nothing is sharded."
     ]
     supervised = load(f"fsdp.strategy={name}", "model.path=embedded", tree=SFT).notes
     assert "fsdp.strategy: one process holds the whole model, nothing is sharded." in supervised
