@@ -2,7 +2,7 @@
 
 Work is counted in multiplications of weights with tokens: 2 x parameters per token forward, 4 more backward. Decoding
 reads all weights once per round of tokens, so its speed is the smaller of what memory and multipliers allow. A step of
-a small model is mostly overhead, which the constants below hold; the answer is right within a factor of three.
+a small model is mostly overhead, which the constants below hold. The answer is rough.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def check_pace(case: Case) -> Iterator[Finding]:
     case.report.fact(
         AREA,
         f"A step takes about {_span(seconds)} here if responses reach half their limit ({parts}), the run's "
-        f"{case.run.steps} steps about {_span(total)}; right within a factor of three."
+        f"{case.run.steps} steps about {_span(total)}; a rough estimate."
         if case.is_rl
-        else f"A step takes about {_span(seconds)} here, the run's {case.run.steps} steps about {_span(total)}; right "
-        "within a factor of three.",
+        else f"A step takes about {_span(seconds)} here, the run's {case.run.steps} steps about {_span(total)}; a "
+        "rough estimate.",
     )
     if total > LONG_S:
         yield Finding(

@@ -17,6 +17,8 @@ from posttrain.tracking.fields import Fields, groups_of
 
 RIGHT_FROM = 0.5
 """A response whose score reaches this counts as right, unless its reward gave an `acc` part."""
+ROUNDING = 1e-10
+"""A variance below this share of the mean square is what float32 leaves of equal numbers."""
 _CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
 
 
@@ -125,7 +127,9 @@ def _explained_variance(fields: Fields, mask: np.ndarray) -> dict[str, float]:
         return {}
     wanted, rest = returns[mask > 0], (returns - values)[mask > 0]
     variance = _variance(wanted)
-    return {"critic/vf_explained_var": 1.0 - _variance(rest) / variance} if variance > 0 else {}
+    if variance <= ROUNDING * mean(wanted**2):  # equal returns: what is left of them is rounding
+        return {}
+    return {"critic/vf_explained_var": 1.0 - _variance(rest) / variance}
 
 
 def _variance(values: np.ndarray) -> float:

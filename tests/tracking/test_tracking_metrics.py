@@ -164,3 +164,13 @@ def test_bfloat16_scores_are_read_exactly():
 def test_missing_fields_are_named():
     with pytest.raises(KeyError, match="response_mask and token_level_scores"):
         step_metrics({"response_mask": torch.ones(1, 1)})
+
+
+def test_explained_variance_is_not_told_where_returns_are_equal_up_to_rounding():
+    given = batch()
+    given["values"] = torch.randn(ROWS, WIDTH)
+    given["returns"] = torch.full((ROWS, WIDTH), 0.7)
+    given["returns"][0, 0] += 1e-7
+    assert "critic/vf_explained_var" not in step_metrics(given)
+    given["returns"][0, 0] += 0.1
+    assert step_metrics(given)["critic/vf_explained_var"] < 1
