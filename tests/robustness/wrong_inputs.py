@@ -230,15 +230,15 @@ def full_disk_at_a_checkpoint(place):
 def full_disk_at_a_sample(place):
     from posttrain.trainer.ppo import recorder
 
-    plain, tries = recorder.write_samples, []
+    plain, tries = recorder.write_step, []
 
-    def write(folder, step, batch, **more):
+    def write(folder, step, table):
         tries.append(step)
         if tries == [1, 2]:
             raise OSError(errno.ENOSPC, "No space left on device", str(folder / "step_2.parquet"))
-        plain(folder, step, batch, **more)
+        plain(folder, step, table)
 
-    place.patch.setattr(recorder, "write_samples", write)
+    place.patch.setattr(recorder, "write_step", write)
     said = place.refused(place.run, trainer__save_freq=1)
     assert place.run(trainer__save_freq=1).steps == 2 and tries == [1, 2, 2]
     return said

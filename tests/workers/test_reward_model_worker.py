@@ -97,13 +97,17 @@ def test_S4_48_M_35_another_tokenizer_reads_the_conversation_in_its_own_template
 def test_S4_49_no_more_rows_per_pass_than_set_and_the_same_scores(rm_same, monkeypatch):
     from posttrain.models import scorer
 
+    settings = (
+        {},
+        {"micro_batch_size_per_gpu": 1, "use_dynamic_bsz": False},
+        {"forward_max_token_len_per_gpu": 60},
+        {"micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False, "forward_max_token_len_per_gpu": 1},
+    )
+    groups = [worker(rm_same, **chosen) for chosen in settings]  # the proof of each makes passes of its own
     passes: list[int] = []
     whole = scorer.packed_scores
     monkeypatch.setattr(scorer, "packed_scores", lambda model, rows: passes.append(len(rows)) or whole(model, rows))
-    together = scores(worker(rm_same))
-    one = scores(worker(rm_same, micro_batch_size_per_gpu=1, use_dynamic_bsz=False))
-    few = scores(worker(rm_same, forward_max_token_len_per_gpu=60))
-    two = scores(worker(rm_same, micro_batch_size_per_gpu=2, use_dynamic_bsz=False, forward_max_token_len_per_gpu=1))
+    together, one, few, two = map(scores, groups)
     assert passes[0] == 4 and passes[1:5] == [1] * 4 and passes[-2:] == [2, 2] and 1 < len(passes[5:-2]) < 4
     for other in (one, few, two):
         torch.testing.assert_close(other, together, rtol=0, atol=1e-5)
