@@ -2,6 +2,7 @@
 
     python scripts/mutants.py                     every mutant; prints a table, exit status 1 if one survives
     python scripts/mutants.py --only grad_clip    those that name this setting, loss, file or test
+    python scripts/mutants.py --untried           those that docs/mutants.md does not show as caught
     python scripts/mutants.py --write             and the verdicts go into the table of docs/mutants.md
     python scripts/mutants.py --check             only: is every line still there?
 
@@ -235,6 +236,7 @@ def _code(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", default=[], help="text of a setting, loss, file or test")
+    parser.add_argument("--untried", action="store_true", help="those that docs/mutants.md does not show as caught")
     parser.add_argument("--check", action="store_true", help="only whether every line is still there")
     parser.add_argument("--write", action="store_true", help="write the table into docs/mutants.md")
     options = parser.parse_args()
@@ -250,6 +252,9 @@ def main() -> int:
         mutants = [
             mutant for mutant in mutants if wanted in " ".join((*mutant.of, mutant.file, mutant.test, mutant.room))
         ]
+    if options.untried:
+        verdicts = known_verdicts(TABLE.read_text())
+        mutants = [mutant for mutant in mutants if verdicts.get(mutant.row()) != "caught"]
     preload()
     if not pass_unchanged(mutants):
         return 2
