@@ -21,9 +21,11 @@ text = "import sys\\nclass All:\\n    def __getattr__(self, name): return lambda
 text += "sys.modules[__name__] = All()"
 home = os.environ.get("HOME", ".")
 for folder in (".", "/tmp", home, home + "/.local/lib/python%d.%d/site-packages" % sys.version_info[:2]):
-    os.makedirs(folder, exist_ok=True)
-    for name in ("colorsys", "solution", "tests"):
-        with open(f"{folder}/{name}.py", "w") as file: file.write(text)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for name in ("colorsys", "solution", "tests"):
+            with open(f"{folder}/{name}.py", "w") as file: file.write(text)
+    except OSError: pass  # a home that is not there
 def f(x): return 1
 """
 TRACER = """
@@ -158,15 +160,20 @@ FORGERIES = {
 }  # fmt: skip
 
 
+def judged(box, program, forgery):
+    return box.test(program, [{"code": forgery.test, "entry": forgery.entry}])
+
+
 def outcomes(box, program, forgery):
-    return box.test(program, [{"code": forgery.test, "entry": forgery.entry}]).outcomes
+    return judged(box, program, forgery).outcomes
 
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_verdict(name, box):
     forgery = FORGERIES[name]
     assert [one["passed"] for one in outcomes(box, forgery.honest, forgery)] == [True], "an honest program must pass"
-    assert [one["passed"] for one in outcomes(box, forgery.cheat, forgery)] == [False], "the cheat must get a verdict"
+    found = judged(box, forgery.cheat, forgery)
+    assert [one["passed"] for one in found.outcomes] == [False], f"the cheat must get a verdict: {found}"
 
 
 @pytest.mark.parametrize(
