@@ -7,7 +7,6 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.config.presets import EMBEDDED
 from posttrain.models.embedded import build_model
 from posttrain.trainer import embedded
 
@@ -49,10 +48,3 @@ def test_it_ends_when_enough_of_the_withheld_sums_are_right_and_those_are_not_sh
     rows = json.loads((folder / "train.json").read_text())
     assert len(asked[0]) == 50 and len(shown) == len(rows) - 50
     assert not {tuple(prompt) for prompt, _ in asked[0]} & {tuple(prompt) for prompt, _ in shown}
-
-
-def test_what_follows_the_answer_costs_the_default_runs_reward():
-    """Otherwise its entropy bonus is earned there: letters behind a sum leave its score as it is."""
-    answer = len(str(2 * (embedded.RECIPE["max_operand"] - 1))) + 1  # digits, and the token that ends a turn
-    assert EMBEDDED["reward.overlong_buffer.enable"]
-    assert EMBEDDED["data.max_response_length"] - EMBEDDED["reward.overlong_buffer.len"] == answer
