@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Ends `./train.sh trainer.n_workers=2` in three ways and sees what is left of it: nothing may be, within 5 seconds.
+
+    python scripts/drill_several_workers.py [--allowed 5]
+
+The run ends by itself, by Ctrl-C, and by `kill -9`. Left could be processes (known by a temporary folder of the run's
+own, which they inherit), files in shared memory, and Ray's session folder. Takes minutes; needs Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parents[1] / "train.sh"
+ENDS = {"by itself": None, "Ctrl-C": signal.SIGINT, "kill -9": signal.SIGKILL}
+
+
+def processes_with(folder: str) -> list[str]:
+    """Processes that have this folder in their environment or command, or a file open in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            told = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
+        except OSError:
+            continue
+        if folder.encode() in told or any(file.startswith(folder + "/") for file in files):
+            found.append(f"{entry.name} {(entry / 'cmdline').read_bytes()[:60]!r}")
+    return found
+
+
+def ended(how: signal.Signals | None, temporary: str, work: str) -> tuple[int, float]:
+    """(exit status, seconds until nothing was left; infinity if something stayed for a minute)."""
+    shared = set(os.listdir("/dev/shm"))
+    steps = 3 if how is None else 1000
+    command = [str(TRAIN), "trainer.n_workers=2", f"trainer.total_training_steps={steps}", "trainer.export_hf=none"]
+    env = {**os.environ, "TMPDIR": temporary}
+    with subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if how is not None and line.startswith("step 2/"):
+                ranks = sum("RankHost" in words for words in processes_with(temporary))
+                print(f"    at step 2: {len(processes_with(temporary))} processes, {ranks} of them ranks", flush=True)
+                os.killpg(run.pid, how) if how == signal.SIGINT else os.kill(run.pid, how)
+                run.stdout.read()
+                break
+    started = time.monotonic()
+    while left := [*processes_with(temporary), *Path(temporary).glob("posttrain-*")]:
+        if time.monotonic() - started > 60:
+            print("    left:", *left, sep="\n      ")
+            return run.returncode, float("inf")
+        time.sleep(0.05)
+    stayed = [name for name in set(os.listdir("/dev/shm")) - shared if temporary in name or name.startswith("plasma")]
+    return run.returncode, float("inf") if stayed else time.monotonic() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--allowed", type=float, default=5.0)
+    allowed = parser.parse_args().allowed
+    failed = 0
+    for name, how in ENDS.items():
+        temporary, work = tempfile.mkdtemp(prefix="d", dir="/tmp"), tempfile.mkdtemp()
+        print(f"{name}:", flush=True)
+        try:
+            status, seconds = ended(how, temporary, work)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+        print(f"    exit status {status}, nothing left after {seconds:.1f} s", flush=True)
+        failed += seconds > allowed
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
