@@ -2,6 +2,12 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import torch
+
+from posttrain.engine import ranks
+from posttrain.trainer.run import process
 
 CODE = """
 import torch
@@ -18,3 +24,14 @@ print(torch.equal(before, torch.nn.functional.linear(x, x, x[0])), torch.backend
 def test_a_product_in_bfloat16_does_not_change_those_in_float32_that_follow():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.stdout.split()[:1] == ["True"] and done.stderr == "", done
+
+
+def test_every_process_that_computes_on_a_cpu_settles_them_before_its_first_step(monkeypatch):
+    settled = []
+    monkeypatch.setattr(process, "settle_products", lambda: settled.append("run"))
+    monkeypatch.setattr(ranks, "settle_products", lambda: settled.append("rank"))
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *args, **named: settled.append("met"))
+    trainer = SimpleNamespace(seed=1, deterministic=False)
+    process.prepare_torch(SimpleNamespace(trainer=trainer), torch.device("cpu"))
+    ranks.join_ranks(1, 2, "127.0.0.1:1", torch.device("cpu"))
+    assert settled == ["run", "rank", "met"]
