@@ -145,9 +145,10 @@ def _embedded_file(case: Any, folder: Path, file: str) -> Path:
     return _embedded_files(folder)["train" if file == "train.json" else "test"]
 
 
-def dry_run(resolved: Resolved) -> Report:
+def dry_run(resolved: Resolved, *, as_json: bool = False) -> Report:
     """For `trainer.dry_run=true`: prints the report instead of training."""
     tree = next((tree for tree in COMMANDS.values() if isinstance(resolved.config, tree.root)), PPO)
-    report = look_at(resolved, tree)
-    print(report.text())
+    with redirect_stdout(sys.stderr):  # what libraries print is no part of the report
+        report = look_at(resolved, tree)
+    print(report.to_json() if as_json else report.text())
     return report
