@@ -25,9 +25,10 @@ def main(config: Any = None) -> Any:
     """Train with the command line's settings, or with a configuration."""
     if config is not None:
         return run_ppo(config)
+    from verl._added import take_added
     from verl._named_manager import NamedManager
 
-    manager, args = NamedManager.taken_from(sys.argv[1:])
+    manager, args = NamedManager.taken_from(take_added(sys.argv[1:]))
     resolved = ours._from_command_line(args)
     if manager is None or resolved is None:
         return run_ppo(resolved)
