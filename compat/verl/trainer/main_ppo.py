@@ -26,10 +26,11 @@ def main(config: Any = None) -> Any:
     if config is not None:
         return run_ppo(config)
     from posttrain.tracking.own_console import take_voice
+    from verl._added import take_added
     from verl._named_manager import NamedManager
 
     args, voice = take_voice(sys.argv[1:])
-    manager, args = NamedManager.taken_from(args)
+    manager, args = NamedManager.taken_from(take_added(args))
     resolved = ours._from_command_line(args)
     if resolved is None:
         return None
