@@ -108,9 +108,9 @@ class OwnConsole:
             self.out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
             self.out.flush()
 
-    def end(self, result: object) -> None:
-        """The last line of a quiet command."""
-        if self.voice == QUIET:
+    def end(self, result: Any) -> None:
+        """The last line of a quiet command; other results than a run's have been shown."""
+        if self.voice == QUIET and hasattr(result, "steps"):
             self.out.write(f"{result}\n")
             self.out.flush()
 

@@ -54,22 +54,12 @@ def run_command(resolved: Any, voice: str, first: str = "") -> Any:
     """A training that has this process's console: it speaks as `voice` says, and libraries speak into its log."""
     from posttrain.tracking.own_console import own_console
 
-    if resolved.value("trainer.dry_run"):
-        return _dry_run(resolved, voice)
     with own_console(voice) as console:
         if first:
             print(first)
         result = run_ppo(resolved)
         console.end(result)
         return result
-
-
-def _dry_run(resolved: Any, voice: str) -> Any:
-    from posttrain.doctor.checkup import dry_run
-    from posttrain.trainer.constants_ppo import apply_environment
-
-    apply_environment()
-    return dry_run(resolved, as_json=voice == "json")
 
 
 def run_ppo(config: Any, task_runner_class: Any = None) -> Any:

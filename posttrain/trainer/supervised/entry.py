@@ -36,11 +36,11 @@ def run_cli(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], An
             return 0
         keep_going()
         _quiet_environment()
-        if resolved.value("trainer.dry_run"):
-            from posttrain.doctor.checkup import dry_run
-
-            return dry_run(resolved, as_json=voice == "json").exit_status
         with own_console(voice) as console:
+            if resolved.value("trainer.dry_run"):
+                from posttrain.doctor.checkup import dry_run
+
+                return dry_run(resolved).exit_status
             print(f"Configuration: {resolved.main_file} and the command line")
             result = run(resolved)
             console.end(result)
