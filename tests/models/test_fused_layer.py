@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels import compiled, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_layer
 from posttrain.models.forward import hidden_states
 from posttrain.models.fused_layer import fuse_layers
 from posttrain.models.lora import add_adapters, base_only
-from posttrain.rollout.native.build import build_native
 from tests.machine import has_compiler
 from tests.rollout.tiny import tiny
 

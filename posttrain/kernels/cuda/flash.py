@@ -1,8 +1,9 @@
 """Attention of packed rows in training, by torch's own variable-length flash attention.
 
-Plain rows are one call, or if all of them are long cuDNN's (`long_rows.py`). Responses that share a prompt are two: every prompt and every response on its own, causally,
-and all responses of a unit over their prompt; the two are joined by the logarithms of their sums. On the way back each
-call is given the joined outputs and logarithms, and its gradients are then those of its own keys.
+Plain rows are one call, or cuDNN's where all of them are long (`long_rows.py`). Responses that share a prompt are two:
+every prompt and every response on its own, causally, and all responses of a unit over their prompt; the two are joined
+by the logarithms of their sums. On the way back each call is given the joined outputs and logarithms, and its gradients
+are then those of its own keys.
 
 Shapes: T packed tokens, H heads, D head size, R tokens of responses that share a prompt, P tokens of those prompts.
 """
