@@ -99,6 +99,12 @@ def test_D_25_several_machines_without_a_cluster_show_the_three_forms(problems):
     assert "running Ray cluster" in said and "torchrun" in said and "RAY_HEAD_ADDRESS" in said
 
 
+def test_S4_105_S4_106_a_head_address_is_not_denied_but_several_machines_are(problems, monkeypatch):
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "10.0.0.1:6379")
+    said = problems("trainer.nnodes=4", "trainer.seed=1", environment=True)
+    assert "trains on one" in said and "RAY_HEAD_ADDRESS=10.0.0.1:6379" in said and "no cluster" not in said
+
+
 def test_D_24_module_and_command_start_the_same_program():
     """`--cfg job` of the module and of `posttrain train` give the same tree for the same keys."""
     keys = ["preset=embedded", "trainer.seed=5", "--cfg", "job"]
