@@ -10,6 +10,7 @@ from posttrain.interrupts import one_interrupt
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
+                                            [--quiet | --json]
 
 Trains a reward model (a sequence classifier with one label) on pairs of a better and a worse answer. The settings, each
 followed by where its value comes from:

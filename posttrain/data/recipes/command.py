@@ -91,4 +91,4 @@ def _convert(options: argparse.Namespace) -> list[str]:
         data_source=options.data_source,
         out=options.out,
     )
-    return [f"{path}: {rows} rows", f"check the rewards of these rows: posttrain reward try --data {path}"]
+    return [f"{path}: {rows} rows", f"check the rewards of these rows: posttrain reward try {path}"]
