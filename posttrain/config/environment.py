@@ -24,10 +24,11 @@ _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
 """Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
-_ONE_MACHINE = (
-    "set trainer.nnodes=1. Of the three forms of several machines (the same command on every node of a running Ray "
-    "cluster; torchrun --nnodes=N --node_rank=R --master_addr=HOST; RAY_HEAD_ADDRESS=HOST:6379 with "
-    "trainer.node_rank=R) none is built"
+_THREE_FORMS = (
+    "three forms are known: (1) the same command on every node of a running Ray cluster with trainer.nnodes=N; "
+    "(2) torchrun --nnodes=N --node_rank=R --master_addr=HOST -m posttrain.trainer.main_ppo ...; "
+    "(3) RAY_HEAD_ADDRESS=HOST:6379 with trainer.nnodes=N trainer.node_rank=R. "
+    "This version trains on one machine: set trainer.nnodes=1"
 )
 
 
@@ -209,15 +210,17 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     if wanted > most:
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
-        yield Problem(what, resolved.where(key), f"set {key} to {most} or less")
+        where = resolved.where(key)
+        setting = "--nproc_per_node" if where == "torchrun" else key
+        yield Problem(what, where, f"set {setting} to {most} or less")
     elif wanted > 1 and importlib.util.find_spec("ray") is None:
         what = f"`{key}={wanted}` asks for {wanted} workers, which Ray starts; the package ray is not installed."
         yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')
     if nodes > 1:
-        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines; this version trains on one."
-        if head := os.environ.get("RAY_HEAD_ADDRESS"):
-            what += f" RAY_HEAD_ADDRESS={head} finds it a Ray there, but no workers on other machines."
-        yield Problem(what, resolved.where("trainer.nnodes"), _ONE_MACHINE)
+        given = [f"{name}={os.environ[name]}" for name in ("RAY_HEAD_ADDRESS", "RAY_ADDRESS") if os.environ.get(name)]
+        lacks = f"and {given[0]} names their cluster" if given else "but no cluster or head address is given"
+        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, {lacks}."
+        yield Problem(what, resolved.where("trainer.nnodes"), _THREE_FORMS)
     if resolved.value("trainer.device") == "cuda" and present == 0:
         what = "`trainer.device=cuda`, but this machine shows no GPU."
         yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")
