@@ -1,24 +1,32 @@
-"""Run scripts as verl's users write them, brought over by `posttrain compat check --write` and run to their end.
+"""Run scripts as verl's users write them, run by bash through the package compat/ (`python3 -m verl.trainer...`).
 
     python scripts/check_verl_scripts.py [NAME ...]
 
-Model and data are replaced by the embedded ones, counts of devices by 1, sizes by small ones, the engine by `native`.
-Prints a table: how many settings got which answer, whether the run ended, and how long it took.
+A script runs as it is, with settings behind it that stand for what this machine does not have: model and data are the
+embedded ones, devices 1, sizes small, the engine `native`. `torchrun` is torch's; `ray job submit ... -- COMMAND` runs
+COMMAND here. Prints a table: how many settings got which answer, what is refused and why, whether the run ended, and
+how long it took. A script whose comment says `refused:` must be refused with that word in its message.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-from posttrain.compat_check.command import command_of, read_script
+from posttrain.cache import cache_folder
+from posttrain.compat_check.command import read_script
 from posttrain.compat_check.report import Report, examine
 from posttrain.config.verl.rule import KINDS
 
-FOLDER = Path(__file__).parent / "verl_scripts"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "scripts" / "verl_scripts"
 ROWS = "rows.parquet"
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 RUN = ["trainer.default_local_dir=runs", "trainer.logger=[console]", "trainer.total_training_steps=2"]
@@ -33,6 +41,7 @@ RL = [
     "data.max_response_length=8",
     f"{_ACTOR}.ppo_mini_batch_size=4",
     f"{_ROLLOUT}.tensor_model_parallel_size=1",
+    f"{_ROLLOUT}.name=native",
 ]
 SFT = [
     "model.path=embedded",
@@ -49,37 +58,57 @@ FURTHER: dict[str, list[str]] = {
         "+reward_model.reward_kwargs.overlong_buffer_cfg.len=4",
         "+reward_model.reward_kwargs.max_resp_len=8",
     ],
-    "own_reward": [f"{_ROLLOUT}.response_length=8", "reward.custom_reward_function.path=reward.py"],
+    "own_reward": [f"{_ROLLOUT}.response_length=8"],
     "sft": ["model.partial_pretrain=embedded"],
+    "sft_lora": ["model.partial_pretrain=embedded"],
+    "megatron": ["critic.model.path=embedded", f"{_ACTOR}.strategy=fsdp2"],
+    "gpg": ["reward_model.overlong_buffer.len=4"],
 }
 """What a script needs beside the common replacements: sizes and paths that it spells in its own way."""
+ARGUMENTS = {"sft": ["1", "runs"], "sft_lora": ["1", "runs"]}
+"""What a script takes before its settings."""
+ENVIRONMENT = {"NUM_GPUS": "1", "NGPUS_PER_NODE": "1", "NNODES": "1"}
 REWARD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 2\n"
 )
+COMMANDS = {
+    "python": 'exec "{python}" "$@"',
+    "python3": 'exec "{python}" "$@"',
+    "torchrun": 'exec "{python}" -m torch.distributed.run "$@"',
+    "ray": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+}
+"""Commands that a script calls -> what they are here."""
+
+
+class Ran(NamedTuple):
+    """A script that was run."""
+
+    report: Report
+    status: int
+    seconds: float
+    said: str
 
 
 def overrides(name: str, program: str) -> list[str]:
     """Settings that stand for what this machine does not have."""
-    common = [one for one in (RL if program == "ppo" else SFT) if not (name == "sft" and one.startswith("model.path"))]
+    common = [
+        one for one in (RL if program == "ppo" else SFT) if not (name in ARGUMENTS and one.startswith("model.path"))
+    ]
     return [*common, *DEVICES, *RUN, *FURTHER.get(name, [])]
 
 
-def bring_over(script: Path, target: Path) -> Report:
-    """The report of a script, its command written to `target`."""
-    _, calls = read_script(script)
-    report = examine(calls[0], overrides(script.stem, calls[0].program))
-    command = command_of(report).replace("python3 -m", f"{sys.executable} -m")
-    command = command.replace("posttrain sft", f"{sys.executable} -m posttrain sft")
-    target.write_text(f"set -e\n{command}\n", encoding="utf-8")
-    return report
-
-
-def write_inputs(folder: Path) -> None:
-    """A reward file, and rows with a question, its answer and the conversation of both."""
+def lay_out(script: Path, folder: Path) -> None:
+    """The home of somebody who has this script: its copy (with a place for settings where it has none), a reward file,
+    rows with a question, its answer and the conversation of both, and the commands that it calls."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    text = script.read_text(encoding="utf-8")
+    (folder / "run.sh").write_text(text if "$@" in text else f'{text.rstrip()} "$@"\n', encoding="utf-8")
+    (folder / "rewards").mkdir()
+    (folder / "rewards" / "reward.py").write_text(REWARD, encoding="utf-8")
+    for helper in script.parent.glob(f"{script.stem}*.py"):
+        shutil.copy(helper, folder)
     sums = [(f"{a}+{b}=", str(a + b)) for a in range(4) for b in range(4)]
     rows = [
         {
@@ -89,38 +118,68 @@ def write_inputs(folder: Path) -> None:
         for question, answer in sums
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / ROWS)
+    (folder / "bin").mkdir()
+    for name, does in COMMANDS.items():
+        command = folder / "bin" / name
+        command.write_text(f"#!/usr/bin/env bash\n{does.format(python=sys.executable)}\n", encoding="utf-8")
+        command.chmod(0o755)
 
 
-def run(script: Path, folder: Path) -> tuple[Report, bool, float, str]:
-    """(report, whether the run ended well, seconds, the end of what it said)."""
-    write_inputs(folder)
-    report, begin = bring_over(script, folder / "run.sh"), time.time()
-    done = subprocess.run(["bash", "run.sh"], cwd=folder, text=True, capture_output=True, check=False)
-    return report, done.returncode == 0, time.time() - begin, (done.stdout + done.stderr)[-2000:]
+def run(script: Path, folder: Path) -> Ran:
+    lay_out(script, folder)
+    _, calls = read_script(script)
+    settings = overrides(script.stem, calls[0].program)
+    own = {
+        "HOME": str(folder),
+        "POSTTRAIN_CACHE": str(cache_folder()),
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+    }
+    environment = {**os.environ, **ENVIRONMENT, **own, "PYTHONPATH": f"{ROOT / 'compat'}:{ROOT}"}
+    begin = time.time()
+    command = ["bash", "run.sh", *ARGUMENTS.get(script.stem, []), *settings]
+    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, check=False)
+    return Ran(examine(calls[0], settings), done.returncode, time.time() - begin, done.stdout + done.stderr)
+
+
+def about(script: Path) -> str:
+    """The first comment of a script."""
+    lines = script.read_text(encoding="utf-8").splitlines()
+    return next(line[2:].rstrip(".") for line in lines if line.startswith("# "))
+
+
+def expected_refusal(script: Path) -> str | None:
+    found = re.search(r"^# refused: (.+)$", script.read_text(encoding="utf-8"), re.M)
+    return found[1] if found else None
+
+
+def row(script: Path, ran: Ran) -> tuple[bool, str]:
+    """(whether it went as it should, the row of the table)."""
+    refusal = expected_refusal(script)
+    good = ran.status == 0 if refusal is None else ran.status == 2 and refusal in ran.said
+    counts = [str(sum(one.kind == kind for one in ran.report.answers)) for kind in KINDS]
+    reasons = {one.says: one.setting for one in reversed(ran.report.refused)} if ran.status else {}
+    refused = "; ".join(f"`{setting}`: {says}" for says, setting in reasons.items()) or "none"
+    ended = {0: "yes", 2: "refused at once"}.get(ran.status, f"status {ran.status}")
+    return good, f"| {' | '.join([script.stem, about(script), *counts, refused, ended, f'{ran.seconds:.0f}'])} |"
 
 
 def main(names: list[str]) -> int:
-    print(
-        "| script | "
-        + " | ".join(KINDS)
-        + " | refused | ran | seconds |\n|---|"
-        + "---:|" * (len(KINDS) + 1)
-        + "---|---:|"
-    )
-    good = True
+    print(f"| script | what it is | {' | '.join(KINDS)} | refused | ran | seconds |")
+    print("|---|---|" + "---:|" * len(KINDS) + "---|---|---:|")
+    failed = []
     for script in sorted(FOLDER.glob("*.sh")):
         if names and script.stem not in names:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            report, ended, seconds, said = run(script, Path(folder))
-        counts = [sum(one.kind == kind for one in report.answers) for kind in KINDS]
-        refused = ", ".join(f"`{one.key}`" for one in report.refused) or "none"
-        cells = [script.stem, *map(str, counts), refused, "yes" if ended else "no", f"{seconds:.0f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        good = good and ended
-        if not ended:
-            print(said, file=sys.stderr)
-    return 0 if good else 1
+            ran = run(script, Path(folder))
+        good, line = row(script, ran)
+        print(line, flush=True)
+        if not good:
+            failed.append(script.stem)
+            print(ran.said[-3000:], file=sys.stderr)
+    if failed:
+        print(f"not as they should: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

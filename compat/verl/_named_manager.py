@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-BUILT_IN = ("naive", "batch", "prime", "dapo", "naive_reward_loop", "limited", "rate_limited", "remote", "gdpo")
+BUILT_IN = ("naive", "prime", "dapo", "naive_reward_loop", "limited", "rate_limited", "remote", "gdpo")
+"""Left to posttrain; `batch`, which calls one's function with lists, is ours as verl has it."""
 _NAME = ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name")
 _FILE = ("reward_manager.module.path", "reward.reward_manager.module.path")
+_KWARGS = ("reward_model.reward_kwargs.", "reward.reward_kwargs.", "reward.reward_manager.reward_kwargs.")
 _SOURCE = ("reward_manager.source", "reward.reward_manager.source")
 
 
 class NamedManager:
     """The manager that a command names."""
 
-    def __init__(self, name: str, file: str | None) -> None:
-        self.name, self.file = name, file
+    def __init__(self, name: str, file: str | None, kwargs: dict[str, Any]) -> None:
+        self.name, self.file, self.kwargs = name, file, kwargs
 
     @classmethod
     def taken_from(cls, args: list[str]) -> tuple[NamedManager | None, list[str]]:
@@ -25,8 +28,10 @@ class NamedManager:
         if name is None or name in BUILT_IN:
             return None, args
         file = next((pairs[key] for key in _FILE if key in pairs), None)
-        taken = {*_NAME, *_FILE, *_SOURCE}
-        return cls(name, file), [arg for arg in args if arg.lstrip("+").partition("=")[0] not in taken]
+        kwargs = {key: value for key, value in pairs.items() if key.startswith(_KWARGS)}
+        taken = {*_NAME, *_FILE, *_SOURCE, *kwargs}
+        rest = [arg for arg in args if arg.lstrip("+").partition("=")[0] not in taken]
+        return cls(name.strip("\"'"), file, _nested(kwargs)), rest
 
     def train(self, resolved: Any) -> Any:
         """The whole run, its responses scored by the manager."""
@@ -39,7 +44,11 @@ class NamedManager:
         external = resolved.value("actor_rollout_ref.model.external_lib")
         if external:
             import_external(external)
-        self.config, self.cls = resolved.config, self._class()
+        self.config, self.cls = copy.deepcopy(resolved.config), self._class()
+        own = resolved.config.custom_reward_function  # the manager calls it, not posttrain's reward workers
+        if own.path:
+            print(f"note: the reward manager {self.name} calls {own.name or 'compute_score'} of {own.path}.")
+            own.path = own.name = None
         return RayPPOTrainer(resolved, reward_fn=self).fit()
 
     def _class(self) -> Any:
@@ -61,4 +70,14 @@ class NamedManager:
         from verl.utils.reward_score import default_compute_score
 
         score = get_custom_reward_fn(self.config) or default_compute_score
-        return self.cls(tokenizer=tokenizer, num_examine=0, compute_score=score, reward_fn_key="data_source")
+        return self.cls(
+            tokenizer=tokenizer, num_examine=0, compute_score=score, reward_fn_key="data_source", **self.kwargs
+        )
+
+
+def _nested(settings: dict[str, str]) -> dict[str, Any]:
+    """`reward_kwargs.a.b=1` as verl hands it over: {"a": {"b": 1}}, readable by attribute too."""
+    from omegaconf import OmegaConf
+
+    dotted = [f"{key.partition('reward_kwargs.')[2]}={value}" for key, value in settings.items()]
+    return dict(OmegaConf.from_dotlist(dotted))  # pyright: ignore

@@ -53,10 +53,7 @@ def main(args: Sequence[str]) -> int:
 
 def read_script(path: Path) -> tuple[Script, list[Call]]:
     """The script and its commands of verl; raises UserError where there is none."""
-    try:
-        script = Script(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    script = Script(_text(path))
     calls = find_calls(script)
     if not calls:
         raise UserError(
@@ -64,6 +61,19 @@ def read_script(path: Path) -> tuple[Script, list[Call]]:
             "looked for. Give the file in which it stands."
         )
     return script, calls
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}. Give the run script that starts verl.") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder. Give the run script in it that starts verl.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text. Give the run script that starts verl.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
 def remarks(call: Call, script: Script) -> list[str]:

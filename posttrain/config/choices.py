@@ -48,7 +48,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.kl_penalty": _KL_TYPES,
     "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
-    "data.truncation": ("error", "left", "right"),
+    "data.truncation": ("error", "left", "right", "middle"),
     "actor_rollout_ref.model.quantization": ("nf4",),
     "actor_rollout_ref.model.dtype": _DTYPES,
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),

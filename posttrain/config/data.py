@@ -34,7 +34,7 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = True
     """Drop prompts that are too long, and say how many; false handles them by `truncation`."""
     truncation: str = "error"
-    """What happens to a prompt that is too long and not dropped: `error`, `left` or `right` (the side that is cut)."""
+    """What happens to a prompt that is too long and not dropped: `error`, or cut `left`, `right` or in the `middle`."""
     train_max_samples: int = -1
     """Use at most this many training rows; -1 takes all."""
     val_max_samples: int = -1

@@ -19,6 +19,7 @@ from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import assign, build, leaves, using
 from posttrain.config.tree import Tree
+from posttrain.config.verl.mains import as_ours
 from posttrain.config.verl.settle import settle
 from posttrain.errors import working_folder
 
@@ -79,6 +80,7 @@ def _load(
     line, overrides = parse_options([] if is_mapping else args)
     if environment and not is_mapping:
         line.problems += lost_half(args)
+    labelled = [*as_ours(line, folder), *labelled]
     try:
         folders, name = find_folders(line, folder, tree.main)
     except ConfigError as error:
@@ -99,7 +101,7 @@ def _load(
     merged = merge.Merged(problems=list(line.problems))
     merge.merge_files(merged, composed)
     rank = len(composed.layers)
-    for key, text, source in line.values:
+    for key, text, source in _last_words(line.values):
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
         at = 10**6 if source == "command line" else rank
         merge.add(merged, key, text, source, at, explicit=not source.startswith(_NOT_THE_USERS))
@@ -117,6 +119,13 @@ def _load(
     tree.check_names(merged, folder, known_names)
     resolved = _finish(merged, line, composed.main_file)
     return _judge(resolved, merged, provided, environment, folder, tree, whole=not line.misses_files)
+
+
+def _last_words(values: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Of a key that stands more than once on the command line the last value counts, as in Hydra: settings behind a
+    script replace its own, also where the script uses two spellings of one setting."""
+    last = {key: place for place, (key, text, source) in enumerate(values) if source == "command line" and text}
+    return [one for place, one in enumerate(values) if last.get(one[0], place) == place or one[2] != "command line"]
 
 
 def _compose(line: CommandLine, folders: list[Path], name: str, cwd: Path, tree: Tree) -> Composed:

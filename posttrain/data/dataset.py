@@ -13,7 +13,7 @@ from posttrain.data.fields import Messages, PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable, read_table
 
 SPLITS = ("train", "val")
-TRUNCATIONS = ("error", "left", "right")
+TRUNCATIONS = ("error", "left", "right", "middle")
 TOKENIZED_AT_ONCE = 1000
 PROGRESS_FROM_ROWS = 5_000
 
@@ -120,13 +120,16 @@ class PromptDataset:
             first = table.where(overlong[0])
             raise DataError(
                 f"{count}, the first is {first}; the longest has {longest}. Raise data.max_prompt_length, "
-                "or set data.filter_overlong_prompts=true or data.truncation=left or right."
+                "or set data.filter_overlong_prompts=true or data.truncation=left, right or middle."
             )
         for row in overlong:
             ids = items[row]["prompt_ids"]
+            if self.config.truncation == "middle":
+                ids = ids[: limit // 2] + ids[-(limit - limit // 2) :]
             items[row]["prompt_ids"] = ids[-limit:] if self.config.truncation == "left" else ids[:limit]
             items[row]["prompt"] = self._chat.decode(items[row]["prompt_ids"])
-        self.notes.append(f"{count} and were cut on the {self.config.truncation}; the longest has {longest}.")
+        side = "in the middle" if self.config.truncation == "middle" else f"on the {self.config.truncation}"
+        self.notes.append(f"{count} and were cut {side}; the longest has {longest}.")
         return items, list(range(len(items)))
 
     def _note_fields(self, fields: list[PromptFields]) -> None:

@@ -4,6 +4,7 @@ set -xeuo pipefail
 
 nproc_per_node=${1:-8}
 save_path=${2:-$HOME/checkpoints/sft}
+shift 2
 
 torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \
     -m verl.trainer.fsdp_sft_trainer \

@@ -42,12 +42,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     return {"score": known + len(solution_str) % 2, "known": known}
 """
 ALGORITHM = """
-from verl.trainer.ppo.core_algos import register_adv_est
+from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
 
 @register_adv_est("as_it_is")
 def compute(token_level_rewards, response_mask, index, config=None, **kwargs):
-    scores = token_level_rewards.sum(-1, keepdim=True) * response_mask
+    scores = token_level_rewards.sum(-1, keepdim=True) * response_mask * config.get("my_scale", 1.0)
     return scores, scores
+
+@register_policy_loss("mine")
+def lose(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, **kwargs):
+    loss = agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info)
+    return loss, {"actor/my_beta": config.policy_loss.my_beta + config.get("my_gamma"), "actor/adv": advantages.max()}
 """
 
 
@@ -59,13 +64,25 @@ def test_main_ppo_trains_with_a_reward_file_and_an_estimator_written_for_verl(
     monkeypatch.chdir(tmp_path)
     files = [f"actor_rollout_ref.model.path={tiny_model}", f"data.train_files={sums['train']}"]
     own = ["custom_reward_function.path=my_reward.py", "algorithm.adv_estimator=as_it_is"]
+    own += ["actor_rollout_ref.actor.policy_loss.loss_mode=mine", "+algorithm.my_scale=0", "+data.seed=3"]
+    own += ["+actor_rollout_ref.actor.policy_loss.my_beta=2.5", "+actor_rollout_ref.actor.my_gamma=1"]
     out = f"trainer.default_local_dir={tmp_path}"
     status = command(monkeypatch, "verl.trainer.main_ppo", *RUN[1:], *files, *own, out)
     assert status == 0, capfd.readouterr()
     [metrics] = tmp_path.rglob("metrics.jsonl")
     [line] = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert line["reward/known/mean"] == 0 and line["actor/grad_norm"] > 0
+    assert line["reward/known/mean"] == 0 and line["reward_mean"] > 0
+    assert line["actor/my_beta"] == 3.5 and line["actor/adv"] == 0  # added settings reach both functions
     assert "Loaded my_estimator.py" in capfd.readouterr().out
+
+
+def test_an_added_setting_that_nobody_reads_is_unknown(monkeypatch, capfd):
+    assert command(monkeypatch, "verl.trainer.main_ppo", *RUN, "+algorithm.my_scale=0") == 2
+    assert "Unknown key `algorithm.my_scale`" in capfd.readouterr().err
+    keys = ["algorithm.adv_estimator=mine", "+data.my_key=1", "+algorithm.use_pf_ppo=True"]
+    assert command(monkeypatch, "verl.trainer.main_ppo", *RUN[1:], *keys) == 2
+    said = capfd.readouterr().err
+    assert "Unknown key `data.my_key`" in said and "PF-PPO" in said
 
 
 MANAGER = """
@@ -84,6 +101,14 @@ class Evens(AbstractRewardManager):
 """
 
 
+ALL_AT_ONCE = """
+def score_all(data_sources, solution_strs, ground_truths, extra_infos, bonus=None):
+    count = len(solution_strs)
+    assert len(data_sources) == len(ground_truths) == len(extra_infos) == count
+    return [{"score": count + bonus.each, "of": count}] * count
+"""
+
+
 def test_main_ppo_scores_by_a_reward_manager_that_a_file_registers(monkeypatch, tmp_path, tiny_model, sums, capfd):
     from verl.workers.reward_manager import registry
 
@@ -97,6 +122,13 @@ def test_main_ppo_scores_by_a_reward_manager_that_a_file_registers(monkeypatch, 
     [metrics] = tmp_path.rglob("metrics.jsonl")
     line = json.loads(metrics.read_text())
     assert line["reward/even/mean"] == line["reward_mean"]
+    (tmp_path / "scores.py").write_text(ALL_AT_ONCE)
+    batch = ["reward_model.reward_manager=batch", "custom_reward_function.path=scores.py", "trainer.experiment_name=b"]
+    batch += ["custom_reward_function.name=score_all", "+reward_model.reward_kwargs.bonus.each=0.5"]
+    assert command(monkeypatch, "verl.trainer.main_ppo", *RUN, *files, *batch) == 0, capfd.readouterr()
+    [metrics] = (tmp_path / "p" / "b").rglob("metrics.jsonl")
+    line = json.loads(metrics.read_text())
+    assert line["reward/of/mean"] == 4 and line["reward_mean"] == 4.5
     assert command(monkeypatch, "verl.trainer.main_ppo", *RUN, *files, "reward_model.reward_manager=odds") == 2
     assert "Unknown reward manager: odds" in capfd.readouterr().err
 

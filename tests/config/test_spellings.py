@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.config import load_config
+from posttrain.config import ConfigError, load_config
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 BLOCK = """
@@ -367,3 +367,12 @@ def test_S0_12_to_S0_15_S0_49_S0_50_the_22_keys_of_the_full_example_resolve(load
 def test_D_21_two_reward_functions_are_an_error(problems):
     text = problems("trainer.reward_fn.path=a.f", "custom_reward_function.path=b.py")
     assert "`trainer.reward_fn.path`" in text and "'a.f' and 'b.py'" in text
+
+
+def test_the_last_value_of_a_key_counts_also_where_a_script_uses_two_spellings():
+    """A script's own keys, and behind them those that replace them."""
+    script = ["data.max_response_length=512", "actor_rollout_ref.rollout.response_length=512"]
+    behind = ["data.max_response_length=8", "actor_rollout_ref.rollout.response_length=8"]
+    assert load_config([*script, *behind]).value("data.max_response_length") == 8
+    with pytest.raises(ConfigError, match="two spellings"):
+        load_config([*script, behind[0]])

@@ -167,6 +167,10 @@ def test_a_renamed_key_sets_the_setting_that_it_stands_for(program):
 
 MICRO = "ppo_micro_batch_size_per_gpu"
 CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
+    "one_checkpoint": [
+        (["trainer.remove_previous_ckpt_in_save=True"], {"trainer.max_ckpt_to_keep": 1}),
+        (["trainer.remove_previous_ckpt_in_save=False"], {"trainer.max_ckpt_to_keep": None}),
+    ],
     "dynamic": [
         ([f"{ACTOR}.{MICRO}=4", f"{ACTOR}.use_dynamic_bsz=True"], {f"{ACTOR}.{MICRO}": None}),
         ([f"{ACTOR}.{MICRO}=4", f"{ACTOR}.use_dynamic_bsz=False"], {f"{ACTOR}.{MICRO}": 4}),
@@ -240,7 +244,7 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
     ],
     "manager": [
         (["reward_model.reward_manager=dapo"], {"reward_model.enable": False}),
-        (["reward.reward_manager.name=prime"], "custom_reward_function.path=FILE"),
+        (["reward.reward_manager.name=batch"], "custom_reward_function.path=FILE"),
     ],
     "longest": [
         (
@@ -321,6 +325,9 @@ def test_keys_of_one_reason_are_told_in_one_sentence(load, problems):
             False,
         ),
         (["trainer.save_freq=0"], "trainer.save_freq", -1),
+        (["algorithm.adv_estimator=grpo_vectorized"], "algorithm.adv_estimator", "grpo"),
+        (["algorithm.adv_estimator=rloo_vectorized"], "algorithm.adv_estimator", "rloo"),
+        (["reward_model.reward_manager=prime", "reward.num_workers=3"], "reward.num_workers", 3),
         (["algorithm.adv_estimator=gae", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", 1),
         (["algorithm.adv_estimator=remax", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", 1),
         (["algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", 1),
@@ -344,3 +351,14 @@ def test_other_engines_name_the_override_that_makes_the_script_run(problems):
     assert f"set {ROLLOUT}.name=native" in text and "enforce_eager" not in text
     assert f"set {ROLLOUT}.name=native" in problems(f"{ROLLOUT}.name=trtllm")
     assert "strategy=fsdp2" in problems(f"{ACTOR}.strategy=veomni")
+
+
+def test_verls_main_file_for_megatron_is_ours_with_its_engine_which_can_be_replaced(load, problems, tmp_path):
+    named = ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", f"{ACTOR}.megatron.param_offload=True"]
+    text = problems(*named)
+    assert "verl's ppo_megatron_trainer" in text and f"{ACTOR}.strategy=fsdp2" in text
+    resolved = load(*named, f"{ACTOR}.strategy=fsdp2")
+    assert resolved.value(f"{ACTOR}.strategy") == "fsdp2"
+    (tmp_path / "ppo_megatron_trainer.yaml").write_text("data:\n  train_batch_size: 3\n")  # a user's own file
+    own = load("--config-name=ppo_megatron_trainer", f"--config-path={tmp_path}")
+    assert own.value("data.train_batch_size") == 3

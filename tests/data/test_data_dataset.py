@@ -232,16 +232,22 @@ def test_S0_42_overlong_prompts_are_dropped_and_counted(tokenizer):
     ]
 
 
-@pytest.mark.parametrize(("side", "start", "end"), [("left", "xxx", "<|assistant|>"), ("right", "<|user|>xxx", "xxx")])
+@pytest.mark.parametrize(
+    ("side", "start", "end"),
+    [
+        ("on the left", "xxx", "<|assistant|>"),
+        ("on the right", "<|user|>xxx", "xxx"),
+        ("in the middle", "<|user|>xxx", "<|assistant|>"),
+    ],
+)
 def test_S0_42_overlong_prompts_are_cut_on_the_configured_side(tokenizer, side, start, end):
-    config = DataConfig(max_prompt_length=10, filter_overlong_prompts=False, truncation=side)
+    config = DataConfig(max_prompt_length=10, filter_overlong_prompts=False, truncation=side.split()[-1])
     data = PromptDataset(LENGTHS, tokenizer, config)
     assert [len(item["prompt_ids"]) for item in data] == [6, 10, 10, 10]
     assert data[3]["prompt"].startswith(start) and data[3]["prompt"].endswith(end)
     assert tokenizer.decode(data[3]["prompt_ids"]) == data[3]["prompt"]
     assert any(
-        f"2 of 4 train prompts exceed data.max_prompt_length=10 tokens and were cut on the {side}" in n
-        for n in data.notes
+        f"2 of 4 train prompts exceed data.max_prompt_length=10 tokens and were cut {side}" in n for n in data.notes
     )
 
 
@@ -253,8 +259,8 @@ def test_S0_42_overlong_prompts_are_refused_with_count_and_first_row(tokenizer):
         PromptDataset(LENGTHS, tokenizer, config)
     with pytest.raises(DataError, match="so none is left"):
         PromptDataset(LENGTHS, tokenizer, DataConfig(max_prompt_length=2))
-    with pytest.raises(DataError, match=r"data\.truncation is 'middle'"):
-        PromptDataset(LENGTHS, tokenizer, DataConfig(truncation="middle"))
+    with pytest.raises(DataError, match=r"data\.truncation is 'both'"):
+        PromptDataset(LENGTHS, tokenizer, DataConfig(truncation="both"))
 
 
 def test_max_samples_belongs_to_the_split(tokenizer):

@@ -100,10 +100,11 @@ def _trained_estimator(function: Any) -> Any:
 
     @functools.wraps(function)
     def estimate(**offered: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        from verl._added import added_to
         from verl.trainer.config import AlgoConfig
 
         if offered.get("config") is not None:
-            offered["config"] = AlgoConfig.of(offered["config"])
+            offered["config"] = AlgoConfig.of(offered["config"], **added_to("algorithm."))
         if names & {"batch", "non_tensor_batch", "data"}:
             offered |= _whole_batch(offered["data"])
         taken = offered if _takes_all(function) else {name: offered[name] for name in names & offered.keys()}
@@ -128,9 +129,9 @@ def _trained_loss(function: Any) -> Any:
 
     @functools.wraps(function)
     def lose(*, config: Any, counts: dict[str, Any], response_mask: torch.Tensor, **offered: Any) -> Any:
-        from verl.workers.config import ActorConfig
+        from verl.workers.config import actor_view
 
-        view = ActorConfig.of(config, _counts=batch_info(counts))
+        view = actor_view(config, batch_info(counts))
         given = {"config": view, "response_mask": response_mask, **offered}
         names = inspect.signature(function).parameters
         taken = given if _takes_all(function) else {name: value for name, value in given.items() if name in names}

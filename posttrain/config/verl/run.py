@@ -30,6 +30,11 @@ RUN: tuple[Rule, ...] = (
         "trainer.{log_val_generations,rollout_data_dir,validation_data_dir,rl_logging_board_dir,tensorboard_dir}",
         "the run directory holds every response (samples/) and what loggers write",
     ),
+    translated(
+        "trainer.remove_previous_ckpt_in_save",
+        "one_checkpoint",
+        "true: `trainer.max_ckpt_to_keep=1`; false keeps all, as here",
+    ),
     not_supported("trainer.log_freq", "every step is logged", "set it to 1", off=("1",)),
     not_supported("trainer.default_hdfs_dir", "checkpoints are written to a folder", "set trainer.default_local_dir"),
     not_supported(

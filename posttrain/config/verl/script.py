@@ -14,6 +14,11 @@ from posttrain.config.verl.settle import settle
 
 UNKNOWN = "unknown"
 _ENGINE = "actor_rollout_ref.rollout.name"
+_READ_BY_ALGORITHMS = ("algorithm.", "actor_rollout_ref.actor.")
+_ADDED = (
+    "a key added for an algorithm of your own; `python3 -m verl.trainer.main_ppo` of the package posttrain-verl hands "
+    "it to estimators and losses registered for verl"
+)
 
 
 class Answered(NamedTuple):
@@ -49,6 +54,8 @@ def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, st
     found = canonical(key)
     if found.not_built:
         return Answered(setting, key, NOT_SUPPORTED, found.not_built)
+    if found.key is None and setting.startswith("+") and key.startswith(_READ_BY_ALGORITHMS):
+        return Answered(setting, key, NOT_SUPPORTED, _ADDED)
     if found.key is None:
         return Answered(setting, key, UNKNOWN, nearest(key))
     if found.key == _ENGINE and value not in ("native", "hf"):

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
+from posttrain.config.merged_entries import put
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaves
-from posttrain.config.settling import put
 from posttrain.config.verl.conditions import ON
 from posttrain.config.verl.rule import NOTHING, plain
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
 _ENGINES = ("dp", "fsdp", "fsdp2", "legacy")
-_MANAGERS = ("naive", "dapo", "gdpo")
+_MANAGERS = ("naive", "dapo", "gdpo", "prime")
 
 
 def _number(merged: Merged, key: str, default: float) -> float:
@@ -112,6 +112,11 @@ def _contents(merged: Merged, key: str, entry: Entry) -> None:
         put(merged, "trainer.export_hf", "all", entry)
 
 
+def _one_checkpoint(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) in ON:
+        put(merged, "trainer.max_ckpt_to_keep", 1, entry)
+
+
 def _critic(merged: Merged, key: str, entry: Entry) -> None:
     name = merged.value("algorithm.adv_estimator")
     if _empty(entry) or (plain(entry.value) in ON) == (name in CRITIC_ESTIMATORS):
@@ -160,8 +165,12 @@ def _manager(merged: Merged, key: str, entry: Entry) -> None:
             "parts that a function gives)."
         )
         return
-    do = "write a reward function (custom_reward_function.path=FILE); one that scores all responses of a prompt at "
-    _refuse(merged, entry, "there is one manager of rewards", do + "once takes (completions, ground_truths)")
+    do = (
+        "write a reward function (custom_reward_function.path=FILE); one that scores all responses of a prompt at once "
+        "takes (completions, ground_truths). `python3 -m verl.trainer.main_ppo` of the package posttrain-verl calls "
+        "`batch` and managers of your own as verl does"
+    )
+    _refuse(merged, entry, "there is one manager of rewards", do)
 
 
 def _longest(merged: Merged, key: str, entry: Entry) -> None:
@@ -195,6 +204,7 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "dtype": _dtype,
     "stored_dtype": _stored_dtype,
     "contents": _contents,
+    "one_checkpoint": _one_checkpoint,
     "critic": _critic,
     "bypass": _bypass,
     "lower": _lower,

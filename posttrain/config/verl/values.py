@@ -12,6 +12,8 @@ WORDS: dict[tuple[str, str], object] = {
     (_RULES, "token"): "token_k1",
     (_RULES, "sequence"): "seq_sum_k1",
     (_RULES, "geometric"): "seq_mean_k1",
+    ("algorithm.adv_estimator", "grpo_vectorized"): "grpo",
+    ("algorithm.adv_estimator", "rloo_vectorized"): "rloo",
     ("trainer.save_freq", "0"): -1,
     ("trainer.test_freq", "0"): -1,
     ("trainer.total_training_steps", "-1"): None,

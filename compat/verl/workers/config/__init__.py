@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from posttrain.config import actor, critic, rollout
+from verl._added import added_to
 from verl._config import BaseConfig
 from verl._missing import not_given
 
-__all__ = ["ActorConfig", "CriticConfig", "RolloutConfig"]
+__all__ = ["ActorConfig", "CriticConfig", "PolicyLossConfig", "RolloutConfig"]
 __getattr__ = not_given(__name__)
 
 
@@ -24,6 +26,19 @@ class ActorConfig(BaseConfig):
     def global_batch_info(self) -> dict[str, Any]:
         self.__dict__["_counts_read"] = True
         return dict(self._counts or {})
+
+
+class PolicyLossConfig(BaseConfig):
+    """The section `actor_rollout_ref.actor.policy_loss`."""
+
+    _section = actor.PolicyLossConfig
+
+
+def actor_view(section: Any, counts: dict[str, Any]) -> ActorConfig:
+    """The actor's settings as a policy loss sees them: with those that the command added."""
+    actors, losses = (added_to(f"actor_rollout_ref.actor.{part}") for part in ("", "policy_loss."))
+    own = PolicyLossConfig.of(section["policy_loss"] if isinstance(section, Mapping) else section.policy_loss, **losses)
+    return ActorConfig.of(section, **actors, policy_loss=own, _counts=counts)
 
 
 class CriticConfig(BaseConfig):
