@@ -8,7 +8,7 @@
 | classification        | it names the right label                                                      |
 | code, code_generation | its program passes the row's tests, run in a sandbox (docs/sandbox.md)          |
 
-`posttrain reward try --data FILE --reward_func reward_func.py` shows what it makes of your data.
+`posttrain reward try reward_func.py FILE` shows what it makes of your data.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from posttrain.errors import UserError, working_folder
 from posttrain.interrupts import interrupted, one_interrupt
@@ -49,9 +50,9 @@ def plan(args: Arguments) -> int:
 
 
 def doctor(args: Arguments) -> int:
-    from posttrain.doctor import checkup
+    from posttrain.doctor import command
 
-    return checkup.main(args)
+    return command.main(args)
 
 
 PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it
@@ -74,13 +75,19 @@ def explain(args: Arguments) -> int:
 
 def reward(args: Arguments) -> int:
     if args and args[0] == "try":
-        from posttrain.rewards import tryout
+        from posttrain.rewards import try_command
 
-        return tryout.main(args[1:]) or 0
+        return try_command.main(args[1:], sample=_sample) or 0
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
     parser.parse_args(args)
     return 0
+
+
+def _sample(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from posttrain.trainer.generation.sampled import sample_rows
+
+    return sample_rows(options, rows)
 
 
 def export(args: Arguments) -> int:
@@ -180,7 +187,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
     "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
     "replay": (replay, "make the update of a past step again, to the bit: `replay RUN STEP`"),
-    "reward": (reward, "`reward try`: score a data file before a run"),
+    "reward": (reward, "`reward try FN DATA`: score a data file before a run; `--model M` samples responses"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
     "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),

@@ -251,7 +251,8 @@ Trains a language model with GRPO. Without --model it trains the small embedded 
 NOTES = """\
 key=value wins over a flag, a flag over its environment variable, that over the defaults. The default reward is the
 reward_func.py beside train.sh. Every other setting is given as key=value; `--config-path DIR --config-name FILE` reads
-a YAML file; `--cfg job` shows the settings without training; `posttrain config` explains them.
+a YAML file; `--cfg job` shows the settings without training; `posttrain config` explains them. `--quiet` shows errors
+and the last result only, `--json` one JSON object per step and nothing else.
 
   ./train.sh
   ./train.sh --model Qwen/Qwen2.5-0.5B-Instruct --train_files train.json --rollout_n 8 --epochs 20
@@ -264,6 +265,9 @@ def _shown(value: object) -> str:
 
 def main(args: Sequence[str]) -> int:
     """Train as `train.sh` does; returns the exit status."""
+    from posttrain.tracking.own_console import take_voice
+
+    args, voice = take_voice(args)
     request = parse(args)
     if request.help:
         print(help_text(os.environ))
@@ -273,10 +277,10 @@ def main(args: Sequence[str]) -> int:
         print(resolved.to_yaml(), end="")
         return 0
     from posttrain.tracking.console import keep_going
-    from posttrain.trainer.main_ppo import exit_status, run_ppo
+    from posttrain.trainer.main_ppo import exit_status, run_command
 
     keep_going()
-    return exit_status(run_ppo(resolved))
+    return exit_status(run_command(resolved, voice))
 
 
 def show_config(args: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ FAMILIES: dict[str, str] = {
     "step": "The step that the line of metrics.jsonl belongs to; 0 is the validation before training.",
     "critic/score/{mean,max,min}": (
         "Rewards of the step's responses, as the reward gave them. All equal: nothing can be learnt from them; all "
-        "0: see `posttrain reward try --data FILE`."
+        "0: see `posttrain reward try FN DATA`."
     ),
     "critic/rewards/mean": "Mean reward after KL in the reward (algorithm.use_kl_in_reward); without it, reward_mean.",
     "critic/advantages/{mean,max,min}": (

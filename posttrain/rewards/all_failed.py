@@ -47,5 +47,5 @@ def all_failed(errors: Sequence[str], what: str = "reward", where: str = "", *, 
     return AllFailed(
         f"The {what} failed on all {len(errors)} responses{last}, so that nothing can be learnt:\n    {reason}{others}",
         where,
-        "correct it; `posttrain reward try --data FILE` shows what a reward makes of data, without a model",
+        "correct it; `posttrain reward try FN DATA` shows what a reward makes of data, without a model",
     )

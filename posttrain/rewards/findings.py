@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.rewards.scorers import known_sources
 from posttrain.rewards.types import RewardSpec
 
+WHOSE = ("truth", "another's truth", "responses")
 EXAMPLES = 3
 """Examples shown of each finding."""
+LEAST_SIGNAL = 0.3
 FAILURES = 10
 """Reasons shown why programs failed."""
 
@@ -29,7 +32,14 @@ class Findings:
     responses: list[float] = field(default_factory=list)
     unanswered: list[tuple[int, str]] = field(default_factory=list)
     """Responses from which no answer was extracted: row, response."""
-    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    parts: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    """Part -> whose (truth, another's truth, responses) -> values."""
+    groups: dict[Any, list[tuple[float, bool]]] = field(default_factory=lambda: defaultdict(list))
+    """Of responses that were sampled together: score, and whether the reward takes it for right."""
+    model: str = ""
+    """What the responses were sampled from, in words."""
+    agrees: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    """(the reward takes the response for right, its answer is the truth) -> how many."""
     errors: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     """Why programs failed their tests, where a scorer says so; no problem by itself."""
@@ -44,12 +54,29 @@ class Findings:
     @property
     def ok(self) -> bool:
         """Whether nothing was found that would spoil a run."""
-        return not (self.unmatched or self.unscored or self.errors or self.unanswered or self.flaky or self.blind)
+        found = self.unmatched or self.unscored or self.errors or self.flaky
+        return not (found or self.blind or self.silent or self.mute)
+
+    @property
+    def mute(self) -> bool:
+        """Whether answers are missing; of what a model sampled one in ten may be."""
+        return len(self.unanswered) > (0.1 * len(self.responses) if self.groups else 0)
 
     @property
     def blind(self) -> bool:
         """Whether right and wrong answers score alike (or the wrong ones higher) in most rows."""
         return sum(gap > 0 for gap in self.told_apart) < len(self.told_apart) / 2
+
+    @property
+    def signal(self) -> float | None:
+        """The share of groups whose scores differ: the others would teach nothing."""
+        several = [group for group in self.groups.values() if len(group) > 1]
+        return sum(len({score for score, _ in group}) > 1 for group in several) / len(several) if several else None
+
+    @property
+    def silent(self) -> bool:
+        """Whether most groups would teach nothing (the diagnosis of a run draws the line at the same place)."""
+        return self.signal is not None and self.signal < LEAST_SIGNAL
 
 
 def report(found: Findings, spec: RewardSpec) -> str:
@@ -75,8 +102,7 @@ def report(found: Findings, spec: RewardSpec) -> str:
         lines += [f"    {form:<34} {_mean(scores):>8.3f}" for form, scores in found.by_form.items()]
         lines += _agreement(found)
     lines += ["", *_response_lines(found)]
-    if found.parts:
-        lines += ["mean by part:", *(f"    {name:<34} {_mean(values):>8.3f}" for name, values in found.parts.items())]
+    lines += _part_lines(found)
     if found.failures:
         lines += ["programs failed because of:"]
         lines += [f"    {count:>4} x {failure}" for failure, count in found.failures.most_common(FAILURES)]
@@ -125,14 +151,62 @@ def distribution(scores: Sequence[float]) -> str:
     return f"mean {_mean(scores):.3f}, min {min(scores):g}, max {max(scores):g}; {shown}"
 
 
+def _part_lines(found: Findings) -> list[str]:
+    """A table of means, a column for each kind of response; beside it how the responses' values are spread."""
+    if not found.parts:
+        return []
+    whose = [one for one in WHOSE if any(values[one] for values in found.parts.values())]
+    width = max(12, *map(len, whose))
+    lines = ["mean by part:" + " " * 25 + "".join(f" {one:>{width}}" for one in whose)]
+    for name, values in found.parts.items():
+        means = "".join(f" {_mean(values[one]) if values[one] else float('nan'):>{width}.3f}" for one in whose)
+        lines.append(f"    {name:<34}{means}".replace("nan", "  -"))
+    for name, values in found.parts.items():
+        if values["responses"]:
+            lines.append(f"    {name} of responses: {distribution(values['responses'])}")
+    return lines
+
+
+def _group_lines(found: Findings) -> list[str]:
+    """What a run would have to learn from, were its rollouts these."""
+    if found.signal is None:
+        return []
+    groups = [group for group in found.groups.values() if len(group) > 1]
+    right = sum(all(is_right for _, is_right in group) for group in groups)
+    wrong = sum(not any(is_right for _, is_right in group) for group in groups)
+    mark, with_signal = "! " if found.silent else "", round(found.signal * len(groups))
+    lines = [
+        f"{mark}groups that would carry signal: {with_signal} of {len(groups)} ({found.signal:.0%}); all right "
+        f"{right}, all wrong {wrong}"
+    ]
+    if found.silent:
+        cause = "harder prompts" if right > wrong else "easier prompts, a model that was fine-tuned on the task first"
+        lines.append(f"    the others have equal scores and teach nothing: take {cause}, a finer reward or a larger -k")
+    return lines
+
+
+def _agreement_of_responses(found: Findings) -> list[str]:
+    """Where the reward and the truth part ways; what a reward counts besides may be meant."""
+    if not found.agrees:
+        return []
+    total, same = sum(found.agrees.values()), found.agrees[True, True] + found.agrees[False, False]
+    text = f"the reward agrees with the ground truth on {same} of {total} answers that can be read ({same / total:.0%})"
+    generous, strict = found.agrees[True, False], found.agrees[False, True]
+    return [
+        text
+        + (f"; it takes {generous} others for right, and {strict} that are the truth for wrong" if same < total else "")
+    ]
+
+
 def _response_lines(found: Findings) -> list[str]:
     if not found.responses:
-        return ["responses: none given (--responses FILE scores those of a run or of a model)"]
-    lines = [f"responses: {len(found.responses)}, " + distribution(found.responses)]
+        return ["responses: none given (--model M samples some, --responses FILE takes those of a run)"]
+    whose = f" of {found.model}" if found.model else ""
+    lines = [f"responses: {len(found.responses)}{whose}, " + distribution(found.responses)]
+    lines += _group_lines(found) + _agreement_of_responses(found)
     if found.unanswered:
-        lines.append(
-            f"! {len(found.unanswered)} of {len(found.responses)} responses gave no extracted answer, for example:"
-        )
+        mark, count = "! " if found.mute else "", len(found.unanswered)
+        lines.append(f"{mark}{count} of {len(found.responses)} responses gave no extracted answer, for example:")
         lines += [f"    row {row}: {_short(response)}" for row, response in found.unanswered[:EXAMPLES]]
     return lines
 

@@ -6,19 +6,16 @@ next to the truth of another row and to an empty response; responses, where ther
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from posttrain.config.reward import CustomRewardConfig, RewardConfig
-from posttrain.errors import UserError
-from posttrain.rewards.files import read_rows
+from posttrain.rewards.answers import extract_final_answer
 from posttrain.rewards.findings import Findings, report
 from posttrain.rewards.functions import asks_sources
-from posttrain.rewards.loading import resolve_reward
+from posttrain.rewards.numbers import parse_number
 from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.programs import code_settings, is_code
+from posttrain.rewards.programs import is_code
 from posttrain.rewards.read_answer import read_answer
 from posttrain.rewards.scorers import NO_SCORER, find_scorer
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
@@ -49,15 +46,15 @@ def examine(
     default_source: str | None = None,
     num_workers: int | None = None,
     timeout_s: float = 10.0,
-    again: bool = True,
+    times: int = 2,
     patience_s: float | None = None,
 ) -> Findings:
     """Score truths, wrong answers and responses (those given, else the rows' own column `response`).
 
-    `again`: score everything twice, and name what did not get the same score. `patience_s`: try only as many rows as
-    that lasts for, by the time of a first call.
+    `times`: how often everything is scored; what did not get the same score each time is named. `patience_s`: try only
+    as many rows as that lasts for, by the time of a first call. Responses with the same `group` are scored together.
     """
-    rows = [_as_trained(row) for row in rows]
+    rows = [as_trained(row) for row in rows]
     found = Findings(rows=len(rows))
     with RewardPool(
         spec, num_workers=num_workers, timeout_s=timeout_s, failure_score=0.0, on_print=found.prints.append
@@ -73,11 +70,16 @@ def examine(
         if responses is None:
             responses = [row for row in rows if row.get("response") is not None]
         scored = [(i, row) for i, row in enumerate(responses) if _matched(row, spec, default_source, None)]
-        asked |= {(i, "response"): _item(row, str(row["response"]), default_source) for i, row in scored}
+        sizes = Counter(row[GROUP] for _, row in scored if GROUP in row)
+        for i, row in scored:
+            item = _item(row, str(row["response"]), default_source)
+            if GROUP in row:
+                item.group, item.group_size = row[GROUP], sizes[row[GROUP]]
+            asked[i, "response"] = item
         pool.submit_many(list(asked.items()))
         results = pool.wait_all()
         found.seconds = [result.seconds for result in results.values() if result.seconds is not None]
-        if again and not _hopeless(results):
+        for _ in range(0 if _hopeless(results) else times - 1):
             pool.submit_many(list(reversed(asked.items())))  # another order: nothing may follow from what came before
             _note_flaky(found, results, pool.wait_all())
     for i, row in usable:
@@ -109,10 +111,15 @@ def _hopeless(results: dict[Any, RewardResult]) -> bool:
 
 
 def _note_flaky(found: Findings, first: dict[Any, RewardResult], second: dict[Any, RewardResult]) -> None:
+    known = {(row, form) for row, form, *_ in found.flaky}
     for (row, form), result in first.items():
         other = second[row, form]
-        if (result.score, bool(result.error)) != (other.score, bool(other.error)):
+        if (row, form) not in known and (result.score, bool(result.error)) != (other.score, bool(other.error)):
             found.flaky.append((row, form, result.score, other.score))
+
+
+GROUP = "group"
+"""Key of a response that was sampled with others: which prompt they answer."""
 
 
 def truth_of(row: dict[str, Any]) -> Any:
@@ -125,64 +132,13 @@ def truth_of(row: dict[str, Any]) -> Any:
     return row.get("answer")
 
 
-def _as_trained(row: dict[str, Any]) -> dict[str, Any]:
+def as_trained(row: dict[str, Any]) -> dict[str, Any]:
     """A row of data as training reads it: the column `response` is the truth of a row that has no other."""
     nested = row.get("reward_model")
     given = row.get("ground_truth") is not None or (isinstance(nested, dict) and nested.get("ground_truth") is not None)
     if given or row.get("response") is None:
         return row
     return {**row, "ground_truth": row["response"], "response": None}
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """`posttrain reward try --data FILE [--reward_func FILE] [--responses FILE]`; 0 if nothing suspicious was found."""
-    parser = argparse.ArgumentParser(
-        prog="posttrain reward try", description="Score a data file's truths and responses."
-    )
-    parser.add_argument("--data", required=True, help="parquet, json or jsonl with data_source and ground_truth")
-    parser.add_argument("--reward_func", help="your function's file or dotted path; default: built-in, by data_source")
-    parser.add_argument("--name", help="function in that file")
-    parser.add_argument("--responses", help="file with `response` columns, e.g. samples/step_10.parquet of a run")
-    parser.add_argument("--data_source", help="data source of rows that name none")
-    parser.add_argument("--limit", type=int, default=1000, help="rows to read (default 1000)")
-    parser.add_argument("--timeout_s", type=float, help="seconds for one score (default 10)")
-    parser.add_argument("--sandbox_mode", choices=("kernel", "unsafe"), help="for rows of code (default kernel)")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="reward.* and custom_reward_function.*")
-    options = parser.parse_args(list(args) if args is not None else None)
-    try:
-        config, limits = _settings(options)
-        where = f"--reward_func {options.reward_func}" if options.reward_func else "custom_reward_function"
-        spec = resolve_reward(config, functions=limits.functions, where=where)
-        spec.code = code_settings(limits)
-        rows = read_rows(options.data, options.limit)
-        responses = _with_truths(read_rows(options.responses, options.limit), rows) if options.responses else None
-        found = examine(
-            rows,
-            spec,
-            responses=responses,
-            default_source=options.data_source,
-            num_workers=limits.num_workers,
-            timeout_s=limits.timeout_s,
-        )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(report(found, spec))
-    return 0 if found.ok else 1
-
-
-def _settings(options: argparse.Namespace) -> tuple[CustomRewardConfig, RewardConfig]:
-    """The sections of a run's settings that decide about rewards; flags win over them."""
-    config, limits = CustomRewardConfig(), RewardConfig()
-    if options.settings:
-        from posttrain.config import load_config
-
-        run = load_config(options.settings).config
-        config, limits = run.custom_reward_function, run.reward
-    config.path, config.name = options.reward_func or config.path, options.name or config.name
-    limits.timeout_s = options.timeout_s or limits.timeout_s
-    limits.sandbox.mode = options.sandbox_mode or limits.sandbox.mode
-    return config, limits
 
 
 def _matched(row: dict[str, Any], spec: RewardSpec, default_source: str | None, found: Findings | None) -> bool:
@@ -253,8 +209,10 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any,
             if result.error:
                 found.errors[_failure(row, result.error)] += 1
     tried = [results[i, f"truth, {name}"] for name in SPELLINGS]
+    _note_parts(found, "truth", max(tried, key=lambda result: result.score))
     others = [results[key] for name in SPELLINGS if (key := (i, f"another row's truth, {name}")) in results]
     if others:
+        _note_parts(found, "another's truth", max(others, key=lambda result: result.score))
         found.told_apart.append(max(r.score for r in tried) - max(r.score for r in others))
     best = max(result.score for result in tried)
     found.best.append(best)
@@ -283,33 +241,40 @@ def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardR
     found.responses.append(result.score)
     if result.error:
         found.errors[_failure(row, result.error)] += 1
-    for name, value in result.parts.items():
-        if not isinstance(value, str):
-            found.parts[name].append(value)
+    _note_parts(found, "responses", result)
     if result.parts.get("failure"):
         found.failures[str(result.parts["failure"])] += 1
-    response = str(row["response"])
+    response, is_right = str(row["response"]), _is_right(result)
+    if GROUP in row:
+        found.groups[row[GROUP]].append((result.score, is_right))
     # A function that reports what it read decides; for the others our own extraction stands in.
     pred = result.parts["pred"] if "pred" in result.parts else read_answer(_source(row, None), response)
     if pred == "" or pred is None:
         found.unanswered.append((i, response))
+    elif not result.error and not _is_code(row, None):
+        found.agrees[is_right, _says(str(pred), truth_of(row))] += 1
+
+
+def _note_parts(found: Findings, whose: str, result: RewardResult) -> None:
+    for name, value in result.parts.items():
+        if not isinstance(value, str):
+            found.parts[name][whose].append(value)
+
+
+def _is_right(result: RewardResult) -> bool:
+    """What the reward takes for right: by its part `acc`, else by its score, as the metrics of a run have it."""
+    return float(result.parts.get("acc", result.score)) >= 0.5
+
+
+def _says(answer: str, truth: Any) -> bool:
+    """Whether an answer is the truth (or one of several), as texts or as numbers."""
+    truths = truth if isinstance(truth, list | tuple) else [truth]
+    wanted = [text for one in truths for text in (str(one), extract_final_answer(str(one))) if text]
+    if any(answer.strip() == text.strip() for text in wanted):
+        return True
+    number = parse_number(answer)
+    return number is not None and any(number == parse_number(text) for text in wanted)
 
 
 def _failure(row: dict[str, Any], error: str) -> str:
     return f"data_source {row['data_source']!r}: {error}" if row.get("data_source") else error
-
-
-def _with_truths(responses: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Responses with the data row's columns: as they are when they carry a truth, else line by line."""
-    missing = [row for row in responses if row.get("response") is None]
-    if missing:
-        raise RewardError("a row of the responses has no `response`", "--responses", "name the column `response`")
-    if all(truth_of(row) is not None for row in responses):
-        return responses
-    if len(responses) != len(rows):
-        raise RewardError(
-            f"{len(responses)} responses without ground_truth for {len(rows)} rows of data",
-            "--responses",
-            "give one response per row of --data, or add ground_truth and data_source to the responses",
-        )
-    return [{**_as_trained(row), **response} for row, response in zip(rows, responses, strict=True)]

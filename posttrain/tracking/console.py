@@ -21,8 +21,10 @@ class Console:
     `on_lost` is told once, in a sentence; it stays quiet about a stream that was never there.
     """
 
-    def __init__(self, stream: TextIO | None, on_lost: Callable[[str], object] | None = None) -> None:
-        self._stream, self.on_lost = stream, on_lost
+    def __init__(
+        self, stream: TextIO | None, on_lost: Callable[[str], object] | None = None, *, owned: bool = False
+    ) -> None:
+        self._stream, self.on_lost, self._owned = stream, on_lost, owned
         self.lost, self.why = stream is None, ""
 
     def write(self, text: str) -> int:
@@ -33,6 +35,14 @@ class Console:
     def flush(self) -> None:
         if not self.lost:
             self._try(lambda stream: stream.flush())
+
+    def close(self) -> None:
+        """Of a stream that was made for this console alone."""
+        assert self._owned and self._stream is not None
+        self.flush()
+        self.lost = True
+        with suppress(OSError, ValueError):
+            self._stream.close()
 
     def isatty(self) -> bool:
         return not self.lost and bool(self._try(lambda stream: stream.isatty()))
@@ -54,7 +64,7 @@ class Console:
     def lose(self) -> None:
         """Write no more; what Python still holds for the process's own stream must not fail at the end either."""
         self.lost = True
-        if self._stream is not None and self._stream in (sys.__stdout__, sys.__stderr__):
+        if self._stream is not None and (self._owned or self._stream in (sys.__stdout__, sys.__stderr__)):
             with suppress(OSError, ValueError):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())

@@ -25,14 +25,15 @@ Rule = Callable[[Known], str | None]
 
 
 def rewards_all_zero(known: Known) -> str | None:
-    """Every reward of the last steps is 0: more often a broken comparison than a hopeless model."""
-    bounds = known.series("critic/score/max", 3) + known.series("critic/score/min", 3)
-    if len(bounds) < 2 or any(bounds):
+    """Every reward since the first step is 0: more often a broken comparison than a hopeless model. Rewards that fell
+    to 0 are `reward_falls`."""
+    if len(known.series("critic/score/max")) + len(known.series("critic/score/min")) < 2 or not _is_all_zero(known):
         return None
     return (
         "All rewards are 0. Check that the ground truth scores 1 against itself: the reward may look for a mark (such "
         "as '####' or \\boxed) that truth or responses do not have, and responses may be cut off before the answer. "
-        "`posttrain reward try --data FILE` tests this."
+        "`posttrain reward try FN DATA` tests this. Or the model is not asked as it knows: look at a response "
+        "(`posttrain samples`) and at the chat template (`posttrain doctor`)."
     )
 
 
@@ -48,12 +49,17 @@ def reward_failures(known: Known) -> str | None:
 
 
 def groups_without_signal(known: Known) -> str | None:
-    """Most groups have equal rewards, so they teach nothing."""
+    """Most groups have equal rewards, so they teach nothing. That of a run which learns its prompts becomes high by
+    itself, and is told when hardly a group is left."""
     share = known.get("groups/no_signal")
-    if share is None or share < 0.7 or not known.run.grouped:
+    if share is None or not known.run.grouped or _is_all_zero(known):
         return None
     right, wrong = known.get("groups/all_right") or 0.0, known.get("groups/all_wrong") or 0.0
-    if right > wrong:
+    if share < (0.9 if right > wrong else 0.7):
+        return None
+    if known.run.temperature < 0.3:
+        cause = f"sampling hardly varies: raise actor_rollout_ref.rollout.temperature ({known.run.temperature:g} now)"
+    elif right > wrong:
         cause = "most are all right: take harder prompts"
     elif wrong > right:
         cause = "most are all wrong: take easier prompts or a finer reward"
@@ -66,22 +72,30 @@ def groups_without_signal(known: Known) -> str | None:
 
 
 def reward_falls(known: Known) -> str | None:
-    """The reward has fallen over the window by more than its scatter."""
-    change = known.change("reward_mean")
-    if change is None or change >= 0 or known.is_noise("reward_mean"):
+    """The reward has fallen, over the window or since the start, by more than scatter and by a share of its spread."""
+    highest = max((abs(score) for score in known.series("critic/score/max")), default=0.0)
+    least = max(0.3 * (known.start("reward_std") or 0.0), 0.05 * highest)
+    recent, whole = known.change("reward_mean"), known.since_start("reward_mean")
+    if recent is not None and recent < -least and not known.is_noise("reward_mean"):
+        fall = f"by {-recent:.3g} over the last {WINDOW} steps"
+    elif whole is not None and whole < -least and not known.is_noise("reward_mean", whole, of=3):
+        fall = f"from {known.start('reward_mean'):.3g} in the first steps to {known.lately('reward_mean'):.3g}"
+    else:
         return None
-    return f"The reward fell by {-change:.3g} over the last {WINDOW} steps. {_steadier(known)}"
+    return f"The reward fell {fall}. {_steadier(known)}"
 
 
 def update_unstable(known: Known) -> str | None:
-    """Updates skipped, much clipped, or a gradient far above its habit."""
-    clipped = known.get("actor/pg_clipfrac") or 0.0
+    """Updates skipped, much clipped, far from the policy that sampled, or a gradient far above its habit."""
+    clipped, moved = known.get("actor/pg_clipfrac") or 0.0, known.get("actor/ppo_kl") or 0.0
     gradients = known.series("actor/grad_norm")
     usual = sorted(gradients[:-1])[len(gradients[:-1]) // 2] if len(gradients) > WINDOW else None
     if known.get("actor/bad_steps"):
         sign = "An update was skipped because loss or gradient was not finite"
     elif clipped > 0.3:
         sign = f"{clipped:.0%} of the tokens are clipped"
+    elif moved > 0.2:
+        sign = f"The updates of one step moved the policy by {moved:.2g} per token (actor/ppo_kl; 0.01 is customary)"
     elif usual and gradients[-1] > 10 * usual:
         sign = f"The gradient norm {gradients[-1]:.3g} is {gradients[-1] / usual:.0f} times its median"
     else:
@@ -135,28 +149,45 @@ def responses_run_on(known: Known) -> str | None:
     if not early or not right or min(early) < 0.8 or max(right) > 0.05:
         return None
     return (
-        f"From the first step on {min(early):.0%} of the responses do not end, and {max(right):.0%} are right: the "
-        "chat template may not be the model's own, or its end token another (actor_rollout_ref.model.tokenizer_path, "
-        "data.apply_chat_template_kwargs); `posttrain doctor` looks at both. A longer data.max_response_length helps "
-        "only answers that would end."
+        f"From the first step on {min(early):.0%} of the responses do not end, and {max(right):.0%} are right: "
+        f"{_OTHER_TEMPLATE} A longer data.max_response_length helps only answers that would end."
     )
 
 
+def responses_empty(known: Known) -> str | None:
+    """The first responses hold hardly more than their end token, and hardly one is right: the same, seen otherwise."""
+    first, right = known.series("response_length")[:1], known.series("right/mean")[:1]
+    if not first or not right or first[0] >= 2 or right[0] > 0.05:
+        return None
+    return f"The first responses had {first[0]:.1f} tokens, and {right[0]:.0%} were right: {_OTHER_TEMPLATE}"
+
+
+_OTHER_TEMPLATE = (
+    "the chat template may not be the model's own, or its end token another (actor_rollout_ref.model.tokenizer_path, "
+    "data.apply_chat_template_kwargs); `posttrain doctor` looks at both."
+)
+
+
 def responses_cut_off(known: Known) -> str | None:
-    """Many responses end at the length limit."""
-    share = known.get("response_length/clip_ratio")
+    """Many responses end at the length limit, and that may be why they are wrong."""
+    share, right = known.get("response_length/clip_ratio"), known.get("right/mean")
     if share is None or share < 0.3 or responses_run_on(known):
         return None
+    if right is not None and 1 - right < share / 2:
+        return None  # most of them are right nevertheless
     return (
         f"{share:.0%} of the responses are cut off at data.max_response_length; raise it, or ask for shorter answers."
     )
 
 
 def entropy_collapses(known: Known) -> str | None:
-    """The policy has become sure of its answers without being right: it tries nothing new."""
+    """The policy has become sure of its answers without becoming right: it tries nothing new."""
     start, now, right = known.start("actor/entropy"), known.lately("actor/entropy"), known.lately("right/mean")
-    if start is None or now is None or now > 0.2 * start or (right is not None and right > 0.8):
+    if start is None or now is None or now > 0.2 * start:
         return None
+    at_first = known.start("right/mean")
+    if right is not None and (right > 0.8 or (at_first is not None and right - at_first > (1 - at_first) / 2)):
+        return None  # it has learnt: more than half of what was wrong
     share = "" if right is None else f", and {right:.0%} of the responses are right"
     return (
         f"The entropy fell from {start:.2g} to {now:.2g}{share}: the policy is sure of answers and tries no others. "
@@ -165,10 +196,24 @@ def entropy_collapses(known: Known) -> str | None:
     )
 
 
+def entropy_grows(known: Known) -> str | None:
+    """The policy becomes more and more random, and not better by it."""
+    start, now = known.start("actor/entropy"), known.lately("actor/entropy")
+    if start is None or now is None or now < max(3 * start, start + 0.3) or _is_all_zero(known):
+        return None
+    gain = known.since_start("reward_mean") or 0.0
+    if gain > 0 and not known.is_noise("reward_mean", gain, of=3):
+        return None
+    return (
+        f"The entropy rose from {start:.2g} to {now:.2g} and the reward did not: responses become random. Lower "
+        "actor_rollout_ref.actor.entropy_coeff (0 to 0.02 is customary), then actor_rollout_ref.actor.optim.lr."
+    )
+
+
 def mismatch_rises(known: Known) -> str | None:
-    """Rollout and trainer no longer compute the same policy."""
-    now, start = known.lately("mismatch/logp_mean"), known.start("mismatch/logp_mean")
-    if now is None or now < 0.01 or (start is not None and now < 3 * start and now < 0.05):
+    """Rollout and trainer no longer compute the same policy; a gap that is there from the first step is rounding."""
+    now, seen = known.lately("mismatch/logp_mean"), known.series("mismatch/logp_mean")
+    if now is None or now < 0.01 or (now < 3 * seen[0] and now < 0.05):
         return None
     return (
         f"Rollout and trainer log-probs differ by {now:.2g} per token (mismatch/logp_mean): responses come from other "
@@ -178,20 +223,20 @@ def mismatch_rises(known: Known) -> str | None:
 
 
 def parts_diverge(known: Known) -> str | None:
-    """The reward is earned by something else than being right."""
-    gain, right = known.change("reward_mean"), known.change("right/mean")
-    if gain is None or right is None or gain <= 0 or known.is_noise("reward_mean"):
+    """The reward is earned by something else than being right: since the start it rose, and right answers fell."""
+    gain, right = known.since_start("reward_mean", WINDOW // 2), known.since_start("right/mean", WINDOW // 2)
+    if gain is None or right is None or gain <= 0 or known.is_noise("reward_mean", gain):
         return None
-    if right >= -0.02 or known.is_noise("right/mean"):
+    if right >= -0.02 or known.is_noise("right/mean", right):
         return None
     parts = [name for name in known.now if name.startswith("reward/") and name.endswith("/mean")]
-    gains = {name: known.change(name) or 0.0 for name in parts if name != "reward/acc/mean"}
+    gains = {name: known.since_start(name) or 0.0 for name in parts if name != "reward/acc/mean"}
     grown = max(gains, key=lambda name: gains[name], default=None)
     by = f" Most of it is {grown} ({gains[grown]:+.2g})." if grown and gains[grown] > 0 else ""
     return (
-        f"The reward rose by {gain:.2g} over the last {WINDOW} steps while the share of right responses fell by "
-        f"{-right:.2g}: it is earned by something else.{by} Give that part a lower weight, or let it count for right "
-        "responses only (`needs` in reward.functions)."
+        f"Since the start the reward rose by {gain:.2g} while the share of right responses fell by {-right:.2g}: it is "
+        f"earned by something else.{by} Give that part a lower weight, or let it count for right responses only "
+        "(`needs` in reward.functions)."
     )
 
 
@@ -199,11 +244,13 @@ METRIC_OF = {
     "reward_failures": "reward/failures",
     "rewards_all_zero": "critic/score/max",
     "responses_run_on": "response_length/clip_ratio",
+    "responses_empty": "response_length",
     "groups_without_signal": "groups/no_signal",
     "parts_diverge": "right/mean",
     "reward_falls": "reward_mean",
     "update_unstable": "actor/pg_clipfrac",
     "entropy_collapses": "actor/entropy",
+    "entropy_grows": "actor/entropy",
     "mismatch_rises": "mismatch/logp_mean",
     "kl_out_of_range": "kl_loss",
     "length_drifts": "response_length",
@@ -215,11 +262,13 @@ RULES: tuple[Rule, ...] = (
     reward_failures,
     rewards_all_zero,
     responses_run_on,
+    responses_empty,
     groups_without_signal,
     parts_diverge,
     reward_falls,
     update_unstable,
     entropy_collapses,
+    entropy_grows,
     mismatch_rises,
     kl_out_of_range,
     length_drifts,
@@ -254,6 +303,12 @@ def findings(known: Known) -> list[Advice]:
     """What every rule that speaks has to say, in their order."""
     said = [(rule, rule(known)) for rule in RULES]
     return [Advice(rule.__name__, METRIC_OF[rule.__name__], text) for rule, text in said if text]
+
+
+def _is_all_zero(known: Known) -> bool:
+    """Whether no reward of any step was anything but 0."""
+    bounds = known.series("critic/score/max") + known.series("critic/score/min")
+    return bool(bounds) and not any(bounds)
 
 
 def _steadier(known: Known) -> str:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 WINDOW = 10
 """Steps over which a trend is judged; none is claimed before there are that many."""
+SIGMAS = 3.0
+"""A change counts above this many deviations: rules look again at every step, so that two would often be passed."""
+_OF_NEIGHBOURS = 1 / (0.6745 * math.sqrt(2))
+"""Median difference of two draws -> deviation of one, for normal scatter."""
 
 
 @dataclass
@@ -18,6 +23,7 @@ class RunFacts:
     lr: float | None = None
     kl_coef: float | None = None
     n: int = 1
+    temperature: float = 1.0
     clip_ratio: float = 0.2
     loss_agg_mode: str = "token-mean"
     grouped: bool = True
@@ -60,17 +66,23 @@ class Known:
         values = self.series(name, steps)
         return math.fsum(values) / len(values) if values else None
 
-    def is_noise(self, name: str) -> bool:
-        """Whether the change over the window is within twice what the scatter of its halves explains."""
-        values, half = self.series(name, WINDOW), WINDOW // 2
-        scatter = math.sqrt((_variance(values[:half]) + _variance(values[half:])) / half)
-        return abs(self.change(name) or 0.0) <= 2 * scatter
+    def since_start(self, name: str, steps: int = 3) -> float | None:
+        """By how much the last steps' mean exceeds the first steps'; None before there are twice as many."""
+        start, now = self.start(name, steps), self.lately(name, steps)
+        return None if start is None or now is None else now - start
+
+    def scatter(self, name: str) -> float:
+        """The deviation of one step's value, by the usual difference of neighbouring steps: a jump or a trend hardly
+        changes it."""
+        values = self.series(name)
+        moves = sorted(abs(after - before) for before, after in pairwise(values))
+        return _OF_NEIGHBOURS * moves[len(moves) // 2] if moves else 0.0
+
+    def is_noise(self, name: str, change: float | None = None, of: int = WINDOW // 2) -> bool:
+        """Whether a change (unset: that over the window) between two means of `of` steps may be scatter."""
+        moved = abs(self.change(name) or 0.0) if change is None else abs(change)
+        return moved <= SIGMAS * self.scatter(name) * math.sqrt(2 / of)
 
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _variance(values: Sequence[float]) -> float:
-    centre = math.fsum(values) / len(values)
-    return math.fsum((value - centre) ** 2 for value in values) / max(1, len(values) - 1)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from posttrain.texts import utf8
 from posttrain.tracking.diagnosis import stage_shares
+from posttrain.tracking.own_console import active
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.services import (
     MlflowLogger,
@@ -48,7 +49,7 @@ class JsonlLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody would ever read
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
-        line = {"step": step, **{name: _plain(value) for name, value in metrics.items() if name != "step"}}
+        line = as_line(step, metrics)
         if self._clock is not None:
             line["time"] = round(self._clock(), 3)
         self._file.write(utf8(json.dumps(line, ensure_ascii=False, allow_nan=False)) + b"\n")
@@ -57,6 +58,10 @@ class JsonlLogger:
 
     def close(self) -> None:
         self._file.close()
+
+
+def as_line(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {"step": step, **{name: _plain(value) for name, value in metrics.items() if name != "step"}}
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -84,14 +89,17 @@ class DetailsLogger:
 
 
 class LoggerGroup:
-    """All loggers of a run as one."""
+    """All loggers of a run as one; a command with `--json` has its lines from here too."""
 
     def __init__(self, required: Logger, optional: dict[str, Logger], note: Note) -> None:
         self._required, self._optional, self._note = required, optional, note
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], advice: Sequence[Mapping[str, str]] = ()) -> None:
+        """`advice`: what the diagnosis said of the step, for readers of `--json`."""
         self._required.log(step, metrics)
         self._each(lambda logger: logger.log(step, metrics))
+        if (console := active()) is not None:
+            console.write_step(as_line(step, metrics) | ({"advice": list(advice)} if advice else {}))
 
     def close(self) -> None:
         self._required.close()

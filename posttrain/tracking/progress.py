@@ -22,6 +22,7 @@ from posttrain.tracking.colour import has_colour, is_terminal, painted, plain
 from posttrain.tracking.console import as_console
 from posttrain.tracking.every import Every
 from posttrain.tracking.folding import folded
+from posttrain.tracking.foreign import libraries_apart
 from posttrain.tracking.live import DRAW_EVERY, LiveRow, columns
 from posttrain.tracking.row import Moment, progress_row
 
@@ -60,6 +61,7 @@ class Tee:
     def __init__(self, stream: Any, log: TextIO, lock: threading.RLock) -> None:
         self.stream, self._log, self._lock = stream, log, lock
         self._pending, self._lost, self._log_failed = "", "", False
+        self._hid_bar = False
 
     def write(self, text: str) -> int:
         self._write(text, text)
@@ -73,14 +75,26 @@ class Tee:
     def _write(self, text: str, shown: str) -> None:
         with self._lock:
             self._to_log(lambda: self._log.write(_for_log(text)))
-            self._show(shown)
+            if not self._hides(text):
+                self._show(shown)
             if self._lost and text.endswith("\n"):
                 self._log_loss()
+
+    def _hides(self, text: str) -> bool:
+        """Whether this is a bar that another program's code draws where there is a row already, or nobody to look."""
+        if text == "\n" and self._hid_bar:  # the bar's end
+            self._hid_bar = False
+            return True
+        row = _active is not None and _active.has_bar
+        self._hid_bar = _is_bar(text) and (row or not is_terminal(self.stream))
+        return self._hid_bar
 
     def _to_log(self, action: Callable[[], object]) -> None:
         # A log on a full disk must not end the run; what is printed is still shown.
         try:
             action()
+        except ValueError:  # closed: a handler of a library outlives the run
+            return
         except OSError as error:
             if not self._log_failed:
                 self._log_failed = True
@@ -125,7 +139,8 @@ class Tee:
 
 @contextmanager
 def tee_output(path: Path) -> Iterator[None]:
-    """Everything printed in this process, also by user code, goes to the console and is added to the file `path`."""
+    """Everything printed in this process, also by user code, goes to the console and is added to the file `path`; what
+    libraries say (warnings, loggers) goes to a file beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.RLock()
     log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
@@ -138,7 +153,8 @@ def tee_output(path: Path) -> Iterator[None]:
             tee.stream.on_lost(tee.stream.why)
     sys.stdout, sys.stderr = tees
     try:
-        yield
+        with libraries_apart(path.parent, (*before, *consoles, *tees)):
+            yield
     finally:
         # Only what is still ours is put back: someone else may have replaced the streams meanwhile.
         if sys.stdout is tees[0]:
@@ -281,7 +297,11 @@ def _is_pipe(stream: TextIO) -> bool:
 
 def _for_log(text: str) -> str:
     """Without colours, and without what a bar draws over again and again."""
-    return "" if "\r" in text and not text.endswith("\n") else plain(text)
+    return "" if _is_bar(text) else plain(text)
+
+
+def _is_bar(text: str) -> bool:
+    return "\r" in text and not text.endswith("\n")
 
 
 def _console(stream: TextIO) -> TextIO:

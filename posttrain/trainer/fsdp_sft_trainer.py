@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.interrupts import one_interrupt
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
-USAGE = """usage: posttrain sft key=value ... [--config-path DIR --config-name NAME] [--cfg job]
+USAGE = """usage: posttrain sft key=value ... [--config-path DIR --config-name NAME] [--cfg job] [--quiet | --json]
 
 Fine-tunes a causal language model on prompts with responses, or on conversations. The settings, each followed by where
 its value comes from:

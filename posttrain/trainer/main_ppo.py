@@ -13,6 +13,7 @@ from posttrain.tracking.console import keep_going, prepare_streams
 from posttrain.trainer.registered import registered_names
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
+                                             [--quiet | --json]
 
 Trains with the settings below, each followed by where its value comes from. `posttrain explain KEY` says more.
 """
@@ -20,9 +21,13 @@ Trains with the settings below, each followed by where its value comes from. `po
 
 def main(config: Any = None) -> Any:
     """Compose `ppo_trainer` from `config/` with the command line (unless a configuration is given), and train."""
-    if config is None:
-        config = _from_command_line(sys.argv[1:])
-    return None if config is None else run_ppo(config)
+    if config is not None:
+        return run_ppo(config)
+    from posttrain.tracking.own_console import take_voice
+
+    args, voice = take_voice(sys.argv[1:])
+    config = _from_command_line(args)
+    return None if config is None else run_command(config, voice, greeting(config))
 
 
 def _from_command_line(args: list[str]) -> Any:
@@ -38,8 +43,23 @@ def _from_command_line(args: list[str]) -> Any:
         print(resolved.to_yaml(), end="")
         return None
     keep_going()
-    print(f"Configuration: {resolved.main_file} and the command line")
     return resolved
+
+
+def greeting(resolved: Any) -> str:
+    return f"Configuration: {resolved.main_file} and the command line"
+
+
+def run_command(resolved: Any, voice: str, first: str = "") -> Any:
+    """A training that has this process's console: it speaks as `voice` says, and libraries speak into its log."""
+    from posttrain.tracking.own_console import own_console
+
+    with own_console(voice) as console:
+        if first:
+            print(first)
+        result = run_ppo(resolved)
+        console.end(result)
+        return result
 
 
 def run_ppo(config: Any, task_runner_class: Any = None) -> Any:

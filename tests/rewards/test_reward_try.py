@@ -1,6 +1,7 @@
 """`posttrain reward try`: what it reports about data and rewards before a run."""
 
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -8,7 +9,8 @@ import pytest
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import resolve_reward, try_reward
-from posttrain.rewards.tryout import examine, main
+from posttrain.rewards.try_command import main
+from posttrain.rewards.tryout import examine
 
 
 def rows(source, truths):
@@ -146,6 +148,108 @@ def test_a_row_whose_response_is_its_truth_is_tried_as_training_reads_it(tmp_pat
 
 def _joined(folder):
     from posttrain.rewards.files import read_rows
-    from posttrain.rewards.tryout import _with_truths
+    from posttrain.rewards.try_command import _with_truths
 
     return _with_truths(read_rows(folder / "said.jsonl"), read_rows(folder / "data.json"))
+
+
+COUNTS = """
+calls = 0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global calls
+    calls += 1
+    return float(calls)
+"""
+SLEEPS = """
+import time
+
+def by_name(solution_str, ground_truth):
+    time.sleep(0.02)
+    is_right = float(solution_str == ground_truth)
+    return {"score": is_right, "acc": is_right, "short": float(len(solution_str) < 2)}
+"""
+
+
+@pytest.fixture
+def desk(tmp_path):
+    (tmp_path / "counts.py").write_text(COUNTS)
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    data = [{"data_source": "mine", "prompt": f"{n} + 1 =", "ground_truth": str(n + 1)} for n in range(8, 11)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    return tmp_path
+
+
+def test_function_and_data_stand_without_flags_and_a_score_that_changes_is_named(desk, capsys):
+    assert main([str(desk / "counts.py"), str(desk / "data.jsonl"), "reward.num_workers=1"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"reward: compute_score in {desk / 'counts.py'}")
+    assert "! row 0, truth, bare: scored 1, and" in said and "when asked again" in said
+    assert "27 scores of the same response differ: a run could not be repeated" in said  # every one: 3 rows x 9 forms
+    assert main([str(desk / "counts.py"), str(desk / "data.jsonl"), "--times", "1"]) == 1  # no truth scores 1
+    assert "when asked again" not in capsys.readouterr().out
+
+
+def test_time_parts_and_a_named_function_are_shown(desk, capsys):
+    assert main([f"{desk / 'sleeps.py'}:by_name", str(desk / "data.jsonl"), "--times", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("reward: by_name in")
+    took = re.search(r"time of a call: (\S+) (ms|s) on average", said)
+    assert took and float(took[1]) * {"ms": 1, "s": 1000}[took[2]] >= 20  # it sleeps that long
+    table = said[said.index("mean by part:") :].splitlines()
+    assert table[0].split() == ["mean", "by", "part:", "truth", "another's", "truth"]
+    assert table[1].split() == ["acc", "1.000", "0.000"] and table[2].split()[0] == "short"
+
+
+def test_words_that_do_not_say_what_is_meant_are_answered(desk, capsys):
+    for words, said in (
+        ([str(desk / "counts.py")], "give both"),
+        ([], "DATA is missing"),
+        (["a.py", "b.json", "c.json"], "one word too many"),
+        (["a.py", "b.json", "--model", "embedded", "--responses", "c.json"], "one of the two"),
+        (["a.py", "b.json", "--model", "embedded", "-k", "0"], "at least 1"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_samples_of_a_model_tell_how_many_groups_would_carry_signal(desk, capsys):
+    answers = {"9": ["9", "9", "1"], "10": ["11", "12", "13"], "11": ["11", "11", "11"]}
+
+    def sample(options, rows):
+        assert options.model == "some/model" and options.k == 3
+        return [
+            {**row, "response": text, "group": i} for i, row in enumerate(rows) for text in answers[row["ground_truth"]]
+        ]
+
+    words = [f"{desk / 'sleeps.py'}:by_name", str(desk / "data.jsonl"), "--model", "some/model", "-k", "3"]
+    assert main(words, sample=sample) == 0
+    said = capsys.readouterr().out
+    assert "responses: 9 of some/model, mean 0.556, min 0, max 1; 1: 5, 0: 4" in said
+    assert "groups that would carry signal: 1 of 3 (33%); all right 1, all wrong 1" in said
+    assert "the reward agrees with the ground truth on 9 of 9 answers that can be read (100%)" in said
+    answers["9"] = ["9", "9", "9"]
+    assert main(words, sample=sample) == 1
+    said = capsys.readouterr().out
+    assert (
+        "! groups that would carry signal: 0 of 3 (0%); all right 2, all wrong 1" in said and "harder prompts" in said
+    )
+
+
+def test_a_group_of_samples_is_given_to_a_group_reward_together(desk, capsys):
+    (desk / "group.py").write_text(
+        "def compute_score(completions, ground_truths):\n    return [1.0 / len(completions)] * len(completions)\n"
+    )
+    sample = lambda options, rows: [{**row, "response": "9", "group": i} for i, row in enumerate(rows) for _ in "ab"]  # noqa: E731
+    main([str(desk / "group.py"), str(desk / "data.jsonl"), "--model", "m", "-k", "2"], sample=sample)
+    assert "responses: 6 of m, mean 0.500" in capsys.readouterr().out
+
+
+def test_agreement_says_which_way_a_reward_errs():
+    def generous(response, ground_truth):
+        return 1.0 if response else 0.0
+
+    data = rows("gsm8k", ["1", "2"])
+    responses = [{**row, "response": text} for row, text in zip(data, ["#### 1", "#### 7"], strict=True)]
+    text = try_reward(data, spec_of(generous), responses=responses, num_workers=1)
+    assert "on 1 of 2 answers that can be read (50%); it takes 1 others for right" in text

@@ -81,7 +81,8 @@ def test_line_names_the_trend_only_when_it_is_more_than_scatter():
 def test_M_15_all_rewards_zero_points_to_the_truth():
     zero = {"critic/score/max": 0.0, "critic/score/min": 0.0, "reward_mean": 0.0}
     advice = diagnosis.rewards_all_zero(known(zero, [zero, zero]))
-    assert advice and "ground truth" in advice and "posttrain reward try --data FILE" in advice
+    assert advice and "ground truth" in advice and "posttrain reward try FN DATA" in advice
+    assert "chat template" in advice  # a model that is asked in another's form answers nothing right either
     assert diagnosis.rewards_all_zero(known(zero, [{}])) is None  # the step before had a reward
     assert diagnosis.rewards_all_zero(known({"critic/score/min": -1.0, "critic/score/max": 0.0})) is None
 
@@ -101,6 +102,16 @@ def test_S3_72_groups_without_signal_are_named_with_their_cause(right, wrong, sa
     assert diagnosis.groups_without_signal(known(now, grouped=False)) is None
 
 
+def test_groups_without_signal_is_told_late_where_prompts_are_learnt_and_names_a_low_temperature():
+    learning = {"groups/no_signal": 0.75, "groups/all_right": 0.6, "groups/all_wrong": 0.1}
+    assert diagnosis.groups_without_signal(known(learning)) is None
+    assert diagnosis.groups_without_signal(known(learning | {"groups/all_wrong": 0.65})) is not None
+    cold = diagnosis.groups_without_signal(known({"groups/no_signal": 0.95}, temperature=0.05))
+    assert cold and "rollout.temperature (0.05 now)" in cold
+    zero = {"critic/score/max": 0.0, "critic/score/min": 0.0, "groups/no_signal": 1.0}
+    assert diagnosis.groups_without_signal(known(zero, [zero])) is None  # rewards_all_zero says it
+
+
 def names_remedies_in_order(advice: str | None) -> bool:
     assert advice is not None
     places = [advice.index(word) for word in ("optim.lr", "KL", "rollout.n", "clip_ratio")]
@@ -112,8 +123,19 @@ def test_S3_71_D_31_S3_66_falling_reward_names_rate_kl_n_and_clip_last():
     advice = diagnosis.reward_falls(falling)
     assert advice and "fell by 0.222" in advice and names_remedies_in_order(advice)
     assert "use_kl_loss=true" in advice
-    assert diagnosis.reward_falls(over("reward_mean", ramp(0.6, 0.2, 9))) is None  # too short a history
+    assert diagnosis.reward_falls(over("reward_mean", ramp(0.6, 0.2, 5))) is None  # too short a history
     assert diagnosis.reward_falls(over("reward_mean", ramp(0.2, 0.6))) is None
+
+
+def test_a_reward_that_fell_at_once_is_compared_with_the_start_and_scatter_is_no_fall():
+    broken = over("reward_mean", [0.46, 0.1, 0.04, 0.0, 0.0, 0.0])
+    assert "fell from 0.2 in the first steps to 0" in (diagnosis.reward_falls(broken) or "")
+    long_ago = over("reward_mean", [0.5, 0.52, 0.48, 0.3, 0.2, *[0.2, 0.21] * 8])
+    assert "fell from 0.5" in (diagnosis.reward_falls(long_ago) or "")
+    # A recorded run of 60 prompts a step that was learning: neighbouring steps differ by 0.05.
+    wavering = [0.46, 0.5, 0.58, 0.55, 0.5, 0.57, 0.44, 0.45, 0.5, 0.49, 0.47]
+    assert all(diagnosis.reward_falls(over("reward_mean", wavering[:end])) is None for end in range(1, 12))
+    assert diagnosis.reward_falls(over("reward_mean", [0.003, 0.0, 0.0, *[0.0] * 5])) is None  # of rewards up to 1
 
 
 def test_S1_47_too_high_a_rate_is_named_with_its_value():
@@ -128,6 +150,8 @@ def test_gradient_jump_and_skipped_update_are_instability():
     assert names_remedies_in_order(diagnosis.update_unstable(over("actor/grad_norm", [1.0] * 10 + [30.0])))
     assert diagnosis.update_unstable(over("actor/grad_norm", [1.0] * 10 + [5.0])) is None
     assert names_remedies_in_order(diagnosis.update_unstable(known({"actor/bad_steps": 1.0})))
+    assert "by 0.28 per token" in (diagnosis.update_unstable(known({"actor/ppo_kl": 0.28})) or "")
+    assert diagnosis.update_unstable(known({"actor/ppo_kl": 0.13})) is None
 
 
 def test_S3_73_M_29_kl_range_counts_after_the_first_steps_and_with_kl_on():
@@ -167,6 +191,8 @@ def test_cut_off_responses_and_failing_rewards_are_named():
     assert "40% of the responses are cut off" in (
         diagnosis.responses_cut_off(known({"response_length/clip_ratio": 0.4})) or ""
     )
+    assert diagnosis.responses_cut_off(known({"response_length/clip_ratio": 0.4, "right/mean": 0.1})) is not None
+    assert diagnosis.responses_cut_off(known({"response_length/clip_ratio": 0.4, "right/mean": 0.9})) is None
     assert "failed on 3 responses" in (diagnosis.reward_failures(known({"reward/failures": 3.0})) or "")
     assert diagnosis.reward_failures(known({"reward/failures": 0.0})) is None
 
@@ -183,18 +209,32 @@ def test_a_policy_that_is_sure_and_wrong_has_collapsed_and_one_that_is_right_has
     assert "entropy fell from 1 to 0.067, and 30% of the responses are right" in said and "entropy_coeff" in said
     assert diagnosis.entropy_collapses(over("actor/entropy", falls, right__mean=[0.3] * 4 + [0.9] * 3)) is None
     assert diagnosis.entropy_collapses(over("actor/entropy", [1.0] * 4 + [0.5] * 3, right__mean=[0.3] * 7)) is None
+    # From 30 % to 70 %: more than half of what was wrong is learnt.
+    assert diagnosis.entropy_collapses(over("actor/entropy", falls, right__mean=[0.3] * 4 + [0.7] * 3)) is None
+
+
+def test_entropy_that_grows_without_more_reward_names_the_bonus():
+    grown = [0.4, 0.4, 0.4, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    said = diagnosis.entropy_grows(over("actor/entropy", grown))
+    assert said and "from 0.4 to 4" in said and "entropy_coeff" in said
+    assert diagnosis.entropy_grows(over("actor/entropy", grown, reward_mean=ramp(0.3, 0.9, 9))) is None
+    assert diagnosis.entropy_grows(over("actor/entropy", [0.4] * 5 + [0.8] * 4)) is None
 
 
 def test_log_probs_that_drift_apart_are_named_and_the_rounding_of_bfloat16_is_not():
     assert "mismatch/logp_mean" in (diagnosis.mismatch_rises(over("mismatch/logp_mean", [1e-6, 0.05, 0.2])) or "")
     assert diagnosis.mismatch_rises(over("mismatch/logp_mean", [0.008] * 8)) is None
-    assert diagnosis.mismatch_rises(over("mismatch/logp_mean", [0.02] * 8)) is None  # as it was from the start
+    for steps in (1, 2, 8):  # as it was from the start
+        assert diagnosis.mismatch_rises(over("mismatch/logp_mean", [0.02] * steps)) is None
 
 
 def test_a_reward_that_rises_while_fewer_answers_are_right_names_the_part_that_pays():
     hacked = over("reward_mean", ramp(0.3, 1.0), right__mean=ramp(0.4, 0.1), reward__nine__mean=ramp(0.0, 0.9))
-    assert "Most of it is reward/nine/mean (+0.5)" in (diagnosis.parts_diverge(hacked) or "")
+    assert "Most of it is reward/nine/mean (+0.7)" in (diagnosis.parts_diverge(hacked) or "")
     assert diagnosis.parts_diverge(over("reward_mean", ramp(0.3, 1.0), right__mean=ramp(0.4, 0.9))) is None
+    # Long after: both stand still, and the run is as wrong as before.
+    still = over("reward_mean", ramp(0.3, 1.0) + [1.0] * 20, right__mean=ramp(0.4, 0.1) + [0.1] * 20)
+    assert "share of right responses fell by 0.23" in (diagnosis.parts_diverge(still) or "")
 
 
 def test_responses_that_never_end_from_the_first_step_on_point_to_the_template():
@@ -203,6 +243,13 @@ def test_responses_that_never_end_from_the_first_step_on_point_to_the_template()
     assert diagnosis.responses_cut_off(lost) is None  # one finding, not two
     later = over("response_length/clip_ratio", [0.1, 0.1, 0.1, 0.9], right__mean=[0.3] * 4)
     assert diagnosis.responses_run_on(later) is None and diagnosis.responses_cut_off(later) is not None
+
+
+def test_first_responses_without_a_word_point_to_the_template():
+    empty = over("response_length", [1.07, 1.6, 3.3], right__mean=[0.0, 0.0, 0.0])
+    assert "had 1.1 tokens, and 0% were right: the chat template" in (diagnosis.responses_empty(empty) or "")
+    assert diagnosis.responses_empty(over("response_length", [1.07, 1.1], right__mean=[0.5, 0.5])) is None
+    assert diagnosis.responses_empty(over("response_length", [30.0, 1.1], right__mean=[0.0, 0.0])) is None
 
 
 def test_every_rule_names_the_metric_behind_it():

@@ -25,13 +25,18 @@ def main(config: Any = None) -> Any:
     """Train with the command line's settings, or with a configuration."""
     if config is not None:
         return run_ppo(config)
+    from posttrain.tracking.own_console import take_voice
     from verl._added import take_added
     from verl._named_manager import NamedManager
 
-    manager, args = NamedManager.taken_from(take_added(sys.argv[1:]))
+    args, voice = take_voice(sys.argv[1:])
+    manager, args = NamedManager.taken_from(take_added(args))
     resolved = ours._from_command_line(args)
-    if manager is None or resolved is None:
-        return run_ppo(resolved)
+    if resolved is None:
+        return None
+    if manager is None:
+        return ours.run_command(resolved, voice, ours.greeting(resolved))
+    print(ours.greeting(resolved))
     return manager.train(resolved)
 
 

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.data.recipes.recipe import Recipe, prepare
+from posttrain.data.recipes.making import prepare
+from posttrain.data.recipes.recipe import Recipe
 from posttrain.data.recipes.table import RECIPES
 
 CONVERT = "your own file with your own column names, as rows that training and evaluation read"
@@ -90,4 +91,4 @@ def _convert(options: argparse.Namespace) -> list[str]:
         data_source=options.data_source,
         out=options.out,
     )
-    return [f"{path}: {rows} rows", f"check the rewards of these rows: posttrain reward try --data {path}"]
+    return [f"{path}: {rows} rows", f"check the rewards of these rows: posttrain reward try {path}"]

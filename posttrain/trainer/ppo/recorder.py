@@ -49,6 +49,7 @@ class Recorder(RunWriter):
             lr=actor.optim.lr,
             kl_coef=actor.kl_loss_coef,
             n=config.actor_rollout_ref.rollout.n,
+            temperature=config.actor_rollout_ref.rollout.temperature,
             clip_ratio=actor.clip_ratio,
             loss_agg_mode=actor.loss_agg_mode,
             grouped=grouped,
@@ -86,10 +87,10 @@ class Recorder(RunWriter):
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
-        if advice:
-            said = findings(Known(metrics, self.history, self.facts))
-            append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": [one._asdict() for one in said]})
-        self.loggers.log(step, metrics)
+        said = [one._asdict() for one in findings(Known(metrics, self.history, self.facts))]
+        if said:
+            append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": said})
+        self.loggers.log(step, metrics, said)
         self.history.append(metrics)
 
     def samples_are_due(self, step: int) -> bool:

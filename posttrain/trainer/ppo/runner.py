@@ -28,7 +28,7 @@ from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.run.result import RunResult
-from posttrain.trainer.run.workers import open_workers
+from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
@@ -99,6 +99,7 @@ def _build(
     if named or not config.reward_model.enable or _can_judge(config, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources))
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
+    stack.callback(keep_worker_logs, workers, run.logs)
     trainer = (trainer_class or RayPPOTrainer)(
         config,
         tokenizer=tokenizer,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from posttrain import interrupts
+from posttrain.tracking.own_console import active
 
 
 class GracefulStop:
@@ -45,7 +46,9 @@ class GracefulStop:
             self._tell(f"{self.requested.name}: finishing this step, then saving. Press Ctrl-C again to leave at once.")
 
     def _tell(self, text: str) -> None:
+        if (console := active()) is not None:
+            console.alert(text)
         try:
             self.say(text)
         except RuntimeError:  # the signal came while the console was being written, which cannot be done twice at once
-            os.write(2, f"{text}\n".encode())
+            os.write(2 if console is None else console.err.fileno(), f"{text}\n".encode())

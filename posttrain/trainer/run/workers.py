@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,22 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
 
     say(f"{ranks} workers: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     return RayWorkers(ranks, device, prepare=partial(_prepare, config, device, external))
+
+
+def keep_worker_logs(workers: Workers, folder: Path) -> None:
+    """What the processes of the ranks printed, before Ray's own folder is gone: added to `workers.log`."""
+    cluster = getattr(workers, "cluster", None)
+    if cluster is None or not cluster.folder:  # this process, or a Ray of the user's, which keeps its logs
+        return
+    for path in sorted(Path(cluster.folder).glob("session_latest/logs/worker-*")):
+        if path.suffix not in (".out", ".err"):
+            continue
+        with suppress(OSError):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            said = [line for line in lines if line and not line.startswith((":job_id:", ":actor_name:"))]
+            if said:
+                with (folder / "workers.log").open("a", encoding="utf-8") as log:
+                    log.write("\n".join([f"--- {path.name}", *said]) + "\n")
 
 
 def _prepare(config: Any, device: torch.device, external: str | None) -> None:

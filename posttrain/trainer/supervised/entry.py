@@ -11,6 +11,7 @@ from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 from posttrain.interrupts import interrupted
 from posttrain.tracking.console import keep_going, prepare_streams
+from posttrain.tracking.own_console import own_console, take_voice
 
 
 def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, data: Any, val_data: Any) -> Resolved:
@@ -27,19 +28,23 @@ def run_cli(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], An
     """The exit status; errors meant for users are printed as they are."""
     prepare_streams()
     try:
+        args, voice = take_voice(args)
         shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
         resolved = load_config(list(args), environment=not shows, tree=tree)
         if resolved.show is not None:
             print(usage + "\n" + resolved.describe() if resolved.show == "help" else resolved.to_yaml(), end="")
             return 0
         keep_going()
-        print(f"Configuration: {resolved.main_file} and the command line")
         _quiet_environment()
-        if resolved.value("trainer.dry_run"):
-            from posttrain.doctor.checkup import dry_run
+        with own_console(voice) as console:
+            if resolved.value("trainer.dry_run"):
+                from posttrain.doctor.checkup import dry_run
 
-            return dry_run(resolved).exit_status
-        return run(resolved).exit_status
+                return dry_run(resolved).exit_status
+            print(f"Configuration: {resolved.main_file} and the command line")
+            result = run(resolved)
+            console.end(result)
+            return result.exit_status
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
 from posttrain.trainer.run.result import RunResult
-from posttrain.trainer.run.workers import open_workers
+from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
 from posttrain.trainer.supervised.task import Task
 from posttrain.workers.lora_state import adapter_notes
@@ -66,6 +66,7 @@ def run_supervised(
             if batch < config.data.train_batch_size:
                 say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
             workers = stack.enter_context(open_workers(config, device, config.model.external_lib))
+            stack.callback(keep_worker_logs, workers, run.logs)
             parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
             task = make_task(config, **parts, total_steps=steps)
             say(words(train, val, steps))
