@@ -37,7 +37,7 @@ def train(
     ]
     resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
     if resolved.config.trainer.dry_run:
-        raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.checkup.examine([...])")
+        raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.command.examine([...])")
     from posttrain.trainer.ppo.runner import run_training
 
     return run_training(resolved, reward=reward, data=data, val_data=val_data)

@@ -50,9 +50,9 @@ def plan(args: Arguments) -> int:
 
 
 def doctor(args: Arguments) -> int:
-    from posttrain.doctor import checkup
+    from posttrain.doctor import command
 
-    return checkup.main(args)
+    return command.main(args)
 
 
 PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Ends `./train.sh trainer.n_workers=2` in three ways and sees what is left of it: nothing may be, within 5 seconds.
 
-    python scripts/drill_several_workers.py [--allowed 5]
+    python scripts/drill_several_workers.py [--checkout FOLDER] [--allowed 5]
 
-The run ends by itself, by Ctrl-C, and by `kill -9`. Left could be processes (known by a temporary folder of the run's
+The run ends by itself, by Ctrl-C, and by `kill -9`. With `--checkout` it is that of a fresh clone, whose `train.sh`
+makes its environment first; otherwise of this one. Left could be processes (known by a temporary folder of the run's
 own, which they inherit), files in shared memory, and Ray's session folder. Takes minutes; needs Ray.
 """
 
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-TRAIN = Path(__file__).resolve().parents[1] / "train.sh"
+HERE = Path(__file__).resolve().parents[1]
 ENDS = {"by itself": None, "Ctrl-C": signal.SIGINT, "kill -9": signal.SIGKILL}
 
 
@@ -39,11 +40,11 @@ def processes_with(folder: str) -> list[str]:
     return found
 
 
-def ended(how: signal.Signals | None, temporary: str, work: str) -> tuple[int, float]:
+def ended(train: Path, how: signal.Signals | None, temporary: str, work: str) -> tuple[int, float]:
     """(exit status, seconds until nothing was left; infinity if something stayed for a minute)."""
     shared = set(os.listdir("/dev/shm"))
-    steps = 3 if how is None else 1000
-    command = [str(TRAIN), "trainer.n_workers=2", f"trainer.total_training_steps={steps}", "trainer.export_hf=none"]
+    steps = 5 if how is None else 1000
+    command = [str(train), "trainer.n_workers=2", f"trainer.total_training_steps={steps}", "trainer.export_hf=none"]
     env = {**os.environ, "TMPDIR": temporary}
     with subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         assert run.stdout is not None
@@ -66,19 +67,20 @@ def ended(how: signal.Signals | None, temporary: str, work: str) -> tuple[int, f
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", type=Path, default=HERE)
     parser.add_argument("--allowed", type=float, default=5.0)
-    allowed = parser.parse_args().allowed
+    args = parser.parse_args()
     failed = 0
     for name, how in ENDS.items():
         temporary, work = tempfile.mkdtemp(prefix="d", dir="/tmp"), tempfile.mkdtemp()
         print(f"{name}:", flush=True)
         try:
-            status, seconds = ended(how, temporary, work)
+            status, seconds = ended(args.checkout.resolve() / "train.sh", how, temporary, work)
         finally:
             shutil.rmtree(work, ignore_errors=True)
             shutil.rmtree(temporary, ignore_errors=True)
         print(f"    exit status {status}, nothing left after {seconds:.1f} s", flush=True)
-        failed += seconds > allowed
+        failed += seconds > args.allowed
     return int(failed > 0)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from posttrain import __version__
 from posttrain.bench.entries import choose, entries
 from posttrain.bench.gains import HEAD, gains, lines
-from posttrain.bench.kept import Record, as_text, stored, take_missing
 from posttrain.bench.pages import check_page, fill_page, markdown
+from posttrain.bench.panels import write_panels
 from posttrain.bench.record import circumstances, default_threads, writable
+from posttrain.bench.runs_file import Record, as_text, stored, take_missing
 from posttrain.bench.side_by_side import side_by_side
-from posttrain.bench.strips import write_strips
 from posttrain.bench.table import render
 from posttrain.bench.training import Run
 from posttrain.tracking.atomic import replace_file
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
         if options.markdown:
             fill_page(options.markdown, markdown(rows, record))
         if svg is not None:
-            write_strips(svg, found, f"Accuracy on held-out sums over {record['steps']} steps")
+            write_panels(svg, found, f"Accuracy on held-out sums over {record['steps']} steps")
     for run in failed:
         print(f"{run['algorithm']} seed {run['seed']} failed: {run['problem']}")
     return 1 if failed or not found else 0

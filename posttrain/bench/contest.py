@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.bench import bench_folder
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.chips import Place
-from posttrain.bench.others import Others
-from posttrain.bench.places import bench_folder
+from posttrain.bench.machine import UsedByOthers
 from posttrain.bench.progress import Line
 from posttrain.bench.systems import System
 
@@ -143,7 +143,7 @@ class Contest:
         if entry.problem is not None:
             return
         self.line.show(words)
-        others = Others(child.process.pid)
+        others = UsedByOthers(child.process.pid)
         try:
             answer = child.ask(request, lambda s: self.line.waiting(words, s), self.deadline or RUN_S)
             entry.answers.append({**answer, "others": others.share()})

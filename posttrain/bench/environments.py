@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.bench.places import bench_folder
+from posttrain.bench import bench_folder
 from posttrain.errors import UserError
 
 TORCH = "torch==2.13.0"

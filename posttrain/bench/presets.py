@@ -80,7 +80,7 @@ def _describe(name: str, folder: Path) -> Model:
 
 
 def _ensure(name: str, preset: Preset, device: str) -> Path:
-    from posttrain.bench.places import bench_folder
+    from posttrain.bench import bench_folder
 
     folder = bench_folder() / "models" / name
     shape = {key: value for key, value in asdict(preset).items() if key != "dtype"}

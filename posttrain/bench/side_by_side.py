@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.places import bench_folder
+from posttrain.bench import bench_folder
 from posttrain.bench.progress import Line
 from posttrain.bench.training import Process, Run
 

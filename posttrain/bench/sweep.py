@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from posttrain.bench import bench_folder
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.chips import Place, find_place
 from posttrain.bench.contest import LOAD_S, RUN_S
 from posttrain.bench.floor import Shape, floor_seconds, shape_of
-from posttrain.bench.places import bench_folder
 from posttrain.bench.plot import write_plot
 from posttrain.bench.presets import Model, find_model
 from posttrain.bench.progress import Line

@@ -18,6 +18,7 @@ from posttrain.config.sft import SFTConfig
 from posttrain.config.verl import renamed as verl
 from posttrain.config.verl.actor import ACTOR_RULES
 from posttrain.config.verl.algorithm import ALGORITHM_RULES
+from posttrain.config.verl.keys import verl_keys
 from posttrain.config.verl.rollout import ROLLOUT_RULES
 from posttrain.config.verl.rule import Rule
 from posttrain.config.verl.run import RUN_RULES
@@ -229,8 +230,6 @@ def _likely(spelling: str) -> list[str]:
     One part misspelt; the right name in another section; a name with words left out or added; a misspelt name in
     another section. Another role's setting is never meant: an actor's batches are not those of the reward model.
     """
-    from posttrain.config.verl.answers import verl_keys
-
     known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived, *verl_keys()]))
     if found := [key for key in known if same_key(spelling, key)]:
         return sorted(found, key=lambda key: slips(spelling, key))[:1]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
+from posttrain.config.merged_entries import put as _put
+from posttrain.config.merged_entries import set_default as _default
+from posttrain.config.merged_entries import take as _take
 from posttrain.config.parallel import derive_reference_sizes
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
-from posttrain.config.settling import put as _put
-from posttrain.config.settling import set_default as _default
-from posttrain.config.settling import take as _take
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _MINI, _MICRO = f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"

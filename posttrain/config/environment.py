@@ -210,12 +210,16 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     if wanted > most:
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
-        yield Problem(what, resolved.where(key), f"set {key} to {most} or less")
+        where = resolved.where(key)
+        setting = "--nproc_per_node" if where == "torchrun" else key
+        yield Problem(what, where, f"set {setting} to {most} or less")
     elif wanted > 1 and importlib.util.find_spec("ray") is None:
         what = f"`{key}={wanted}` asks for {wanted} workers, which Ray starts; the package ray is not installed."
         yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')
     if nodes > 1:
-        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, but no cluster or head address is given."
+        given = [f"{name}={os.environ[name]}" for name in ("RAY_HEAD_ADDRESS", "RAY_ADDRESS") if os.environ.get(name)]
+        lacks = f"and {given[0]} names their cluster" if given else "but no cluster or head address is given"
+        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, {lacks}."
         yield Problem(what, resolved.where("trainer.nnodes"), _THREE_FORMS)
     if resolved.value("trainer.device") == "cuda" and present == 0:
         what = "`trainer.device=cuda`, but this machine shows no GPU."

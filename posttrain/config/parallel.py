@@ -8,9 +8,9 @@ from typing import Any
 from posttrain.config.aliases import AS_THE_ACTOR
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.merge import Merged
+from posttrain.config.merged_entries import take
 from posttrain.config.problem import Problem
 from posttrain.config.schema import lookup
-from posttrain.config.settling import take
 
 _ACTOR = "actor_rollout_ref.actor"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")

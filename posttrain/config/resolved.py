@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.config import show
 from posttrain.config.schema import leaves, lookup
 
 
@@ -42,12 +43,8 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""
-        from posttrain.config.show import to_yaml
-
-        return to_yaml(self)
+        return show.to_yaml(self)
 
     def describe(self) -> str:
         """The tree with value, source and sentence of every key, secrets masked."""
-        from posttrain.config.show import show
-
-        return show(self)
+        return show.show(self)

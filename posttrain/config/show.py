@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.config.resolved import Resolved
 from posttrain.config.schema import leaves
 from posttrain.config.values import is_secret
 from posttrain.masking import MASK, mask_urls
+
+if TYPE_CHECKING:
+    from posttrain.config.resolved import Resolved
 
 
 def masked(value: Any, key: str = "") -> Any:

@@ -15,6 +15,7 @@ from posttrain.config.devices import runs_on_cpu
 from posttrain.config.effects import Effect, idle_settings
 from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
+from posttrain.config.merged_entries import put, set_default, take
 from posttrain.config.parallel import check_sizes, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import (
@@ -27,7 +28,6 @@ from posttrain.config.ranges import (
 )
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
-from posttrain.config.settling import put, set_default, take
 from posttrain.config.sft import SFTConfig
 from posttrain.config.tree import Tree
 from posttrain.config.verl.renamed import SUPERVISED_RENAMED

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,9 @@ from typing import Any
 
 import ray
 
-ADDRESS = "RAY_ADDRESS"
+from posttrain.errors import UserError
+
+ADDRESSES = ("RAY_ADDRESS", "RAY_HEAD_ADDRESS")
 MARK = "POSTTRAIN_RAY"
 _TOKEN = secrets.token_hex(32)  # Ray reads it once per process
 _TORCHRUNS = (
@@ -35,6 +39,8 @@ _TORCHRUNS = (
     ),
     *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
 )
+_HOST_AND_PORT = re.compile(r"(?:ray://)?([\w.-]+):(\d+)$")
+ANSWER_S = 5.0
 LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
 
 _WATCHER = """
@@ -73,11 +79,15 @@ shutil.rmtree(folder, ignore_errors=True)
 """
 
 
+class NoRayThere(UserError):
+    """The Ray whose address was given does not answer."""
+
+
 class RayCluster:
     """`start` connects this process; `stop` leaves, and ends what `start` has started."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.address = ranks, os.environ.get(ADDRESS)
+        self.ranks, self.address = ranks, given_address()
         self._watcher: subprocess.Popen[bytes] | None = None
         self._connected = False
         self.was_there = False
@@ -91,6 +101,7 @@ class RayCluster:
             return
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address:
+            check_answers(self.address)
             self._connected = True
             ray.init(address=self.address, **settings)
             return
@@ -121,6 +132,39 @@ class RayCluster:
             self._watcher.stdin.close()
             self._watcher.wait()
             self._watcher = None
+
+
+def given_address() -> str | None:
+    """Where the environment says that a Ray runs; with `RAY_HEAD_ADDRESS=auto`, that which `ray start` left here, if
+    it answers."""
+    plain, head = (os.environ.get(name) for name in ADDRESSES)
+    if plain or head != "auto":
+        return plain or head or None
+    from ray._private.services import find_bootstrap_address
+
+    found = find_bootstrap_address(None)
+    return found if found and _silence(found) is None else None
+
+
+def check_answers(address: str) -> None:
+    """Refuses an address at which nobody answers: Ray itself tries for two minutes, and then ends the process."""
+    if (error := _silence(address)) is not None:
+        name = next(name for name in ADDRESSES if os.environ.get(name))
+        raise NoRayThere(
+            f"{name}={address}: no Ray answers there ({error}). Start it (ray start --head), give the address of one "
+            f"that runs, or unset {name}: then a Ray is started for this run."
+        )
+
+
+def _silence(address: str) -> Exception | None:
+    """Why nobody answers at host:port; None if somebody does, or where it has another form."""
+    found = _HOST_AND_PORT.match(address)
+    try:
+        if found is not None:
+            socket.create_connection((found[1], int(found[2])), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        return error
+    return None
 
 
 def _folder() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.controller.futures import Future
 from posttrain.controller.group import WorkerGroup
@@ -111,7 +112,8 @@ class RayWorkers(Workers):
             self.cluster.start()
         threads = max(1, (os.cpu_count() or 1) // ranks)
         resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
-        actor = ray.remote(RankHost).options(max_concurrency=1, **resources)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=here, **resources)
         place = (os.getcwd(), [folder for folder in sys.path if folder])
         hosts = [actor.remote(rank, ranks, str(device), threads, *place) for rank in range(ranks)]
         address = ray.get(hosts[0].free_address.remote())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.environment import RECIPES
 from posttrain.errors import UserError
 from posttrain.texts import well_formed
 
@@ -162,8 +163,6 @@ def _path_problem(path: Path) -> str | None:
 
 def _maker(folder: str) -> str | None:
     """The command that makes the files of a folder of this name."""
-    from posttrain.data.recipes.table import RECIPES
-
     found = next((command for name, command in PREPARED_BY.items() if name in folder), None)
     return found or (f"posttrain data {folder}" if folder in RECIPES else None)
 

@@ -5,27 +5,18 @@ No weights are loaded and nothing is written, except that the embedded task is m
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, Resolved, load_config
+from posttrain.config import Resolved
 from posttrain.config.ppo_tree import PPO
-from posttrain.config.supervised_tree import COMMANDS, command_tree
+from posttrain.config.supervised_tree import COMMANDS
 from posttrain.config.tree import Tree
 from posttrain.doctor.finding import ERROR, WARNING, Finding, Report
 from posttrain.tracking.own_console import JSON, active
-
-USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it
-       posttrain doctor [--json] sft [key=value] ...                    as posttrain sft reads it
-       posttrain doctor [--json] reward-model [key=value] ...           as posttrain reward-model reads it
-
-Looks at a run before it starts, without loading weights: settings, data on real rows, chat template, the reward on real
-rows, the batch in words, memory, time per step, disk, packages. `trainer.dry_run=true` in a training command does the
-same. Exit status: 0 nothing was found, 1 something is worth a look, 2 the run would not work."""
 
 Check = Callable[[Any], Iterator[Finding]]
 
@@ -50,34 +41,6 @@ def checks() -> dict[str, Check]:
         "time": check_pace,
         "resources": check_resources,
     }
-
-
-def main(args: Sequence[str]) -> int:
-    """The command; its exit status is 0, 1 or 2."""
-    rest = [argument for argument in args if argument != "--json"]
-    if {"-h", "--help"} & set(rest):
-        print(USAGE)
-        return 0
-    with redirect_stdout(sys.stderr):  # what libraries print is no part of the report
-        report = examine(rest)
-    print(report.to_json() if "--json" in args else report.text())
-    return report.exit_status
-
-
-def examine(args: Sequence[str], areas: Sequence[str] | None = None) -> Report:
-    """The report of a command line, read as `posttrain doctor` reads it; `areas` limits it to some checks."""
-    tree = command_tree("doctor", args) or PPO
-    report = Report()
-    try:
-        resolved = _resolve(args, tree, environment=True)
-    except ConfigError as error:
-        report.add(Finding.of(problem, "configuration") for problem in error.problems)
-        try:  # the settings may be sound, and only this machine lack something
-            resolved = _resolve(args, tree, environment=False)
-        except ConfigError:
-            report.fact("configuration", "Nothing else was looked at: the settings must be readable first.")
-            return report
-    return look_at(resolved, tree, report, areas)
 
 
 def look_at(resolved: Resolved, tree: Tree, report: Report | None = None, areas: Sequence[str] | None = None) -> Report:
@@ -106,18 +69,6 @@ def look_at(resolved: Resolved, tree: Tree, report: Report | None = None, areas:
     return report
 
 
-def _resolve(args: Sequence[str], tree: Tree, *, environment: bool) -> Resolved:
-    if tree is not PPO:
-        return load_config(list(args[1:]) or {}, tree=tree, environment=environment)
-    from posttrain import launch
-
-    request = launch.parse(args[1:] if list(args[:1]) == ["train"] else args)
-    plain = request.rest and not request.flags and not request.problems and list(args[:1]) != ["train"]
-    if plain:
-        return load_config(request.rest, environment=environment)
-    return launch.resolve(request, os.environ, environment=environment)
-
-
 def _prepare(case: Any) -> None:
     """The user's own module, and the embedded task where the run would use it."""
     if library := case.model.external_lib:
@@ -141,9 +92,9 @@ def _prepare(case: Any) -> None:
 def _embedded_file(case: Any, folder: Path, file: str) -> Path:
     if not case.is_pairs:
         return folder / file
-    from posttrain.trainer.reward_model_trainer import _embedded_files
+    from posttrain.trainer.embedded import embedded_pairs
 
-    return _embedded_files(folder)["train" if file == "train.json" else "test"]
+    return embedded_pairs(folder)["train" if file == "train.json" else "test"]
 
 
 def dry_run(resolved: Resolved) -> Report:

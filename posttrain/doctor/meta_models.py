@@ -19,7 +19,7 @@ from posttrain.models.loading import ModelError, local_or_hub, own_attention
 from posttrain.models.lora import add_adapters
 from posttrain.models.norms import fuse_norms
 from posttrain.models.quantized import quantized_bytes
-from posttrain.models.scorer import CLASSIFIER
+from posttrain.models.scorer_loading import CLASSIFIER
 from posttrain.models.value import ValueModel
 
 ATTENTION = "posttrain_meta"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from posttrain.engine.ranks import Ranks
 from posttrain.models.forward import decoder_of
@@ -23,14 +24,20 @@ WIDE = (torch.float32, torch.float64)
 def shard(forward_pass: torch.nn.Module, model: torch.nn.Module, ranks: Ranks) -> None:
     """Cut `model` over the ranks; from now on it computes inside `forward_pass` only.
 
-    Fused layers must have been put in before: a layer that is cut is of a class of its own. Weights in host memory go
-    to the ranks' devices a layer at a time.
+    Fused layers must have been put in before: a layer that is cut is of a class of its own. Weights as they were loaded
+    lie in the pages of their file, which all processes of a machine share; a rank copies its part of them, a layer at a
+    time, so that it never holds the model in memory of its own.
     """
-    policy = _widen_trained(model)
-    whole = {weight for weight in model.parameters() if not weight.is_floating_point()}  # 4 bits: on every rank
-    for layer in _layers(decoder_of(model)):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, ignored_params=_of(layer, whole))
-    fully_shard(forward_pass, mesh=ranks.mesh, mp_policy=policy, ignored_params=whole or None)
+    dtype = _widened_type(model)
+    if dtype is None:
+        policy = MixedPrecisionPolicy(reduce_dtype=None, cast_forward_inputs=False)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    held = {weight for weight in model.parameters() if not weight.is_floating_point()}  # 4 bits: on every rank
+    for part in (*_layers(decoder_of(model)), forward_pass):
+        if dtype is not None:
+            _widen(part)
+        fully_shard(part, mesh=ranks.mesh, mp_policy=policy, ignored_params=_of(part, held))
     for part in sharded_parts(forward_pass):
         part.set_force_sum_reduction_for_comms(True)  # token weights come from all ranks' rows: gradients are summed
         part.set_gradient_divide_factor(1.0)
@@ -40,19 +47,24 @@ def _of(layer: torch.nn.Module, weights: set[torch.nn.Parameter]) -> set[torch.n
     return {weight for weight in layer.parameters() if weight in weights} or None
 
 
-def _widen_trained(model: torch.nn.Module) -> MixedPrecisionPolicy:
-    """Weights of low precision that are trained become float32, and are gathered as what they were.
+def _widened_type(model: torch.nn.Module) -> torch.dtype | None:
+    """The low precision of weights that are trained: they are held in float32, and gathered as what they were.
 
-    Beside adapters the base keeps its type: they are float32 already, and are computed with as such.
+    None where there are none. Beside adapters the base keeps its type: they are float32 already, and are computed with
+    as such.
     """
     low = {weight.dtype for weight in model.parameters() if weight.requires_grad and weight.dtype not in WIDE}
     if not low:
-        return MixedPrecisionPolicy(reduce_dtype=None, cast_forward_inputs=False)
+        return None
     (dtype,) = low
-    for weight in model.parameters():
-        if weight.is_floating_point():
+    return dtype
+
+
+def _widen(part: torch.nn.Module) -> None:
+    """What is not cut yet of this part, in float32."""
+    for weight in part.parameters():
+        if weight.is_floating_point() and not isinstance(weight, DTensor):
             weight.data = weight.data.float()
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

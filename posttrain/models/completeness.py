@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from posttrain.models.errors import ModelError
 from posttrain.models.finite import few
-from posttrain.models.loading import ModelError
 
 # Tables that old folders hold and newer code computes, and value heads beside a language model: no weights of it.
 _NO_WEIGHTS = re.compile(

@@ -15,14 +15,12 @@ from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.config.model_files import broken_files
 from posttrain.errors import UserError
+from posttrain.models.completeness import check_weights, outside
+from posttrain.models.errors import ModelError
 from posttrain.models.finite import few, not_finite
 from posttrain.models.quantized import keep_one_layout, loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
-
-
-class ModelError(UserError):
-    """A model or tokenizer could not be loaded; the text says what to do."""
 
 
 def silence_progress_bars() -> None:
@@ -125,8 +123,6 @@ def load_causal_lm(
     the folder need not hold one. `role` stands before the keys that errors name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from posttrain.models.completeness import check_weights, outside
 
     silence_progress_bars()
     source = local_or_hub(path or str(config.path))

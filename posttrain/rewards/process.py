@@ -12,12 +12,11 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import posttrain
 from posttrain.rewards import guardian
 from posttrain.rewards.channel import Channel
 from posttrain.rewards.types import RewardError, RewardSpec
 
-_ROOT = str(Path(posttrain.__file__).resolve().parents[1])
+_ROOT = str(Path(__file__).resolve().parents[2])
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SEND_S = 60.0
 """Seconds that a worker which should be reading may take none of a message."""

@@ -16,7 +16,7 @@ from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, store
 from posttrain.models.identity import fingerprint
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
-from posttrain.models.scorer import load_scorer
+from posttrain.models.scorer_loading import load_scorer
 
 
 def stored_lora(manager: CheckpointManager, checkpoint: Path) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ import torch
 
 from posttrain.cache import cache_folder, writing_cache
 from posttrain.config.optim import OptimConfig
-from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+from posttrain.data.recipes.arithmetic import arithmetic_rows, pair_rows, write_files
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
 from posttrain.models.loading import proved, silence_progress_bars
@@ -60,6 +60,15 @@ def ensure_embedded(say: Any, *, model: bool = True) -> Path:
         say(f"Making the embedded model once: SFT until {share:.0%} of withheld sums are right, half a minute.")
         _make_model(folder, say)
     return folder
+
+
+def embedded_pairs(folder: Path) -> dict[str, Path]:
+    """Pairs of a right and a wrong sum, made from the embedded sums."""
+    paths = {name: folder / "pairs" / f"{name}.json" for name in ("train", "test")}
+    if not all(path.exists() for path in paths.values()):
+        sums = {name: json.loads((folder / f"{name}.json").read_text()) for name in paths}
+        write_files(folder / "pairs", {name: pair_rows(rows) for name, rows in sums.items()})
+    return paths
 
 
 def _make_model(folder: Path, say: Any) -> None:

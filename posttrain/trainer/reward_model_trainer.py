@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from posttrain.interrupts import one_interrupt
@@ -24,6 +23,7 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
 
     resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
     from posttrain.data.pairs import PairDataset
+    from posttrain.trainer.embedded import embedded_pairs
     from posttrain.trainer.supervised.pair_task import PairTask
     from posttrain.trainer.supervised.runner import run_supervised
 
@@ -33,23 +33,10 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
         make_data=lambda rows, tokenizer, settings, split: PairDataset(rows, tokenizer, settings, split=split),
         make_task=PairTask,
         words=_words,
-        embedded_files=_embedded_files,
+        embedded_files=embedded_pairs,
         data=data,
         val_data=val_data,
     )
-
-
-def _embedded_files(folder: Path) -> dict[str, Path]:
-    """Pairs of a right and a wrong sum, made from the embedded sums."""
-    import json
-
-    from posttrain.data.recipes.arithmetic import pair_rows, write_files
-
-    paths = {name: folder / "pairs" / f"{name}.json" for name in ("train", "test")}
-    if not all(path.exists() for path in paths.values()):
-        sums = {name: json.loads((folder / f"{name}.json").read_text()) for name in paths}
-        write_files(folder / "pairs", {name: pair_rows(rows) for name, rows in sums.items()})
-    return paths
 
 
 def _words(train: Any, val: Any, steps: int) -> str:

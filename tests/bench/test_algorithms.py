@@ -13,9 +13,9 @@ from posttrain.bench import side_by_side
 from posttrain.bench.algorithms import without_folders
 from posttrain.bench.entries import TUNED, Entry, choose, entries
 from posttrain.bench.gains import gains
-from posttrain.bench.kept import as_text
 from posttrain.bench.pages import BEGIN, END, between, fill_page, markdown
-from posttrain.bench.strips import mean_curve, write_strips
+from posttrain.bench.panels import mean_curve, write_panels
+from posttrain.bench.runs_file import as_text
 from posttrain.bench.training import COMMON, Process, Run
 from posttrain.config import load_config
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
@@ -152,7 +152,7 @@ def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path)
 
 def test_the_picture_has_a_panel_per_algorithm_and_a_line_per_seed(tmp_path: Path):
     runs = [made("grpo", 1, 0.3, 0.7), made("grpo", 2, 0.4, 0.5), made("ppo", 1, 0.3, 0.5)]
-    write_strips(tmp_path / "a.svg", gains(choose("grpo,ppo"), {"steps": 10, "runs": runs}), "Title")
+    write_panels(tmp_path / "a.svg", gains(choose("grpo,ppo"), {"steps": 10, "runs": runs}), "Title")
     text = (tmp_path / "a.svg").read_text()
     assert text.count("<path") == 3 + 2 and all(f">{name}</text>" in text for name in ("grpo", "ppo", "Title"))
 

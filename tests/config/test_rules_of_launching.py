@@ -97,6 +97,22 @@ def test_the_first_process_of_torchrun_trains_with_as_many_workers_and_the_other
 def test_D_25_several_machines_without_a_cluster_show_the_three_forms(problems):
     said = problems("trainer.nnodes=4", "trainer.seed=1", environment=True)
     assert "running Ray cluster" in said and "torchrun" in said and "RAY_HEAD_ADDRESS" in said
+    assert "no cluster or head address is given" in said
+
+
+def test_several_machines_with_a_head_address_are_not_told_that_it_is_missing(problems, monkeypatch):
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "10.0.0.1:6379")
+    said = problems("trainer.nnodes=2", "trainer.node_rank=1", environment=True)
+    assert "no cluster" not in said and "RAY_HEAD_ADDRESS=10.0.0.1:6379 names their cluster" in said
+    assert "This version trains on one machine" in said and "`trainer.node_rank` cannot be used" in said
+
+
+def test_more_processes_of_torchrun_than_this_machine_has_cores_name_its_own_flag(problems, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
+    torchrun(monkeypatch, processes=8, here=8, rank=0)
+    said = problems("algorithm.adv_estimator=grpo", environment=True)
+    assert "asks for 8 workers" in said and "set --nproc_per_node to 2 or less" in said
 
 
 def test_D_24_module_and_command_start_the_same_program():

@@ -20,8 +20,8 @@ from posttrain.config import environment
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.recipes.hh_rlhf import _turns
+from posttrain.data.recipes.making import prepare
 from posttrain.data.recipes.math import last_boxed
-from posttrain.data.recipes.recipe import prepare
 from posttrain.data.recipes.table import RECIPES
 from posttrain.data.rows import DataError, load_rows
 from posttrain.rewards.scorers import code, score_by_source

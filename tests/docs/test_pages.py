@@ -128,6 +128,31 @@ def test_rooms_import_what_the_architecture_page_allows_and_nothing_else():
         assert imports_of(ROOT / "posttrain" / room) <= may, room
 
 
+def modules_imported(file: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of posttrain that a file imports: at its top, in its functions, but not for type checkers alone."""
+    found: set[str] = set()
+    for node in (tree := [ast.parse(file.read_text())]):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        tree += [] if typing_only else ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in whole}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules.keys()
+
+
+def test_no_two_modules_need_each_other_not_even_inside_functions():
+    files = {file.relative_to(ROOT).with_suffix(""): file for file in (ROOT / "posttrain").rglob("*.py")}
+    modules = {".".join(path.parts).removesuffix(".__init__"): file for path, file in files.items()}
+    waiting = {name: modules_imported(file, modules) - {name} for name, file in modules.items()}
+    while free := [name for name, needed in waiting.items() if not needed]:
+        for name in free:
+            del waiting[name]
+        waiting = {name: needed & waiting.keys() for name, needed in waiting.items()}
+    assert not waiting, f"in circles, or above them: {sorted(waiting)}"
+
+
 @pytest.mark.parametrize("page", ["algorithms.md", "rewards.md"])
 def test_S2_07_the_made_tables_of_a_page_are_those_of_the_code(page):
     from posttrain.explain.docs import PAGES as MADE

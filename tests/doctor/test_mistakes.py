@@ -7,7 +7,7 @@ import json
 import pytest
 
 from posttrain.cli import main
-from posttrain.doctor.checkup import examine
+from posttrain.doctor.command import examine
 from posttrain.doctor.finding import ERROR, WARNING
 from tests.doctor import mistakes, sound_runs
 from tests.doctor.desk import Desk

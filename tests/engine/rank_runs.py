@@ -10,14 +10,17 @@ without any.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_tools import objective, ragged_batch
@@ -25,6 +28,7 @@ from engine_tools import objective, ragged_batch
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
+from posttrain.engine import sharding
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.pairs import PairEngine
 from posttrain.engine.ranks import group_ranks, join_ranks, leave_ranks, this_rank, world_size
@@ -33,7 +37,7 @@ from posttrain.errors import UserError
 from posttrain.models import fused_layer
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
-from posttrain.models.scorer import load_scorer
+from posttrain.models.scorer_loading import load_scorer
 from posttrain.models.value import ValueModel
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
@@ -153,6 +157,42 @@ def bfloat16(world: World) -> Any:
     engine = world.engine(world.language_model(torch.bfloat16))
     found = train(engine, torch.float32, steps=3)
     return {**found, "held": sorted({str(weight.dtype) for weight in engine.optimizer.masters})}
+
+
+def loaded(world: World) -> Any:
+    """What a rank has in memory of its own while a model of its folder's type is cut, and what comes out of it."""
+    folder = world.folder / f"bfloat16_{world_size()}_{this_rank()}"
+    shutil.copytree(world.model, folder)
+    low = {name: weight.bfloat16() for name, weight in load_file(world.model / "model.safetensors").items()}
+    save_file(low, folder / "model.safetensors", {"format": "pt"})
+    model = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.bfloat16, device=CPU)
+    pages, plain, own, parts = pages_of(folder / "model.safetensors"), sharding.fully_shard, [], []
+    before = own_bytes(model, pages)
+
+    def watched(part, **named):
+        own.append(own_bytes(model, pages))
+        parts.append(own_bytes(part))
+        return plain(part, **named)
+
+    sharding.fully_shard = watched
+    try:
+        engine = world.engine(model)
+    finally:
+        sharding.fully_shard = plain
+    same = {name: weight.equal(low.get(name, weight)) for name, weight in engine.export_weights()}
+    return {"before": before, "own": own, "parts": parts, "same": all(same.values()) and low.keys() <= same.keys()}
+
+
+def pages_of(file: Path) -> list[range]:
+    """Where a file lies in this process's memory."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
+
+
+def own_bytes(module: torch.nn.Module, pages: Sequence[range] = ()) -> int:
+    """Of its weights that are not cut: their size, those in these pages aside."""
+    whole = [weight for weight in module.parameters() if not isinstance(weight, DTensor)]
+    return sum(weight.nbytes for weight in whole if not any(weight.data_ptr() in part for part in pages))
 
 
 def moved(world: World) -> Any:
@@ -341,8 +381,8 @@ def staged(world: World, step: int) -> Path:
 
 
 CHECKS: list[Callable[[World], Any]] = [
-    float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, moved, stayed, copies, adapters, value_head,
-    pairs, sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
+    float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, loaded, moved, stayed, copies, adapters,
+    value_head, pairs, sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
     without_answers, refusals,
 ]  # fmt: skip
 

@@ -99,6 +99,13 @@ def test_in_bfloat16_the_ranks_hold_float32_and_compute_in_bfloat16(worlds, rank
     assert furthest(one["norms"], many["norms"]) < 0.02 * max(one["norms"])
 
 
+@pytest.mark.parametrize("ranks", MANY)
+def test_a_rank_takes_its_part_from_the_pages_of_the_file_and_holds_one_layer_more_at_most(worlds, ranks):
+    _, found = worlds.both("loaded", ranks)
+    assert found["before"] == 0 and len(found["own"]) == 3  # two layers, and what is left
+    assert found["own"] == found["parts"] and found["same"]
+
+
 def test_copies_of_a_model_over_two_ranks_each_equal_one_over_four(worlds):
     whole, copies = worlds.found[1]["float64"], dict(worlds.found[4]["copies"])
     passes, reduced, parts = copies.pop("reduced")

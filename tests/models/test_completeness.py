@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.config.model import ModelConfig
 from posttrain.models.completeness import WeightsError
 from posttrain.models.loading import load_causal_lm
-from posttrain.models.scorer import load_scorer
+from posttrain.models.scorer_loading import load_scorer
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.rows import DataError
 from posttrain.engine.fsdp import EngineSettings
 from posttrain.engine.pairs import PairEngine
-from posttrain.models.scorer import load_scorer
+from posttrain.models.scorer_loading import load_scorer
 from posttrain.trainer.supervised.pair_task import pair_batch
 
 CPU = torch.device("cpu")

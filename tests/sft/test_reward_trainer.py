@@ -6,7 +6,8 @@ import pytest
 import torch
 from sft_runs import PREFERENCES, metrics_of, reward_model, settings, tensors
 
-from posttrain.models.scorer import load_scorer, score_rows
+from posttrain.models.scorer import score_rows
+from posttrain.models.scorer_loading import load_scorer
 from posttrain.trainer import reward_model_trainer
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from posttrain.models.loading import ModelError
-from posttrain.models.scorer import load_scorer, packs_rows, score_rows
+from posttrain.models.scorer import packs_rows, score_rows
+from posttrain.models.scorer_loading import load_scorer
 
 CPU = torch.device("cpu")
 ROWS = [[5, 6, 7], [9], list(range(20, 60)), [7, 7, 256], [256, 3]]  # 256 is the byte tokenizer's padding

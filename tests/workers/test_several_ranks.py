@@ -6,8 +6,13 @@ import copy
 import json
 import os
 import pickle
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +51,23 @@ ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
 
 STEPS = 2
+
+
+@pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_HEAD_ADDRESS"])
+def test_a_ray_that_does_not_answer_is_named_at_once(monkeypatch, name):
+    monkeypatch.setenv(name, "127.0.0.1:9")
+    with pytest.raises(UserError, match=rf"{name}=127.0.0.1:9: no Ray answers there .* unset {name}"):
+        RayCluster(2).start()
+
+
+def test_M_32_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: address)
+        assert RayCluster(2).address == address
+    assert RayCluster(2).address is None  # it was there, and is gone
 
 
 class Toy:
@@ -317,15 +339,21 @@ class Runs:
     def __call__(self, kind: str, dtype: str, count: int) -> Ran:
         key = (kind, dtype, count)
         if key not in self.made:
-            workers = Watched(self.ranks(count), self.recording)
-            name = f"{kind} {dtype} {count}"
-            if kind in ("sft", "reward model"):
-                result = self._supervised(kind, name, workers, dtype)
-            else:
-                result = self._rl(name, workers, {**RUN, **RUNS[kind], "actor_rollout_ref.model.dtype": dtype})
-            fused = [group.fused_layers() for group in workers.groups.values()]
-            self.made[key] = Ran(result.metrics, result.path, [min(counts) for counts in zip(*fused, strict=True)])
+            self.made[key] = self.started(kind, dtype, count, f"{kind} {dtype} {count}", 10)
         return self.made[key]
+
+    def started(self, kind: str, dtype: str, count: int, name: str, steps: int) -> Ran:
+        """A run in the folder `name`, which goes on from what lies there."""
+        workers = Watched(self.ranks(count), self.recording)
+        if kind in ("sft", "reward model"):
+            result = self._supervised(kind, name, workers, dtype, steps)
+        else:
+            more = {**RUN, **RUNS[kind], "actor_rollout_ref.model.dtype": dtype, "trainer.total_training_steps": steps}
+            if (self.folder / name).exists():  # what was recorded is of the first weights
+                more["trainer.rollout_mismatch_tol"] = 100.0
+            result = self._rl(name, workers, more)
+        fused = [group.fused_layers() for group in workers.groups.values()]
+        return Ran(result.metrics, result.path, [min(counts) for counts in zip(*fused, strict=True)])
 
     def _rl(self, name: str, workers: Workers, more: dict[str, Any], reward: Any = rarely_right) -> Any:
         given = {**settings(self.model, self.data, self.folder / name), **more}
@@ -334,18 +362,16 @@ class Runs:
             resolved = load_config({**given, "trainer.n_gpus_per_node": workers.world_size})
             return rl.run_training(resolved, reward=reward)
 
-    def replayed(self, name: str, count: int, more: dict[str, Any]) -> Any:
-        return self._rl(name, Watched(self.ranks(count), self.recording), {**RUN, **more})
-
     def free(self, name: str, count: int, more: dict[str, Any]) -> Any:
         """A run on what it samples itself."""
         return self._rl(name, self.ranks(count), more, even_share)
 
-    def _supervised(self, kind: str, name: str, workers: Watched, dtype: str) -> Any:
+    def _supervised(self, kind: str, name: str, workers: Watched, dtype: str, steps: int) -> Any:
         given = sft_settings(
             self.model, self.folder / name, model__dtype=dtype, data__max_length=256, data__max_token_len_per_gpu=300
         )
-        given |= {"trainer.total_training_steps": 10, "data.train_batch_size": 4}
+        given |= {"trainer.total_training_steps": steps, "data.train_batch_size": 4, "trainer.export_hf": "last"}
+        given |= {"optim.lr_scheduler_type": "constant", "optim.lr_warmup_steps": 0}  # whatever the number of steps
         given["trainer.n_gpus_per_node"] = workers.world_size
         tree, run = {"sft": (SFT, run_sft), "reward model": (REWARD_MODEL, run_reward_model)}[kind]
         rows = [{"prompt": "?" * (1 + row % 5), "response": "answer " * (1 if row % 4 else 28)} for row in range(20)]
@@ -386,7 +412,7 @@ def test_ten_steps_on_recorded_rollouts_are_those_of_one_process(runs, kind, cou
         for name in [name for name in mine if name.endswith(("loss", "grad_norm"))]:
             allowed = 1e-5 * (scale if name.endswith("loss") else max(1.0, mine[name]))
             assert abs(theirs[name] - mine[name]) <= allowed, (step, name)
-    if can_train(torch.zeros(1)) and kind != "lora":  # layers with adapters are not fused
+    if can_train(torch.zeros(1)):
         layers = 2 * 10  # of the tiny model, once in every step at least
         assert one.fused[0] >= layers and len(many.fused) == count and min(many.fused) >= layers
 
@@ -398,6 +424,88 @@ def test_in_float64_the_weights_are_those_of_one_process_too(runs, kind, count):
     for mine, theirs in zip(one.metrics, many.metrics, strict=True):
         shared = {name: value for name, value in mine.items() if not name.startswith(UNSTEADY)}
         assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs, kind):
+    straight = runs(kind, "float64", 1)
+    half = runs.started(kind, "float64", 4, f"{kind} half", 7)
+    roles = (half.path / "checkpoints" / "global_step_7").glob("*/.metadata")
+    assert {len(list(role.parent.glob("*.distcp"))) for role in roles} == {4}
+    for count in (2, 1):
+        name = f"{kind} on {count}"
+        shutil.copytree(runs.folder / f"{kind} half", runs.folder / name)
+        ended = runs.started(kind, "float64", count, name, 10)
+        assert [line["step"] for line in metrics_of(ended.path) if "step" in line][-10:] == [*range(1, 11)]
+        assert furthest(weights_of(straight.path), weights_of(ended.path)) < 1e-9
+        assert furthest(exported(straight.path), exported(ended.path)) < 1e-9
+
+
+# -- runs that end ----------------------------------------------------------------------------------------------------
+
+WAIT_S = 60.0  # about one second where nothing else runs
+SIX = {"trainer.total_training_steps": 6, "trainer.save_freq": 3}
+KILLED = """
+    import os, signal, sys
+    os.cpu_count = lambda: 2  # one thread each, as those that it is compared with
+    sys.path[:0] = {paths!r}
+    import posttrain
+    from light_rewards import even_share
+    from posttrain.controller.ray_cluster import RayCluster
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    start, update = RayCluster.start, RayPPOTrainer._update
+
+    def told(self):
+        start(self)
+        print("Ray's folder:", self.folder, flush=True)
+
+    def killed(self, batch, step):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update(self, batch, step)
+
+    RayCluster.start, RayPPOTrainer._update = told, killed
+    posttrain.train({settings!r}, reward=even_share)
+"""
+
+
+def processes_of(folder: str) -> list[int]:
+    """Processes that were started with this folder, or have a file open in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
+            if folder.encode() in (entry / "cmdline").read_bytes() or any(f.startswith(folder + "/") for f in files):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def check_nothing_is_left(folder: str, shared: set[str]) -> None:
+    until = time.monotonic() + WAIT_S
+    while (Path(folder).exists() or processes_of(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not Path(folder).exists() and not processes_of(folder)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_the_killed_leaves_nothing(runs):
+    straight = runs.free("straight", 2, SIX)
+    wanted = {**settings(runs.model, runs.data, runs.folder / "killed"), **SIX, "trainer.n_gpus_per_node": 2}
+    code = textwrap.dedent(KILLED).format(paths=[path for path in sys.path if path], settings=wanted)
+    shared = set(os.listdir("/dev/shm"))
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout[-2000:] + killed.stderr[-2000:]
+    check_nothing_is_left(killed.stdout.partition("Ray's folder: ")[2].split()[0], shared)
+    path = runs.folder / "killed" / "test" / "run"
+    assert [line["step"] for line in metrics_of(path)] == [1, 2, 3, 4]
+    runs.free("killed", 2, SIX)
+    assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
+    assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
 def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_model, tmp_path):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from posttrain.config.aliases import canonical, spelled
 from posttrain.config.schema import leaf_of, using
 from posttrain.config.tree import Tree
+from posttrain.config.verl.keys import verl_keys
 from posttrain.config.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED, Rule
 from posttrain.config.verl.supervised import GENERATION
-
-KEYS_FILE = Path(__file__).with_name("keys.txt")
 
 
 class Answer(NamedTuple):
@@ -23,18 +20,6 @@ class Answer(NamedTuple):
     says: str
     """In words; empty where a setting here has the key's name."""
     rule: Rule | None = None
-
-
-@cache
-def verl_keys() -> dict[str, str]:
-    """Every key known of verl -> its program: `main_ppo`, `sft_trainer` or `main_generation`."""
-    keys, program = {}, ""
-    for line in KEYS_FILE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("["):
-            program = line.strip("[]")
-        elif line and not line.startswith("#"):
-            keys[line] = program
-    return keys
 
 
 def answer(key: str, tree: Tree) -> Answer | None:

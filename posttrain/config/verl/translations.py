@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
+from posttrain.config.merged_entries import put
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaves
-from posttrain.config.settling import put
 from posttrain.config.verl.conditions import ON
 from posttrain.config.verl.rule import NOTHING, plain
 

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.data.recipes.recipe import Recipe, prepare
+from posttrain.data.recipes.making import prepare
+from posttrain.data.recipes.recipe import Recipe
 from posttrain.data.recipes.table import RECIPES
 
 CONVERT = "your own file with your own column names, as rows that training and evaluation read"

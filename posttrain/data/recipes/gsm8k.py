@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.data.recipes import recipe as recipes
+from posttrain.data.recipes import making
 from posttrain.data.recipes.recipe import Recipe, Row, Split, text_of
 from posttrain.data.rows import DataError, RowTable
 
@@ -57,4 +57,4 @@ RECIPE = Recipe(
 
 def prepare(source: str | os.PathLike[str] | None = None, out: str | os.PathLike[str] | None = None) -> dict[Path, int]:
     """Write `train.parquet` and `test.parquet` into `out`; gives path -> number of rows. Without `source`: the hub."""
-    return {made.path: made.rows for made in recipes.prepare(RECIPE, source, out)}
+    return {made.path: made.rows for made in making.prepare(RECIPE, source, out)}

@@ -51,7 +51,7 @@ def known_sources() -> list[str]:
     return sorted(SCORERS)
 
 
-def canonical_source(data_source: str) -> str | None:
+def canonical_source(data_source: str | None) -> str | None:
     """The name under which a data source's scorer is registered (`openai/gsm8k` is `gsm8k`), or None."""
     if data_source in SCORERS:
         return data_source
@@ -69,7 +69,7 @@ def score_by_source(
     return find_scorer(data_source)(solution_str, ground_truth, extra_info)
 
 
-def find_scorer(data_source: str) -> Scorer:
+def find_scorer(data_source: str | None) -> Scorer:
     """The scorer of a data source; RewardError when there is none."""
     name = canonical_source(data_source)
     if name is not None:
@@ -79,7 +79,7 @@ def find_scorer(data_source: str) -> Scorer:
     near = difflib.get_close_matches(str(data_source).lower(), known_sources(), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise RewardError(
-        f"{NO_SCORER} {data_source!r}",
+        f"{NO_SCORER} {data_source!r}" if data_source else f"{NO_SCORER}s that are not named: the rows have none",
         where,
         f"{hint}use one of {', '.join(known_sources())}; or {own}",
     )
@@ -88,7 +88,7 @@ def find_scorer(data_source: str) -> Scorer:
 def check_sources(sources: Iterable[str | None]) -> None:
     """Raise one RewardError that lists every data source without a built-in scorer; call it before a run."""
     problems: list[RewardError] = []
-    for source in sorted({str(source) for source in sources}):
+    for source in sorted(set(sources), key=str):
         try:
             find_scorer(source)
         except RewardError as error:

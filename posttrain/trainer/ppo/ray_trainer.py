@@ -23,6 +23,7 @@ from posttrain.algorithms import (
 )
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.config.root import PPOConfig
+from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
@@ -33,20 +34,14 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience, take_prompts
 from posttrain.trainer.ppo.greedy import greedy_baselines
+from posttrain.trainer.ppo.making_workers import make_workers
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.ppo.reward_weights import reward_weights
 from posttrain.trainer.ppo.saving import resume, save
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
-from posttrain.trainer.ppo.step_zero import (
-    check_groups,
-    compare_log_probs,
-    largest_rows,
-    sampling_words,
-    tolerance,
-    too_slow_to_try,
-)
+from posttrain.trainer.ppo.step_zero import check_first_batch
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
@@ -55,7 +50,6 @@ from posttrain.workers.seen_tokens import ROW
 
 ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
 REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores", "reward_error": "reward_errors"}
-ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
 
 
 def compute_advantage(
@@ -93,6 +87,13 @@ class RayPPOTrainer:
     actor_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker
     critic_class: type[CriticWorker] = CriticWorker
     reward_model_class: type[RewardModelWorker] = RewardModelWorker
+
+    actor_rollout_wg: WorkerGroup
+    critic_wg: WorkerGroup | None
+    rm_wg: WorkerGroup | None
+    model_reward: ModelReward | None
+    said: list[str]
+    """Notes that the user has seen."""
 
     def __init__(
         self,
@@ -146,43 +147,7 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Create the workers and load their models; no step is made."""
-        say(f"Creating workers on {self.device}: actor, rollout" + self._other_roles() + f" ({self.workers.words()})")
-        updates = self.sizes.total_updates
-        arguments = (self.config, self.tokenizer, self.device)
-        self.actor_rollout_wg = self.workers.create(
-            "actor", self.actor_class, *arguments, total_updates=updates, reference=self.use_reference
-        )
-        self.actor_rollout_wg.init_model()
-        say(f"Rollout engine: {self.actor_rollout_wg.rollout_engine()}")
-        self.said = self.actor_rollout_wg.notes()
-        for note in self.said:
-            say(f"note: {note}")
-        self.critic_wg = None
-        if self.use_critic:
-            updates = critic_updates(self.config, self.sizes)
-            tokens = min(len(self.tokenizer), self.actor_rollout_wg.vocabulary())
-            self.critic_wg = self.workers.create(
-                "critic", self.critic_class, self.config, self.device, total_updates=updates, tokens=tokens
-            )
-            self.critic_wg.init_model()
-            for note in self.critic_wg.notes():
-                say(f"note: {note}")
-        self.rm_wg = self.model_reward = None
-        if self.config.reward_model.enable:
-            self.rm_wg = self.workers.create("reward_model", self.reward_model_class, *arguments)
-            self.rm_wg.init_model()
-            self.rm_wg.check_prompt(self.train_dataset[0]["raw_prompt"])
-            self.model_reward = ModelReward(
-                self.config, self.rm_wg, functions=self.reward_fn.pool is not None, named=self.reward_fn.named
-            )
-            if self.model_reward.function_weight == 0:
-                self.reward_fn.watch = None  # it only tells which responses are right
-            for sentence in (*self.rm_wg.notes(), self.model_reward.words()):
-                say(sentence)
-
-    def _other_roles(self) -> str:
-        reward_model = ", reward model" * self.config.reward_model.enable
-        return ", reference" * self.use_reference + ", critic" * self.use_critic + reward_model
+        make_workers(self)
 
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
@@ -378,27 +343,9 @@ class RayPPOTrainer:
             return
         self.checked = True
         with self.recorder.showing("check"):
-            self._compare_and_try(batch)
-
-    def _compare_and_try(self, batch: DataProto) -> None:
-        batch = batch[self._fresh(batch)]
-        check_groups(batch, self.config.actor_rollout_ref.rollout.n)
-        ours = self.actor_rollout_wg.compute_log_prob(batch).batch["old_log_probs"]
-        sentence, largest = compare_log_probs(
-            batch, ours, tolerance(self.config, self.actor_rollout_wg.engine_facts().dtype)
-        )
-        say(sentence)
-        corrected = correction_is_on(self.config.algorithm.rollout_correction)
-        if (words := sampling_words(batch, corrected=corrected)) is not None:
-            say(words)
+            rollout_is_exact = check_first_batch(self, batch[self._fresh(batch)])
         if self.step == 0:
-            self.old_from_rollout = largest <= ROLLOUT_IS_EXACT and not corrected
-        lengths = largest_rows(self.config, self.sizes)
-        if too_slow_to_try(lengths, self.actor_rollout_wg.engine_facts().parameters, self.device):
-            say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
-        else:
-            self.actor_rollout_wg.dry_run(lengths, self.config.data.max_prompt_length)
-            say(f"The largest batch ({len(lengths)} rows, {sum(lengths)} tokens at once) fits into memory.")
+            self.old_from_rollout = rollout_is_exact
 
     checked = False
 

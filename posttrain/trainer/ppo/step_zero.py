@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from posttrain.algorithms import correction_is_on
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.tracking.fields import groups_of
+from posttrain.tracking.progress import say
 from posttrain.trainer.ppo.sizes import Sizes
+
+if TYPE_CHECKING:
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
 
 # Past this, on CPU, the trial of the largest batch would cost more time than a surprise would.
 CPU_TRIAL_FLOPS = 2e12
@@ -20,6 +29,27 @@ class MismatchError(UserError):
 
 class GroupError(UserError):
     """The responses that are compared with each other are not n responses to one prompt."""
+
+
+def check_first_batch(trainer: RayPPOTrainer, batch: DataProto) -> bool:
+    """Whether the rollout's own log-probs may serve as the old ones; errors where groups are not whole, rollout and
+    trainer disagree, or the largest batch does not fit into memory."""
+    config, actor = trainer.config, trainer.actor_rollout_wg
+    check_groups(batch, config.actor_rollout_ref.rollout.n)
+    ours = actor.compute_log_prob(batch).batch["old_log_probs"]
+    facts = actor.engine_facts()
+    sentence, largest = compare_log_probs(batch, ours, tolerance(config, facts.dtype))
+    say(sentence)
+    corrected = correction_is_on(config.algorithm.rollout_correction)
+    if (words := sampling_words(batch, corrected=corrected)) is not None:
+        say(words)
+    lengths = largest_rows(config, trainer.sizes)
+    if too_slow_to_try(lengths, facts.parameters, trainer.device):
+        say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
+    else:
+        actor.dry_run(lengths, config.data.max_prompt_length)
+        say(f"The largest batch ({len(lengths)} rows, {sum(lengths)} tokens at once) fits into memory.")
+    return largest <= ROLLOUT_IS_EXACT and not corrected
 
 
 def check_groups(batch: DataProto, n: int) -> None:

@@ -28,8 +28,14 @@ def import_external(name: str, key: str = KEY) -> ModuleType:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"{key}={name}: importing it failed in {frame.filename}, line {frame.lineno}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{_hint(error)}"
         ) from error
+
+
+def _hint(error: Exception) -> str:
+    """What to do about a file that was written for verl."""
+    absent = isinstance(error, ModuleNotFoundError) and error.name == "verl"
+    return ". Write `posttrain` for `verl` in it, or install the package of that name (compat/README.md)" * absent
 
 
 def _import_file(path: Path, key: str) -> ModuleType:

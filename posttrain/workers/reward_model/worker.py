@@ -18,7 +18,8 @@ from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
 from posttrain.models.loading import load_tokenizer, resolve_dtype
-from posttrain.models.scorer import load_scorer, score_rows
+from posttrain.models.scorer import score_rows
+from posttrain.models.scorer_loading import load_scorer
 from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 from posttrain.workers.reward_model.conversations import Conversations, Unreadable

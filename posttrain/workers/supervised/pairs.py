@@ -13,7 +13,7 @@ from posttrain.engine.base import Passes
 from posttrain.engine.pairs import PairEngine
 from posttrain.models.loading import resolve_dtype
 from posttrain.models.lora import with_adapters
-from posttrain.models.scorer import load_scorer
+from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
 from posttrain.workers.spread import by_passes, in_row_order
 from posttrain.workers.supervised.worker import SupervisedWorker, join_steps, planned_step

@@ -16,7 +16,7 @@ ACROSS, WIDE, HIGH, GAP, LEFT, TOP = 6, 126, 84, 30, 44, 62
 INK, PALE = "#374151", "#e5e7eb"
 
 
-def write_strips(path: Path, found: Sequence[Gain], title: str) -> None:
+def write_panels(path: Path, found: Sequence[Gain], title: str) -> None:
     """All panels share both axes, so that they compare at a glance."""
     last = max(point[0] for gain in found for run in gain.runs for point in run["curve"]) or 1
     across = min(ACROSS, len(found))

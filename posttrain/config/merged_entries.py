@@ -1,4 +1,4 @@
-"""How a derived setting is settled: taken out, and others set on its behalf or by default."""
+"""Entries of merged settings: a derived one taken out, and others put in on its behalf or by default."""
 
 from __future__ import annotations
 
