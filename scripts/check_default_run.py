@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs ./train.sh without arguments in an empty folder and checks what a newcomer gets (minutes on two cores).
 
-It must exit 0, write 5 samples per prompt, raise the accuracy on held-out sums from 0.6 or below to 0.9 or above, and
-leave a model under outputs/checkpoints that transformers loads.
+It must exit 0, write 5 samples per prompt, raise the accuracy on held-out sums from 0.6 or below to 0.9 or above with
+responses that end by themselves, and leave a model under outputs/checkpoints that transformers loads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def test_S3_09_a_bare_train_sh_trains_and_leaves_a_model() -> None:
         curve = [(line["step"], line[METRIC]) for line in lines if METRIC in line]
         print("accuracy by step: " + " ".join(f"{step}:{value:.3f}" for step, value in curve))
         assert curve[0][1] <= 0.6 and curve[-1][1] >= 0.9, curve
+        cut_off = max(line.get("response_length/clip_ratio", 0.0) for line in lines)
+        assert cut_off <= 0.05, f"{cut_off:.0%} of a step's responses were cut off: they go on behind their answers"
         check_samples(min((run / "samples").glob("step_*.parquet")))
         newest = max(checkpoints.glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
         check_model(newest / "huggingface")

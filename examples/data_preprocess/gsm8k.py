@@ -6,6 +6,8 @@
     python examples/data_preprocess/gsm8k.py --out data/gsm8k         into another folder
 
 Takes a second or two besides the download (4 MB), and prints the two paths. It is `posttrain data gsm8k`.
+
+SMOKE=1 prepares a few rows that are written for it, into a new folder, without a network.
 """
 
 import sys
@@ -13,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed serves too
 
+from examples.smoke.raw_rows import smoke
 from posttrain.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["data", "gsm8k", *sys.argv[1:]]))
+    sys.exit(main(["data", "gsm8k", *smoke("gsm8k"), *sys.argv[1:]]))

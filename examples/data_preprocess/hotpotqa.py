@@ -7,6 +7,8 @@ train.parquet; into $HOME/data/hotpotqa.
 
 A copy is a folder with hotpot_dev_distractor_v1.json and (if wanted) hotpot_train_v1.1.json. Takes seconds besides
 the download, and prints the paths. It is `posttrain data hotpotqa`.
+
+SMOKE=1 prepares a few rows that are written for it, into a new folder, without a network.
 """
 
 import sys
@@ -14,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed serves too
 
+from examples.smoke.raw_rows import smoke
 from posttrain.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["data", "hotpotqa", *sys.argv[1:]]))
+    sys.exit(main(["data", "hotpotqa", *smoke("hotpotqa"), *sys.argv[1:]]))

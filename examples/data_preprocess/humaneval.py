@@ -6,6 +6,8 @@
 
 A copy is a folder with HumanEval.jsonl.gz. Takes seconds besides the download, and prints the paths. It is `posttrain
 data humaneval`.
+
+SMOKE=1 prepares a few rows that are written for it, into a new folder, without a network.
 """
 
 import sys
@@ -13,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed serves too
 
+from examples.smoke.raw_rows import smoke
 from posttrain.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["data", "humaneval", *sys.argv[1:]]))
+    sys.exit(main(["data", "humaneval", *smoke("humaneval"), *sys.argv[1:]]))

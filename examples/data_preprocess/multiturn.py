@@ -7,6 +7,8 @@ $HOME/data/hh_rlhf_sft.
 
 A copy is a folder with files named *train.jsonl.gz or *test.jsonl.gz. Takes seconds besides the download, and prints
 the paths. It is `posttrain data hh_rlhf_sft`.
+
+SMOKE=1 prepares a few rows that are written for it, into a new folder, without a network.
 """
 
 import sys
@@ -14,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed serves too
 
+from examples.smoke.raw_rows import smoke
 from posttrain.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["data", "hh_rlhf_sft", *sys.argv[1:]]))
+    sys.exit(main(["data", "hh_rlhf_sft", *smoke("hh_rlhf_sft"), *sys.argv[1:]]))

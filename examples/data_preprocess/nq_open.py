@@ -7,6 +7,8 @@ $HOME/data/nq_open.
 
 A copy is a folder with NQ-open.dev.jsonl and (if wanted) NQ-open.train.jsonl. Takes seconds besides the download, and
 prints the paths. It is `posttrain data nq_open`.
+
+SMOKE=1 prepares a few rows that are written for it, into a new folder, without a network.
 """
 
 import sys
@@ -14,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed serves too
 
+from examples.smoke.raw_rows import smoke
 from posttrain.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["data", "nq_open", *sys.argv[1:]]))
+    sys.exit(main(["data", "nq_open", *smoke("nq_open"), *sys.argv[1:]]))

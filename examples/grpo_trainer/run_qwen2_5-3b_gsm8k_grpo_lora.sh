@@ -5,14 +5,15 @@
 #   expect   105 steps (15 epochs of 7). Each checkpoint holds the adapters and their optimizer state alone; metrics,
 #            samples and checkpoints lie in outputs/verl_grpo_example/qwen2_5_3b_grpo_lora
 #   then     posttrain export outputs/verl_grpo_example/qwen2_5_3b_grpo_lora/checkpoints/global_step_105 my_model
-# What is added to the command wins, for instance a small trial of two steps with another model:
-#   bash examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh actor_rollout_ref.model.path=MODEL data.train_batch_size=8 \
-#     actor_rollout_ref.actor.ppo_mini_batch_size=8 data.val_files=null data.max_response_length=64 trainer.total_training_steps=2
+#   small    SMOKE=1 bash examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh: two steps of the embedded model, seconds on a CPU
+# What is added to the command wins.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
+source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python
+smoke grpo
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
@@ -34,4 +35,5 @@ exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   trainer.total_epochs=15 \
   trainer.project_name=verl_grpo_example \
   trainer.experiment_name=qwen2_5_3b_grpo_lora \
+  ${small[@]+"${small[@]}"} \
   "$@"

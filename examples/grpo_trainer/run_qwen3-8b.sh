@@ -6,14 +6,15 @@
 #              actor_rollout_ref.model.enable_gradient_checkpointing=True
 #   expect   105 steps (15 epochs of 7); each answers 1024 prompts 5 times and makes 4 optimizer steps. Metrics, samples
 #            and the last checkpoint lie in outputs/verl_grpo_example/qwen3_8b_grpo
-# What is added to the command wins, for instance a small trial of two steps with another model:
-#   bash examples/grpo_trainer/run_qwen3-8b.sh actor_rollout_ref.model.path=MODEL data.train_batch_size=8 \
-#     actor_rollout_ref.actor.ppo_mini_batch_size=8 data.val_files=null data.max_response_length=64 trainer.total_training_steps=2
+#   small    SMOKE=1 bash examples/grpo_trainer/run_qwen3-8b.sh: two steps of the embedded model, seconds on a CPU
+# What is added to the command wins.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
+source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python
+smoke grpo
 
 # The customary engine is rollout.name=vllm on 8 GPUs, two per engine; it is not built yet: hf on one GPU serves.
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
@@ -39,4 +40,5 @@ exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   trainer.total_epochs=15 \
   trainer.project_name=verl_grpo_example \
   trainer.experiment_name=qwen3_8b_grpo \
+  ${small[@]+"${small[@]}"} \
   "$@"

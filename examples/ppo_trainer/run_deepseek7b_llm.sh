@@ -5,15 +5,15 @@
 #   expect   105 steps (15 epochs of 7); each answers 1024 questions once and makes 4 optimizer steps of actor and critic.
 #            critic/vf_explained_var rises from 0 as the critic learns. Everything lies in
 #            outputs/verl_ppo_example/deepseek_llm_7b
-# What is added to the command wins, for instance a small trial of two steps with another model:
-#   bash examples/ppo_trainer/run_deepseek7b_llm.sh actor_rollout_ref.model.path=MODEL critic.model.path=MODEL \
-#     data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 data.val_files=null \
-#     data.max_response_length=64 trainer.total_training_steps=2
+#   small    SMOKE=1 bash examples/ppo_trainer/run_deepseek7b_llm.sh: two steps of the embedded model, seconds on a CPU
+# What is added to the command wins.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
+source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python
+smoke ppo
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   algorithm.adv_estimator=gae \
@@ -42,4 +42,5 @@ exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   trainer.total_epochs=15 \
   trainer.project_name=verl_ppo_example \
   trainer.experiment_name=deepseek_llm_7b \
+  ${small[@]+"${small[@]}"} \
   "$@"

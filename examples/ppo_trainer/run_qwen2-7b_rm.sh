@@ -10,15 +10,15 @@
 #            changes the critic alone (the run says so): raise trainer.total_epochs for more.
 #            Metrics, samples and checkpoints lie in outputs/verl_ppo_example/qwen2_7b_rm
 # The reward model has a tokenizer and a chat template of its own: conversations are rendered anew for it.
-# What is added to the command wins, for instance a small trial of two steps with other models:
-#   bash examples/ppo_trainer/run_qwen2-7b_rm.sh actor_rollout_ref.model.path=MODEL reward_model.model.path=REWARD_MODEL \
-#     data.train_batch_size=8 data.val_files=null data.max_response_length=64 trainer.critic_warmup=1 \
-#     trainer.total_training_steps=2
+#   small    SMOKE=1 bash examples/ppo_trainer/run_qwen2-7b_rm.sh: two steps of the embedded model, seconds on a CPU
+# What is added to the command wins.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
+source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python
+smoke ppo_rm
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   algorithm.adv_estimator=gae \
@@ -48,4 +48,5 @@ exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   trainer.total_epochs=1 \
   trainer.project_name=verl_ppo_example \
   trainer.experiment_name=qwen2_7b_rm \
+  ${small[@]+"${small[@]}"} \
   "$@"

@@ -23,7 +23,6 @@ EMBEDDED: dict[str, Any] = {
     f"{_ACTOR}.optim.lr_warmup_steps": 10,
     f"{_ACTOR}.optim.lr_scheduler_type": "cosine",
     f"{_ACTOR}.optim.min_lr_ratio": 0.1,
-    f"{_ACTOR}.entropy_coeff": 0.02,
     f"{_ACTOR}.clip_ratio_high": 0.4,
     f"{_ACTOR}.use_kl_loss": False,
     "trainer.total_epochs": 1000,

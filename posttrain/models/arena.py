@@ -129,15 +129,8 @@ class Arena:
         parameters = [getattr(base_layer(part), kind) for part in parts]
         if any(parameter is None for parameter in parameters):
             return None
-        whole = end_to_end(parameters) if self.share else None
-        if whole is None:
-            whole = torch.cat([parameter.data for parameter in parameters])
-        start = 0
-        for name, parameter in zip(names, parameters, strict=True):
-            self.named[name] = whole[start : start + len(parameter)]
-            if self.share:
-                parameter.data = self.named[name]
-            start += len(parameter)
+        whole = lay_end_to_end(parameters) if self.share else torch.cat([parameter.data for parameter in parameters])
+        self.named |= zip(names, whole.split([len(parameter) for parameter in parameters]), strict=True)
         return whole
 
     def left_behind(self) -> bool:
@@ -155,6 +148,26 @@ class Arena:
             if self.share and self.adapters:
                 raise RuntimeError("weights with adapters folded in must not be written over the live base weights")
             own.copy_(tensor)
+
+
+def lay_end_to_end(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """The tensor that these parameters are views into from now on."""
+    whole = end_to_end(parameters)
+    if whole is None:
+        whole = torch.cat([parameter.data for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
+            parameter.data = part
+    return whole
+
+
+def join_products(layer: Any) -> None:
+    """Lay the weights end to end that a decoder layer multiplies the same tokens with, so that they are one product."""
+    for _, home, names in FUSED:
+        parts = [getattr(getattr(layer, home), name) for name in names]
+        for kind in ("weight", "bias"):
+            parameters = [getattr(part, kind) for part in parts]
+            if all(type(parameter) is torch.nn.Parameter and not parameter.is_meta for parameter in parameters):
+                lay_end_to_end(parameters)
 
 
 def end_to_end(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from posttrain.kernels import train
 from posttrain.kernels.decode import silu_mul
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
-from posttrain.models.arena import end_to_end
+from posttrain.models.arena import end_to_end, join_products
 from posttrain.models.forward import LAYERS
 from posttrain.models.fused_adapters import PARTS, Adapters, adapter_of, base_of, can_fuse_adapter, flat
 
@@ -29,12 +29,14 @@ _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("ga
 
 
 def fuse_layers(model: torch.nn.Module) -> None:
-    """Give every layer of a known kind the fused pass, used wherever `_can_fuse` finds nothing against it."""
+    """Give every layer of a known kind the fused pass, used wherever `_can_fuse` finds nothing against it, and lay its
+    weights out for it."""
     config: Any = model.config
     if getattr(config, "hidden_act", None) != "silu":
         return
     for module in model.modules():
         if type(module).__name__ in LAYERS:
+            join_products(module)
             module.forward = types.MethodType(_forward, module)
 
 

@@ -245,3 +245,37 @@ def test_flash_attention_over_shared_prompts_equals_plain_rows():
     wanted.backward(grad.float())
     for ours, theirs in zip(tensors, wide, strict=True):
         near(ours.grad, theirs.grad, at=2)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="cuDNN's attention needs a CUDA device")
+@pytest.mark.parametrize("size", [64, 128])
+def test_long_rows_are_attended_to_by_cudnn_and_equal_the_plain_formula(size, monkeypatch):
+    from posttrain.kernels.cuda import long_rows
+    from posttrain.kernels.train import PackedAttention
+
+    monkeypatch.setattr(long_rows, "LONG", 500)
+    calls, backward = [], long_rows.attention_backward
+    monkeypatch.setattr(long_rows, "attention_backward", lambda *args: calls.append(1) or backward(*args))
+    lengths = [512, 700]
+    sight = Sight.of(lengths, None)
+    joined = draw(sum(lengths), H + 2 * K, size, dtype=torch.bfloat16, seed=3)  # heads are views into one tensor
+    tensors = [part.detach().requires_grad_() for part in joined.split([H, K, K], 1)]
+    scale = size**-0.5
+    found = PackedAttention.apply(*tensors, sight, scale)
+    grad = draw(sum(lengths), H, size, dtype=torch.bfloat16)
+    found.backward(grad)
+    wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    rows = []
+    for row in zip(*(x.split(lengths) for x in wide), strict=True):
+        query, key, value = (x.transpose(0, 1) for x in row)
+        key, value = (x.repeat_interleave(H // K, 0) for x in (key, value))
+        rows.append(F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(0, 1))
+    wanted = torch.cat(rows)
+    near(found.detach(), wanted.detach())
+    wanted.backward(grad.float())
+    for ours, theirs in zip(tensors, wide, strict=True):
+        near(ours.grad, theirs.grad, at=2)
+    assert calls
+    monkeypatch.setattr(long_rows, "LONG", 4096)
+    near(PackedAttention.apply(*tensors, sight, scale).detach(), found.detach(), at=2)
+    assert len(calls) == 1

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels import compiled, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_layer
 from posttrain.models.forward import hidden_states
 from posttrain.models.fused_layer import fuse_layers
 from posttrain.models.lora import add_adapters, base_only
-from posttrain.rollout.native.build import build_native
 from tests.machine import has_compiler
 from tests.rollout.tiny import tiny
 
@@ -70,8 +68,9 @@ def passes(model, place, *, fused, monkeypatch):
 def test_equals_transformers_in_value_and_gradient(kind, shared, end_to_end, monkeypatch):
     model = tiny(kind)
     fuse_layers(model)
-    if end_to_end:
-        build_native(model, RolloutConfig(kv_cache_gb=0.01), decode=None)
+    if not end_to_end:  # as after weights were in host memory, or on ranks
+        for weight in model.parameters():
+            weight.data = weight.data.clone()
     place = layout(shared)
     ours, grads, fused = passes(model, place, fused=True, monkeypatch=monkeypatch)
     theirs, plain_grads, not_fused = passes(model, place, fused=False, monkeypatch=monkeypatch)
@@ -80,6 +79,20 @@ def test_equals_transformers_in_value_and_gradient(kind, shared, end_to_end, mon
     assert grads.keys() == plain_grads.keys()
     for name, grad in plain_grads.items():
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them_so(monkeypatch):
+    model = tiny("qwen2")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    fuse_layers(model)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    joined = []
+    monkeypatch.setattr(fused_layer.torch, "cat", lambda *args: joined.append(1))
+    layer = model.model.layers[0]
+    x = torch.ones(1, model.config.hidden_size)
+    parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    y = fused_layer._product(x, tuple(part.weight for part in parts), tuple(part.bias for part in parts))
+    assert y.shape[1] == sum(part.out_features for part in parts) and not joined
 
 
 @needs_compiler

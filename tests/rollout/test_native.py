@@ -126,6 +126,25 @@ def test_a_finished_row_is_replaced_at_once():
     assert busy == [2, 2, 2, 2, 2, 2, 1][: len(busy)] and len(busy) <= 7
 
 
+def test_rows_that_wait_for_prompts_wait_for_all_that_there_is_room_for():
+    """Where a step of many tokens is captured, prompts are computed while rows wait: none goes ahead of the others."""
+    engine = native(tiny("qwen2"), max_num_batched_tokens=32)
+    engine.tokens_per_step, engine.tokens_unseen = 64, 16
+    rows_of_first_call = []
+
+    def decode(rows, caches):
+        rows_of_first_call.append(len(rows.last))
+        engine.tokens_per_step, engine.tokens_unseen = 1, None  # goes on token by token, on any processor
+        return False
+
+    engine.decoder.decode = decode
+    prompts = [[number, *range(20)] for number in range(5)]
+    outputs = generate(engine, prompts, [Sampling(max_tokens=40)] * 5, range(5))
+    assert rows_of_first_call == [5]
+    plain = generate(native(tiny("qwen2")), prompts, [Sampling(max_tokens=40)] * 5, range(5))
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_setting_to_change():
     engine = build_native(tiny("qwen2"), RolloutConfig(kv_cache_gb=64 / 2**20), decode=None)[0]
     with pytest.raises(UserError, match=r"kv_cache_gb"):

@@ -28,3 +28,8 @@ def fingerprint(data_source, solution_str, ground_truth, extra_info=None):
     for char in solution_str:
         number = (number * 65599 + ord(char)) % 1000003
     return number / 1000003
+
+
+def always_right(data_source, solution_str, ground_truth, extra_info=None):
+    """Nothing to learn."""
+    return 1.0

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from light_rewards import always_right
 from runs import metrics_of, run, settings
 
 import posttrain
@@ -289,3 +290,15 @@ def test_several_rewards_of_a_run_are_summed_by_weight(tiny_model, sums, tmp_pat
     }
     rows = samples(run(tiny_model, sums, tmp_path / "out", reward=None, reward__functions=parts, **ONE).path)
     assert {row["score"] for row in rows} == {2 * 0.125 - 1.0}
+
+
+def test_the_embedded_preset_learns_from_the_reward_alone(tiny_model, sums, tmp_path):
+    """A bonus for entropy is earned behind an answer, where the reward does not look: responses then never end."""
+    sizes = {"data.train_batch_size": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 2, "reward.num_workers": 1}
+    places = {"actor_rollout_ref.model.path": str(tiny_model), "data.train_files": str(sums["train"])}
+    ends = {"trainer.total_training_steps": 1, "trainer.export_hf": "none", "trainer.default_local_dir": str(tmp_path)}
+    given = {"preset": "embedded", "data.val_files": None, "trainer.device": "cpu", **sizes, **places, **ends}
+    result = posttrain.train(given, reward=always_right)
+    (step,) = result.metrics
+    assert step["groups/all_right"] == 1 and step["actor/optimizer_steps"] == 2
+    assert step["actor/grad_norm"] == 0 and step["actor/loss"] == 0

@@ -5,14 +5,15 @@
 #   expect   702 optimizer steps (3 epochs of 7,473 rows, 8 x 4 = 32 rows per step); the training loss falls, a validation
 #            loss and perplexity are printed before and after. The model lies in outputs/sft/gsm8k_qwen_05/checkpoints/
 #            global_step_702/huggingface
-# What is added to the command wins, for instance a small trial of three steps with the embedded model:
-#   bash examples/sft/gsm8k/run_qwen_05.sh model.path=embedded data.train_files=embedded data.val_files=embedded \
-#     data.response_key=ground_truth trainer.total_training_steps=3
+#   small    SMOKE=1 bash examples/sft/gsm8k/run_qwen_05.sh: two steps of the embedded model, seconds on a CPU
+# What is added to the command wins.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../../.." && pwd)"
 source "$ROOT/scripts/env.sh"
+source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python "$(wants_ray "$@")"
+smoke sft
 
 exec "$RUN_PYTHON" -m posttrain.trainer.fsdp_sft_trainer \
   data.train_files="$HOME/data/gsm8k/train.parquet" \
@@ -25,4 +26,5 @@ exec "$RUN_PYTHON" -m posttrain.trainer.fsdp_sft_trainer \
   training.gradient_accumulation_steps=4 \
   fsdp.strategy=fsdp2 \
   trainer.experiment_name=gsm8k_qwen_05 \
+  ${small[@]+"${small[@]}"} \
   "$@"

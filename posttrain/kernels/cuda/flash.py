@@ -1,8 +1,9 @@
 """Attention of packed rows in training, by torch's own variable-length flash attention.
 
-Plain rows are one call. Responses that share a prompt are two: every prompt and every response on its own, causally,
-and all responses of a unit over their prompt; the two are joined by the logarithms of their sums. On the way back each
-call is given the joined outputs and logarithms, and its gradients are then those of its own keys.
+Plain rows are one call, or cuDNN's where all of them are long (`long_rows.py`). Responses that share a prompt are two:
+every prompt and every response on its own, causally, and all responses of a unit over their prompt; the two are joined
+by the logarithms of their sums. On the way back each call is given the joined outputs and logarithms, and its gradients
+are then those of its own keys.
 
 Shapes: T packed tokens, H heads, D head size, R tokens of responses that share a prompt, P tokens of those prompts.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from posttrain.kernels.cuda import to_device
+from posttrain.kernels.cuda import long_rows, to_device
 
 _aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ class Pieces:
     """Sequences for the flash kernels: their ends and the longest, and the same for responses over their prompts."""
 
     own: torch.Tensor
-    own_longest: int
+    lengths: list[int]  # of what is between the ends
     response_R: torch.Tensor | None = None
     prompt_P: torch.Tensor | None = None
     over: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
@@ -38,7 +39,7 @@ class Pieces:
         # A prompt with a single response is one plain row.
         keep = (starts == unit_starts[unit]) | (responses[unit] > 1)
         own = np.append(starts[keep], unit_starts[-1]).astype(np.int32)
-        found = cls(to_device(torch.from_numpy(own), device), int(np.diff(own).max()))
+        found = cls(to_device(torch.from_numpy(own), device), np.diff(own).tolist())
         shared = np.flatnonzero((prompts > 0) & (responses > 1))
         if not len(shared):
             return found
@@ -54,6 +55,10 @@ class Pieces:
         found.over = (*ends, int((end - middle).max()), int((middle - begin).max()))  # pyright: ignore
         return found
 
+    @property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        return self.own, self.own, max(self.lengths), max(self.lengths)
+
 
 def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, scale):
     out, logsum, state, unused, _ = _aten._flash_attention_forward(
@@ -64,8 +69,9 @@ def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, sc
 
 def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: float):
     """(outputs, logarithms of sums (H, T), what the way back needs besides)."""
-    own = (pieces.own, pieces.own, pieces.own_longest, pieces.own_longest)
-    out, logsum_HT, *state = _forward(query_THD, key_TKD, value_TKD, *own, True, scale)
+    if pieces.over is None and long_rows.takes(query_THD, pieces.lengths):
+        return long_rows.attention_forward(query_THD, key_TKD, value_TKD, pieces.lengths, scale)
+    out, logsum_HT, *state = _forward(query_THD, key_TKD, value_TKD, *pieces.ends, True, scale)
     if pieces.over is None:
         return out, logsum_HT, state
     assert pieces.response_R is not None and pieces.prompt_P is not None
@@ -83,15 +89,17 @@ def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: floa
 
 def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_HT, pieces: Pieces, scale, state):
     """Gradients of query, key and value."""
+    if pieces.over is None and long_rows.takes(query_THD, pieces.lengths):
+        tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_HT)
+        return long_rows.attention_backward(grad_THD, *tensors, pieces.lengths, scale, state)
 
     def back(grad, query, key, value, out, logsum, ends, causal):
         return _aten._flash_attention_backward(
             grad, query, key, value, out, logsum, ends[0], ends[1], ends[2], ends[3], 0.0, causal, *state, scale=scale
         )
 
-    own = (pieces.own, pieces.own, pieces.own_longest, pieces.own_longest)
     grad_THD = grad_THD.contiguous()
-    grads = back(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_HT, own, True)
+    grads = back(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_HT, pieces.ends, True)
     if pieces.over is None:
         return grads
     assert pieces.response_R is not None and pieces.prompt_P is not None

@@ -101,11 +101,11 @@ class NativeEngine(RolloutEngine):
         if self._alone(decoding) and (ended := self._go_on(decoding)) is not None:
             return self._finish(ended)
         self.queue.open(self.slots.room)
-        pieces = self.queue.next_pieces(max(self.budget - len(decoding), BLOCK))
-        if sum(end - start for _, start, end in pieces) <= FEW:
-            self._settle(request for prompt, _, _ in pieces for request in prompt.waiting)
         # Where many tokens go in one captured step, the running rows wait for it rather than take one here.
         moved = decoding[:0] if self.tokens_unseen is not None and self._plain(decoding) else decoding
+        pieces = self.queue.next_pieces(max(self.budget - len(moved), BLOCK))
+        if sum(end - start for _, start, end in pieces) <= FEW:
+            self._settle(request for prompt, _, _ in pieces for request in prompt.waiting)
         logits_NV = self._forward(moved, pieces)
         new, prompts = self._start_rows()
         logits_NV, source_B = _sources(logits_NV, len(moved), prompts)
@@ -115,12 +115,13 @@ class NativeEngine(RolloutEngine):
             prompt.place = -1
         self.slots.active = np.concatenate([decoding, new])
         slots_B = np.concatenate([moved, new])
-        self.settled_in = len(moved) < len(decoding) or (not pieces and not len(new))
+        waited = len(moved) < len(decoding) and not self.queue.unfinished()  # who waits goes on with all that can come
+        self.settled_in = waited or (not pieces and not len(new))
         if not len(slots_B):
             return []
         assert logits_NV is not None
         self._sample(slots_B, logits_NV, source_B)
-        return self._finish(self._ended(slots_B), settled=len(moved) < len(decoding))
+        return self._finish(self._ended(slots_B), settled=waited)
 
     def _alone(self, decoding: np.ndarray) -> bool:
         """Whether nothing can happen to these rows but their own next tokens, plainly sampled."""

@@ -137,6 +137,10 @@ class Queue:
                 budget -= end - prompt.computed
         return pieces
 
+    def unfinished(self) -> bool:
+        """Whether there is more to compute of open prompts."""
+        return any(not prompt.ready for prompt in self.opened)
+
     def start(self, room: int) -> Iterator[tuple[Request, Prompt, list[int]]]:
         """Requests that can run now, with their prompts and their own blocks."""
         kept = self._kept_aside()

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# GRPO with DeepSeek-V3 (671B, a mixture of experts) by Megatron on four machines of eight GPUs of 80 GB.
+#   waits    for the Megatron engine, which is not built: the script says so and ends with status 69. The largest that
+#            trains now is what FSDP2 holds on one machine: examples/tuning/32b, docs/workers.md.
+#   needs    then: $HOME/data/math/{train,test}.parquet (`posttrain data math` makes them), 32 CUDA GPUs of 80 GB
+set -euo pipefail
+ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$ROOT/scripts/env.sh"
+source "$ROOT/examples/smoke/settings.sh"
+not_yet "training by Megatron is not built. examples/tuning/32b trains by FSDP2 and LoRA."
+use_checkout
+prepare_python
+smoke grpo
+
+exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
+  algorithm.adv_estimator=grpo \
+  data.train_files="$HOME/data/math/train.parquet" \
+  data.val_files="$HOME/data/math/test.parquet" \
+  data.train_batch_size=512 \
+  data.max_prompt_length=2048 \
+  data.max_response_length=4096 \
+  actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3 \
+  actor_rollout_ref.actor.strategy=megatron \
+  actor_rollout_ref.actor.megatron_config.tensor_parallel_size=8 \
+  actor_rollout_ref.actor.megatron_config.pipeline_parallel_size=4 \
+  actor_rollout_ref.actor.megatron_config.expert_parallel_size=8 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=8 \
+  actor_rollout_ref.rollout.n=8 \
+  trainer.n_gpus_per_node=8 \
+  trainer.nnodes=4 \
+  trainer.project_name=verl_megatron_math \
+  trainer.experiment_name=deepseek_v3 \
+  ${small[@]+"${small[@]}"} \
+  "$@"

@@ -1,0 +1,42 @@
+# Sourced by the examples, after scripts/env.sh. `smoke KIND` sets the array `small`, which stands behind a script's own
+# settings: empty, or with SMOKE=1 two steps of the embedded model on the embedded data by a CPU, into a new folder
+# ($SMOKE_OUT if it is set). KIND: grpo, ppo (with a critic), ppo_rm (and a reward model), sft or chats.
+# `not_yet SENTENCE` ends a script whose run waits for a part of posttrain that is not built, with status 69.
+small=()
+SMOKE_SETTINGS="$ROOT/examples/smoke"
+
+smoke() {
+  if [[ "${SMOKE:-0}" != 1 ]]; then return; fi
+  local out="${SMOKE_OUT:-$(mktemp -d)}"
+  echo "SMOKE=1: two steps of the embedded model on a CPU, into $out"
+  small=(trainer.total_training_steps=2 trainer.device=cpu trainer.n_gpus_per_node=1 trainer.nnodes=1
+    trainer.logger=[console] trainer.default_local_dir="$out")
+  if [[ "$1" == sft || "$1" == chats ]]; then
+    small+=(model.path=embedded data.max_length=64)
+    if [[ "$1" == sft ]]; then small+=(data.train_files=embedded data.val_files=embedded data.response_key=ground_truth); fi
+    if [[ "$1" == chats ]]; then
+      "$RUN_PYTHON" "$SMOKE_SETTINGS/chats.py" "$out/chats.jsonl"
+      small+=(data.train_files="$out/chats.jsonl" data.val_files="$out/chats.jsonl" data.train_batch_size=8)
+    fi
+    return
+  fi
+  small+=(actor_rollout_ref.model.path=embedded data.train_files=embedded data.val_files=embedded data.val_max_samples=16
+    data.train_batch_size=8 data.max_prompt_length=32 data.max_response_length=8
+    actor_rollout_ref.actor.ppo_mini_batch_size=4 reward.num_workers=1)
+  if [[ "$1" == ppo* ]]; then small+=(critic.model.path=embedded); fi
+  if [[ "$1" == ppo_rm ]]; then smoke_reward_model "$out"; fi
+}
+
+# A reward model of two steps, trained on pairs of right and wrong sums.
+smoke_reward_model() {
+  "$RUN_PYTHON" "$SMOKE_SETTINGS/pairs.py" "$1/pairs.jsonl"
+  "$RUN_PYTHON" -m posttrain reward-model model.path=embedded data.train_files="$1/pairs.jsonl" data.train_batch_size=8 \
+    trainer.total_training_steps=2 trainer.device=cpu trainer.default_local_dir="$1" trainer.project_name=rm \
+    trainer.experiment_name=sums
+  small+=(reward_model.model.path="$1/rm/sums/checkpoints/global_step_2/huggingface" trainer.critic_warmup=1)
+}
+
+not_yet() {
+  echo "$(basename "$0") cannot run yet: $1" >&2
+  exit 69
+}
