@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
@@ -10,6 +11,9 @@ from posttrain.config.problem import Problem
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 """The run would stop or could not learn; it would do something that is hardly meant; worth knowing."""
+CONFIGURATION = "configuration"
+_MISSING = re.compile(r"the (?:file|folder) (.+?) does not exist\.")
+"""As the checks of the settings say it, first of all."""
 STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}
 """Level -> exit status of the command."""
 
@@ -46,10 +50,26 @@ class Report:
         self.facts.setdefault(area, []).extend(sentences)
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """New ones; the same words twice say nothing more."""
+        """New ones; the same words twice say nothing more, and what is missing is named once."""
         for finding in findings:
-            if finding not in self.findings:
+            if absent := self._is_about_missing(finding):
+                self._not_looked_at(finding.area, absent)
+            elif finding not in self.findings:
                 self.findings.append(finding)
+
+    def _is_about_missing(self, finding: Finding) -> str | None:
+        """The file or folder that the settings' check has named as missing, and that this error stumbled over."""
+        if finding.level != ERROR or (finding.area == CONFIGURATION and finding.where):
+            return None
+        named = (_MISSING.search(known.what) for known in self.findings if known.area == CONFIGURATION)
+        paths = [match[1] for match in named if match]
+        stumbled = (rf"(?:file |folder |=)(?:/\S*/)?{re.escape(path)}(?!\w)" for path in paths)
+        return next((path for path, words in zip(paths, stumbled, strict=True) if re.search(words, finding.what)), None)
+
+    def _not_looked_at(self, area: str, absent: str) -> None:
+        words = f"Not looked at, as {absent} does not exist."
+        if words not in self.facts.get(area, []):
+            self.fact(area, words)
 
     @property
     def serious(self) -> list[Finding]:

@@ -104,7 +104,9 @@ def _failures(found: Findings, where: str, timeout_s: float) -> Iterator[Finding
         what += "reward.failure_score."
         yield Finding(ERROR if every else WARNING, AREA, what, where, "raise reward.timeout_s, or make it faster")
         return
-    what = f"The reward failed in {total} calls on real rows, most often with: {worst}"
+    forms = list(found.failed_forms)
+    on = f", all with an {forms[0]}" if forms == ["empty response"] else ""
+    what = f"The reward failed in {total} calls on real rows{on}, most often with: {worst}"
     yield Finding(ERROR if every else WARNING, AREA, what, where, "mend it: a failure scores reward.failure_score")
 
 

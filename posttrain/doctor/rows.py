@@ -15,6 +15,7 @@ from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
 from posttrain.doctor.case import SPLITS, Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.prompts import check_prompts, check_truths_in_prompts
 from posttrain.errors import UserError
 
 AREA = "data"
@@ -105,6 +106,7 @@ def _prompts(case: Case, split: str) -> Iterator[Finding]:
     if blank:
         what = f"{len(blank)} of {len(rows)} {split} prompts are blank (the first is row {blank[0] + 1})."
         yield Finding(WARNING, AREA, what, where, "remove these rows")
+    yield from check_prompts(case, split, prompts, where)
     if not case.is_rl:
         return
     answered = [p for p in prompts if isinstance(p, list) and p and _role(p[-1]) == "assistant"]
@@ -122,6 +124,7 @@ def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
     if split not in case.datasets:
         return
     items = list(case.datasets[split])
+    yield from check_truths_in_prompts(split, items, where)
     without = [item for item in items if item["ground_truth"] is None or item["ground_truth"] == ""]
     own_reward = bool(case.config.custom_reward_function.path or case.config.reward_model.enable)
     if without and (len(without) < len(items) or not own_reward):

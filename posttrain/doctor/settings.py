@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import NOTE, WARNING, Finding
+from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 
 AREA = "configuration"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -31,9 +31,12 @@ LORA_BEARS = 20.0
 """Adapters are trained with rates that are higher by up to this factor."""
 LOWEST = 1e-9
 """Below this bfloat16 and float32 weights do not change in a run's time."""
+_WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
 HEAVY_KL = 1.0
 """With a coefficient above this the KL term outweighs any reward."""
 FEWEST_CHOICES = 2
+HOTTEST = 2.0
+"""Temperature from which text falls apart."""
 
 
 def check_settings(case: Case) -> Iterator[Finding]:
@@ -44,11 +47,24 @@ def check_settings(case: Case) -> Iterator[Finding]:
     for sentence in case.resolved.notes:
         if sentence not in idle:
             yield Finding(NOTE, AREA, sentence)
+    yield from _architecture(case)
     yield from _learning_rate(case)
     yield from _positions(case)
     if case.is_rl:
         yield from _sampling(case)
         yield from _kl(case)
+
+
+def _architecture(case: Case) -> Iterator[Finding]:
+    """A model without a head for the next token: an encoder, or a body that was saved alone."""
+    named = getattr(case.model_config, "architectures", None) or []
+    if case.is_pairs or not named or any(part in name for name in named for part in _WITH_HEAD):
+        return
+    what = (
+        f"{case.model.path} holds {', '.join(named)} ({case.model_config.model_type}), which is no language model with "
+    )
+    what += "a head for the next token (config.json, `architectures`)."
+    yield Finding(ERROR, AREA, what, case.where(f"{case.tree.model}.path"), "give a model that generates text")
 
 
 def _learning_rate(case: Case) -> Iterator[Finding]:
@@ -93,6 +109,12 @@ def _sampling(case: Case) -> Iterator[Finding]:
                 what = f"`{key}={getattr(rollout, name):g}`: the {rollout.n} responses to a prompt would be the same, "
                 what += "so that no group could teach anything."
                 yield Finding(WARNING, AREA, what, case.where(key), f"leave {key} out: training samples freely")
+    if rollout.temperature > HOTTEST:
+        key = f"{_ROLLOUT}.temperature"
+        what = (
+            f"`{key}={rollout.temperature:g}`: almost any token would be as likely as any other, and responses noise."
+        )
+        yield Finding(WARNING, AREA, what, case.where(key), f"set {key} to 1, at most to {HOTTEST:g}")
     val = rollout.val_kwargs
     if val.n > 1 and not val.do_sample and case.config.data.val_files is not None:
         what = f"`{_ROLLOUT}.val_kwargs.n={val.n}` without sampling: validation would give the same answer {val.n} "

@@ -41,6 +41,8 @@ class Findings:
     agrees: Counter[tuple[bool, bool]] = field(default_factory=Counter)
     """(the reward takes the response for right, its answer is the truth) -> how many."""
     errors: Counter[str] = field(default_factory=Counter)
+    failed_forms: Counter[str] = field(default_factory=Counter)
+    """Forms of the response that the reward failed on."""
     failures: Counter[str] = field(default_factory=Counter)
     """Why programs failed their tests, where a scorer says so; no problem by itself."""
     prints: list[str] = field(default_factory=list)

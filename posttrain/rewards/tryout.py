@@ -208,6 +208,7 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any,
             found.by_form[form].append(result.score)
             if result.error:
                 found.errors[_failure(row, result.error)] += 1
+                found.failed_forms[form] += 1
     tried = [results[i, f"truth, {name}"] for name in SPELLINGS]
     _note_parts(found, "truth", max(tried, key=lambda result: result.score))
     others = [results[key] for name in SPELLINGS if (key := (i, f"another row's truth, {name}")) in results]

@@ -16,7 +16,7 @@ from posttrain.view.server import static_file
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.M)
 _EXPORT = re.compile(r"^export (?=const|let|function|async)", re.M)
-_STYLES = re.compile(r'<link rel="stylesheet"[^>]*>\n')
+_STYLES = re.compile(r'<link rel="(?:stylesheet|modulepreload|preload)"[^>]*>\n')
 _SCRIPTS = re.compile(r"<script [^>]*></script>\n")
 
 
@@ -41,6 +41,12 @@ def one_file(embedded: dict[str, Any]) -> str:
 
 
 def joined_modules(entry: str) -> str:
+    """The module and all that it imports, as one."""
+    order = joined_order(entry)
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", static_file(name).decode())) for name in order)
+
+
+def joined_order(entry: str) -> list[str]:
     """The module and all that it imports, each after what it needs."""
     order: list[str] = []
 
@@ -51,7 +57,7 @@ def joined_modules(entry: str) -> str:
             order.append(name)
 
     visit(entry)
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", static_file(name).decode())) for name in order)
+    return order
 
 
 def _allowed(text: str) -> str:

@@ -25,6 +25,7 @@ class Metrics:
         self.lines: list[dict[str, Any]] = []
         self.names: list[str] = []
         self._known: set[str] = set()
+        self._columns: dict[str, list[Any]] = {}
 
     def refresh(self) -> Metrics:
         with self._lock:
@@ -62,15 +63,29 @@ class Metrics:
         now = str(self._identity)
         first = after if identity == now and after <= len(self.lines) else 0
         lines = self.lines[first:]
-        wanted = [name for name in names if name in self._known]
+        wanted = self._meant(names)
         return {
             "identity": now,
             "first": first,
             "count": len(self.lines),
             "names": self.names,
             "steps": [line["step"] for line in lines],
-            "values": {name: [number(line.get(name)) for line in lines] for name in wanted},
+            "values": {name: self._column(name)[first:] for name in wanted},
         }
+
+    def _meant(self, names: Iterable[str]) -> list[str]:
+        """Those that there are; `val/*` means all that begin so."""
+        asked = list(names)
+        begun = tuple(name[:-1] for name in asked if name.endswith("*"))
+        exact = {name for name in asked if name in self._known}
+        return [name for name in self.names if name in exact or (begun and name.startswith(begun))]
+
+    def _column(self, name: str) -> list[Any]:
+        """The numbers of all lines, made once."""
+        column = self._columns.setdefault(name, [])
+        with self._lock:
+            column += [number(line.get(name)) for line in self.lines[len(column) :]]
+        return column
 
 
 def number(value: Any) -> Any:

@@ -10,6 +10,7 @@ import json
 import mimetypes
 import socket
 from collections.abc import Iterator
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
@@ -105,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(404, "There is no such page.")
         kind = mimetypes.guess_type(name)[0] or "text/plain"
         kind = "text/javascript" if name.endswith(".js") else kind
-        self._send(200, f"{kind}; charset=utf-8", static_file(name))
+        self._send(200, f"{kind}; charset=utf-8", static_file(name), kept=True)
 
     def _stream(self, lines: Iterator[Any]) -> None:
         """One JSON line each, as soon as it is known, until the reader leaves."""
@@ -122,10 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _say(self, status: int, text: str) -> None:
         self._send(status, "text/plain; charset=utf-8", text.encode())
 
-    def _send(self, status: int, kind: str, data: bytes) -> None:
+    def _send(self, status: int, kind: str, data: bytes, *, kept: bool = False) -> None:
         self.send_response(status)
         if len(data) > _SMALL and "gzip" in (self.headers.get("Accept-Encoding") or ""):
-            data = gzip.compress(data, 1)
+            data = _packed(data) if kept else gzip.compress(data, 1)
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -141,15 +142,23 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the terminal is the user's, and addresses may hold the token."""
 
 
+@cache
+def _packed(data: bytes) -> bytes:
+    """A file of the page, compressed once."""
+    return gzip.compress(data, 6)
+
+
 def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
+@cache
 def static_files() -> set[str]:
     """Names of the files that are served; nothing else is, however it is spelled."""
     folder = resources.files("posttrain.view") / "static"
     return {entry.name for entry in folder.iterdir() if entry.is_file()}
 
 
+@cache
 def static_file(name: str) -> bytes:
     return (resources.files("posttrain.view") / "static" / name).read_bytes()

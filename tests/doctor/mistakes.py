@@ -4,6 +4,7 @@ that somebody who is told about it must see. Nothing here knows how the doctor l
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -344,6 +345,69 @@ SUPERVISED = [
 ]
 
 
+def lfs_pointer(desk: Desk) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 988097824\n"
+    (desk.model / "model.safetensors").write_text(text)
+
+
+def templated(i: int, row: dict) -> dict:
+    text = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+    return {**row, "prompt": text}
+
+
+FURTHER = {
+    "configuration": [
+        Mistake(
+            "an encoder in place of a language model",
+            ["bert", "language model"],
+            afterwards(lambda desk: desk.edit("config.json", model_type="bert", architectures=["BertModel"])),
+        ),
+        Mistake("a temperature at which any token is as good as another", ["temperature"], setting(R__temperature=4)),
+        Mistake(
+            "adapters on modules that are not there",
+            ["target_modules", "q_prj"],
+            setting(M__lora_rank=8, M__target_modules="[q_prj,v_prj]"),
+        ),
+    ],
+    "data": [
+        Mistake(
+            "messages written down as text",
+            ["messages", "text"],
+            rows(lambda i, row: {**row, "prompt": json.dumps([{"role": "user", "content": row["prompt"]}])}),
+        ),
+        Mistake(
+            "the truth stands in the prompt",
+            ["prompt", "truth", "24 of 24"],
+            rows(lambda i, row: {**row, "prompt": f"{row['prompt']} (Answer: {row['ground_truth']})"}),
+        ),
+        Mistake("one truth for all rows", ["same truth"], rows(lambda i, row: {**row, "ground_truth": "42"})),
+    ],
+    "template": [
+        Mistake(
+            "prompts that went through a chat template before",
+            ["template", "twice"],
+            together(template(CHATML), rows(templated)),
+        ),
+    ],
+    "reward": [
+        Mistake(
+            "a reward that stumbles over an empty response",
+            ["empty response", "indexerror"],
+            reward("return float(solution_str.split()[-1] == ground_truth)"),
+        ),
+    ],
+    "resources": [
+        Mistake(
+            "weights that were never fetched from git lfs", ["git lfs", "model.safetensors"], afterwards(lfs_pointer)
+        ),
+        Mistake(
+            "outputs where nobody may write", ["/proc/outputs"], setting(trainer__default_local_dir="/proc/outputs")
+        ),
+    ],
+}
+"""Ten of other kinds, added later; none of them was looked for when they were written down."""
+
+
 def turned(i: int, row: dict) -> dict:
     """Rows 2k and 2k+1 are one question; which answer is better depends on which of them is read."""
     better, worse = ("yes", "no") if i % 2 else ("no", "yes")
@@ -358,3 +422,4 @@ ALL = {
     "resources": RESOURCES,
     "supervised": SUPERVISED,
 }
+ALL = {area: [*found, *FURTHER.get(area, [])] for area, found in ALL.items()}

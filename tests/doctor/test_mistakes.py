@@ -40,6 +40,17 @@ def test_a_mistake_is_found_and_named(desk, monkeypatch, area, mistake):
     assert any(all(word.lower() in text.lower() for word in mistake.words) for text in found), found
 
 
+def test_what_is_missing_is_named_once_and_what_it_kept_from_being_looked_at_is_said(desk):
+    desk.settings |= {"data.train_files": "nowhere.json", "data.val_files": "nowhere.json"}
+    desk.settings |= {"actor_rollout_ref.model.path": "/no/such/model", "custom_reward_function.path": "no_reward.py"}
+    report = examine(desk.lay())
+    named = [finding.what for finding in report.findings if finding.level == ERROR]
+    for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "custom_reward_function.path"):
+        assert [what for what in named if f"`{key}`" in what] and len(named) == 4, named
+    assert report.facts["data"] == ["Not looked at, as nowhere.json does not exist."]
+    assert report.facts["template"] == ["Not looked at, as /no/such/model does not exist."]
+
+
 @pytest.mark.parametrize("name", sound_runs.ALL)
 def test_nothing_is_invented_on_a_sound_run(desk, name):
     sound_runs.ALL[name](desk)

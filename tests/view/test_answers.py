@@ -11,8 +11,10 @@ import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
+from posttrain.view.bundle import joined_order
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
+from posttrain.view.server import static_file
 from posttrain.view.tokens import token_texts
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
@@ -20,6 +22,27 @@ NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sam
 
 def rows_of(run, step=STEPS, kind="step"):
     return pq.read_table(run / "samples" / f"{kind}_{step}.parquet").to_pylist()
+
+
+def test_names_with_a_star_mean_all_that_begin_so_and_columns_grow_with_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "val/a": 0.123456789, "other": 1}\n')
+    metrics = Metrics(path)
+    assert metrics.columns(["val/*"])["values"] == {"val/a": [0.1234568]}
+    with path.open("a") as file:
+        file.write('{"step": 2, "val/b": 2.0}\n')
+    assert metrics.columns(["val/*", "other"])["values"] == {
+        "val/a": [0.1234568, None],
+        "other": [1, None],
+        "val/b": [None, 2.0],
+    }
+    assert metrics.columns(["val/*"], after=1, identity=metrics.columns([])["identity"])["values"]["val/b"] == [2.0]
+
+
+def test_every_module_of_the_page_is_told_beforehand():
+    """Otherwise each is found only when the one before it was read: four rounds to the server."""
+    page, order = static_file("index.html").decode(), joined_order("main.js")
+    assert {name for name in order if f'modulepreload" href="/static/{name}"' not in page} == {"main.js"}
 
 
 def test_metrics_come_as_columns_and_then_only_what_is_new(client):

@@ -45,7 +45,8 @@ function embeddedDifferences(runs) {
 
 function embeddedMetrics(query) {
   const whole = embedded.answers[spelled("metrics", {run: query.run})];
-  const names = (query.names || "").split(",").filter((name) => name in whole.values);
+  const asked = (query.names || "").split(",");
+  const names = Object.keys(whole.values).filter((name) => asked.some((one) => one === name || (one.endsWith("*") && name.startsWith(one.slice(0, -1)))));
   if (query.identity === whole.identity) return {...whole, first: whole.count, steps: [], values: {}};
   return {...whole, values: Object.fromEntries(names.map((name) => [name, whole.values[name]]))};
 }

@@ -5,8 +5,12 @@ import {h, short} from "./dom.js";
 export const COLOURS = ["#3b7dd8", "#d9782d", "#2f9e63", "#b8479b", "#8a6fd1", "#a8862b", "#2a9d9d", "#d0504f"];
 const HEIGHT = 190;
 
+/** A colour of the theme, asked for once: every question makes the browser lay the page out first. */
+const colours = new Map();
 function colourOf(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const key = `${document.documentElement.dataset.theme} ${name}`;
+  if (!colours.has(key)) colours.set(key, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return colours.get(key);
 }
 
 function axes() {
@@ -20,8 +24,8 @@ export function lineChart(title, {onpick} = {}) {
   const place = h("div", {class: "plot"});
   const words = h("span", {class: "last"});
   const element = h("figure", {class: "chart", "aria-label": title}, h("figcaption", {}, h("b", {}, title), " ", words), place);
-  let plot = null, drawn = "";
-  const set = whenVisible(place, draw);
+  let plot = null, drawn = "", wide = 0;
+  const set = whenVisible(place, draw, resize);
 
   function draw(make, {log = false, time = false} = {}) {
     const series = make();
@@ -39,7 +43,7 @@ export function lineChart(title, {onpick} = {}) {
 
   function options(series, spans, log, time) {
     return {
-      width: Math.max(place.clientWidth, 200),
+      width: wide,
       height: HEIGHT,
       scales: {x: {time}, y: {distr: log ? 3 : 1}},
       axes: axes(),
@@ -60,7 +64,11 @@ export function lineChart(title, {onpick} = {}) {
     };
   }
 
-  watchWidth(place, () => plot && plot.setSize({width: Math.max(place.clientWidth, 200), height: HEIGHT}));
+  function resize(width) {
+    wide = Math.max(width, 200);
+    if (plot && plot.width !== wide) plot.setSize({width: wide, height: HEIGHT});
+  }
+
   return {element, set};
 }
 
@@ -68,8 +76,8 @@ export function lineChart(title, {onpick} = {}) {
 export function stackedChart(title, unit) {
   const place = h("div", {class: "plot", role: "img", "aria-label": title});
   const element = h("figure", {class: "chart wide", "aria-label": title}, h("figcaption", {}, h("b", {}, title)), place);
-  let plot = null, drawn = "";
-  const set = whenVisible(place, draw);
+  let plot = null, drawn = "", wide = 0;
+  const set = whenVisible(place, draw, resize);
 
   function draw(make) {
     const [x, parts] = make();
@@ -84,7 +92,7 @@ export function stackedChart(title, unit) {
     const bars = uPlot.paths.bars({size: [1, 40], gap: 0});
     const reversed = parts.map((part, i) => ({part, i})).reverse();
     plot = new uPlot({
-      width: Math.max(place.clientWidth, 200),
+      width: wide,
       height: HEIGHT + 30,
       scales: {x: {time: false}, y: {range: (_, low, high) => [0, high || 1]}},
       axes: axes(),
@@ -101,34 +109,39 @@ export function stackedChart(title, unit) {
     plot.parts = parts;
   }
 
-  watchWidth(place, () => plot && plot.setSize({width: Math.max(place.clientWidth, 200), height: HEIGHT + 30}));
+  function resize(width) {
+    wide = Math.max(width, 200);
+    if (plot && plot.width !== wide) plot.setSize({width: wide, height: HEIGHT + 30});
+  }
+
   return {element, set};
 }
 
 const drawers = new WeakMap();
 const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries) drawers.get(entry.target)?.(entry.isIntersecting);
+  for (const entry of entries) drawers.get(entry.target)?.seen(entry.isIntersecting, entry.boundingClientRect.width);
 }, {rootMargin: "150px"});
+const resizer = new ResizeObserver((entries) => {
+  for (const entry of entries) if (entry.target.isConnected && entry.contentRect.width) drawers.get(entry.target)?.resize(Math.round(entry.contentRect.width));
+});
 
-/** `draw` with the newest arguments as soon as the place is on the screen: what nobody sees costs nothing. */
-function whenVisible(place, draw) {
+/** `draw` with the newest arguments as soon as the place is on the screen: what nobody sees costs nothing. Widths are
+ *  those that the browser tells: a chart that asked for its own would have the page laid out again for each. */
+function whenVisible(place, draw, resize) {
   let visible = false, waiting = null;
-  drawers.set(place, (now) => {
+  drawers.set(place, {resize, seen: (now, width) => {
     visible = now;
-    if (visible && waiting) {
-      draw(...waiting);
-      waiting = null;
-    }
-  });
+    if (!visible || !waiting) return;
+    resize(Math.round(width));
+    draw(...waiting);
+    waiting = null;
+  }});
   watcher.observe(place);
+  resizer.observe(place);
   return (...given) => {
     if (visible) draw(...given);
     else waiting = given;
   };
-}
-
-function watchWidth(place, act) {
-  new ResizeObserver(() => place.isConnected && place.clientWidth && act()).observe(place);
 }
 
 function joined(series) {

@@ -4,18 +4,21 @@ import {ask} from "./api.js";
 
 const known = new Map();
 
-/** {names, steps, values: {metric: [...]}} with at least these metrics. */
+/** {names, steps, values: {metric: [...]}} with at least these metrics; `val/*` stands for all that begin so. */
 export async function columns(run, names) {
   const have = known.get(run);
-  const missing = have ? names.filter((name) => !(name in have.values)) : names;
-  const all = have ? [...new Set([...Object.keys(have.values), ...names])] : names;
-  const whole = !have || missing.length > 0;
+  const all = [...new Set([...(have ? have.asked : []), ...names])];
+  const whole = !have || all.length > have.asked.length;
   const answer = await ask("metrics", {run, names: all.join(","), after: whole ? 0 : have.count, identity: whole ? "" : have.identity});
+  const gaps = answer.steps.map(() => null);
+  const found = new Set([...Object.keys(answer.values), ...all.filter((name) => !name.endsWith("*"))]);
   if (whole || answer.first === 0) {
-    const values = Object.fromEntries(all.map((name) => [name, answer.values[name] || answer.steps.map(() => null)]));
-    known.set(run, {identity: answer.identity, count: answer.count, names: answer.names, steps: answer.steps, values});
+    const values = Object.fromEntries([...found].map((name) => [name, answer.values[name] || gaps]));
+    known.set(run, {asked: all, identity: answer.identity, count: answer.count, names: answer.names, steps: answer.steps, values});
   } else if (answer.steps.length) {
-    const values = Object.fromEntries(all.map((name) => [name, have.values[name].concat(answer.values[name] || answer.steps.map(() => null))]));
+    const before = have.steps.map(() => null);
+    for (const name of Object.keys(have.values)) found.add(name);
+    const values = Object.fromEntries([...found].map((name) => [name, (have.values[name] || before).concat(answer.values[name] || gaps)]));
     known.set(run, {...have, count: answer.count, names: answer.names, steps: have.steps.concat(answer.steps), values});
   }
   return known.get(run);

@@ -24,6 +24,7 @@ const PANELS = [
   ["Tokens per second", ["perf/throughput"]],
   ["Memory, GB", ["perf/memory_gb", /^perf\/max_memory/]],
 ];
+const USUAL = ["time", "timing_s/*", "val/*", "perf/*", ...PANELS.flatMap(([, rules]) => rules.filter((rule) => typeof rule === "string" && !rule.startsWith("perf/")))];
 const SMOOTH_FROM = 50;
 const STAGE = /^timing_s\/(?!step$)/;
 
@@ -36,14 +37,14 @@ export function overviewPage(root) {
   async function show(runs) {
     const names = chosenRuns(runs), state = place();
     drawControls(runs, names);
-    const first = await Promise.all(names.map((name) => columns(name, [])));
-    const wanted = new Set(["time"]);
+    const first = await Promise.all(names.map((name) => columns(name, USUAL)));
+    const wanted = new Set();
     const all = [...new Set(first.flatMap((one) => one.names))];
     const panels = [...PANELS, ...(state.more || "").split("\t").filter(Boolean).map((name) => [name, [name]])];
     const found = panels.map(([title, rules]) => [title, all.filter((name) => rules.some((rule) => (rule instanceof RegExp ? rule.test(name) : rule === name)))]);
     const stages = all.filter((name) => STAGE.test(name));
-    for (const name of [...found.flatMap(([, list]) => list), ...stages]) wanted.add(name);
-    const data = await Promise.all(names.map((name) => columns(name, [...wanted])));
+    for (const name of [...found.flatMap(([, list]) => list), ...stages]) if (first.some((one) => !(name in one.values))) wanted.add(name);
+    const data = wanted.size ? await Promise.all(names.map((name) => columns(name, [...wanted]))) : first;
     for (const [title, list] of found) if (list.length) drawPanel(title, list, names, data, state);
     if (stages.length) drawStages(names, data, stages);
     for (const [key, chart] of charts) chart.element.hidden = !found.some(([title, list]) => list.length && key === title) && !key.startsWith("stages|");
