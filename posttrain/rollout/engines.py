@@ -1,53 +1,122 @@
-"""Rollout engines by the name in `actor_rollout_ref.rollout.name`."""
+"""Rollout engines by the name in `actor_rollout_ref.rollout.name`, built from a model or from its folder.
+
+A maker is registered under a name and gives the engine with its name and version, or says why it cannot serve this
+model. Whatever it gives is proved before it is used; `hf` serves where another engine does not.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
+from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native
 from posttrain.rollout.proof import why_wrong
 
 
+@dataclass(frozen=True)
+class Order:
+    """What an engine is made from. It decodes on `device`, where the weights are while it works (None: where they are
+    now)."""
+
+    config: RolloutConfig
+    module: torch.nn.Module
+    tokenizer: Any
+    device: torch.device | None
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+Made = tuple[RolloutEngine, str]
+Maker = Callable[[Order], Made | str]
+ENGINES: dict[str, Maker] = {}
+"""Name -> maker: an engine that was proved, with its name and version; or why there is none for this model."""
+
+
+def register_engine(name: str) -> Callable[[Maker], Maker]:
+    """Makes an engine known under a name; one that is taken already is an error."""
+
+    def add(maker: Maker) -> Maker:
+        if ENGINES.setdefault(name, maker) is not maker:
+            raise ValueError(f"there is a rollout engine called {name!r} already")
+        return maker
+
+    return add
+
+
 def build_engine(
-    config: RolloutConfig, module: torch.nn.Module, tokenizer: Any, *, device: torch.device | None = None
-) -> tuple[RolloutEngine, str]:
-    """(the engine, its name and version). On one process it reads the trainer's own weights, wherever these are moved;
-    `device` is where they are while it works."""
-    if config.name not in ("native", "hf"):
+    config: RolloutConfig,
+    model: torch.nn.Module | str | os.PathLike[str],
+    tokenizer: Any,
+    *,
+    device: torch.device | None = None,
+) -> Made:
+    """(the engine, its name and version). `model` is the trainer's own, whose weights the engine reads wherever these
+    are moved, or a folder, which is loaded onto `device`."""
+    if config.name not in ENGINES:
         raise UserError(
             f"actor_rollout_ref.rollout.name={config.name}: this engine is not built in this version; "
-            "set actor_rollout_ref.rollout.name=native"
+            f"set actor_rollout_ref.rollout.name to one of {', '.join(ENGINES)}"
         )
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
-    notes = []
-    if config.name == "native":
-        wrong: str | None = "it cannot answer their attention from its cache"
-        if can_run_native(module):
-            engine, name = build_native(module, config, decode=decode, device=device)
-            wrong = why_wrong(engine, module)
-            if wrong is None:
-                return engine, name
-        notes.append(f"native is not used for {module.config.model_type} models: {wrong}")  # pyright: ignore
-    problem = None
-    for mode, words in MODES.items():
-        engine = HFEngine(
-            module, pad_token_id=tokenizer.pad_token_id, max_num_seqs=config.max_num_seqs, decode=decode, mode=mode
-        )
-        problem = why_wrong(engine, module)
-        if problem is None:
-            notes += [words] if words else []
-            return engine, "; ".join([f"hf (transformers {version('transformers')})", *notes])
+    module = model if isinstance(model, torch.nn.Module) else _loaded(model, device or torch.device("cpu"))
+    order = Order(config, module, tokenizer, device)
+    notes: list[str] = []
+    problem = ""
+    for name in dict.fromkeys((config.name, "hf")):
+        made = ENGINES[name](order)
+        if not isinstance(made, str):
+            return made[0], "; ".join([made[1], *notes])
+        problem = made
+        notes.append(f"{name} is not used for {_kind(module)} models: {made}")
     raise UserError(
         f"actor_rollout_ref.rollout.name={config.name}: no engine generates with this model as it computes "
-        f"({module.config.model_type}): {problem}"  # pyright: ignore
+        f"({_kind(module)}): {problem}"
     )
+
+
+def _loaded(folder: str | os.PathLike[str], device: torch.device) -> torch.nn.Module:
+    model = ModelConfig(path=os.fspath(folder))
+    return load_causal_lm(model, dtype=resolve_dtype(model.dtype, device), device=device).requires_grad_(False)
+
+
+def _kind(module: Any) -> str:
+    return module.config.model_type
+
+
+@register_engine("native")
+def make_native(order: Order) -> Made | str:
+    """posttrain's own."""
+    if not can_run_native(order.module):
+        return "it cannot answer their attention from its cache"
+    engine, name = build_native(order.module, order.config, decode=order.decode, device=order.device)
+    return why_wrong(engine, order.module) or (engine, name)
+
+
+@register_engine("hf")
+def make_hf(order: Order) -> Made | str:
+    """transformers, in the first of its ways that is right for this model."""
+    problem = "there is no way through it"
+    for mode, words in MODES.items():
+        engine = HFEngine(
+            order.module,
+            pad_token_id=order.tokenizer.pad_token_id,
+            max_num_seqs=order.config.max_num_seqs,
+            decode=order.decode,
+            mode=mode,
+        )
+        found = why_wrong(engine, order.module)
+        if found is None:
+            return engine, "; ".join([f"hf (transformers {version('transformers')})", *([words] if words else [])])
+        problem = found
+    return problem

@@ -33,10 +33,10 @@ def menu(entries: list) -> list[str]:
 
 
 def test_S2_01_every_page_is_in_the_menu_and_the_first_ones_are_in_the_order_of_a_newcomer(staged):
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    nav = yaml.safe_load((staged.parent / "mkdocs.yml").read_text())["nav"]
     pages = menu(nav)
-    assert sorted(pages) == sorted(set(pages))
-    assert {path.relative_to(staged).as_posix() for path in staged.rglob("*.md")} == {*pages, "zh/overview.md"}
+    assert sorted(pages) == sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*.md"))
+    assert {"configuration.md", "rewards.md", "zh/overview.md", "posttrain_verl.md"} <= set(pages)
     first = ["quickstart", "own_data", "own_reward", "own_algorithm", "tools", "workers", "plan", "coming_from_verl"]
     first += ["coming_from_trl", "extending", "settings", "troubleshooting"]
     assert pages[1 : len(first) + 1] == [f"{name}.md" for name in first]
@@ -82,4 +82,4 @@ def test_what_the_first_pages_write_and_try_runs_as_printed(tmp_path):
     done = subprocess.run(["bash", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = done.stdout.split("reward: compute_score in ")[1]
-    assert "rows:   144" in said and "mean 1.000, min 1, max 1" in said and "above another row's truth in 144" in said
+    assert "rows:   72" in said and "mean 1.000, min 1, max 1" in said and "above another row's truth in 72" in said

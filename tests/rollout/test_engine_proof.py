@@ -12,7 +12,7 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.loading import load_causal_lm, load_tokenizer
-from posttrain.rollout import hf
+from posttrain.rollout import engines, hf
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
@@ -41,6 +41,30 @@ def test_native_is_left_where_it_computes_something_else(model, tokenizer, monke
     engine, said = build(model, tokenizer, "native")
     assert isinstance(engine, hf.HFEngine) and engine.mode == "cache"
     assert said.startswith("hf") and "native is not used for qwen2 models: its log-probs are not those" in said
+
+
+def test_an_engine_built_from_a_folder_answers_as_one_built_from_the_model(model, tokenizer, tiny_model):
+    engine, said = build(tiny_model, tokenizer, "native")
+    assert said.startswith("native")
+    assert_same_responses(engine, build(model, tokenizer, "native")[0])
+
+
+def test_a_registered_engine_is_built_by_its_name_and_where_it_cannot_serve_hf_does(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(engines, "ENGINES", {"hf": engines.ENGINES["hf"]})
+    asked = []
+
+    @engines.register_engine("mine")
+    def make(order):
+        asked.append(order.module)
+        return "it has no layers" if len(asked) > 1 else (hf.HFEngine(order.module, pad_token_id=0), "mine 1.0")
+
+    assert build(model, tokenizer, "mine")[1] == "mine 1.0" and asked == [model]
+    engine, said = build(model, tokenizer, "mine")
+    assert isinstance(engine, hf.HFEngine) and "mine is not used for qwen2 models: it has no layers" in said
+    with pytest.raises(ValueError, match="'mine' already"):
+        engines.register_engine("mine")(lambda order: "")
+    with pytest.raises(UserError, match=r"rollout\.name=native: this engine is not built .* one of hf, mine"):
+        build(model, tokenizer, "native")
 
 
 def test_padding_on_the_left_that_is_felt_gives_waves_of_one_length(model, tokenizer, monkeypatch):
