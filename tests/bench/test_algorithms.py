@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,8 @@ def tiny_task(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(folder / "model", hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
 
 
-def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys, monkeypatch):
+def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys, monkeypatch, forked):
+    monkeypatch.setattr(sys, "executable", forked.python)
     file, picture = tmp_path / "algorithms.json", tmp_path / "algorithms.svg"
     size = ("--steps", "2", "--seeds", "1", "--threads", "1", "--json", str(file))
     command = ["bench", "algorithms", "--only", "rloo", *size, "--svg", str(picture)]
