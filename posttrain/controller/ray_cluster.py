@@ -101,9 +101,7 @@ class RayCluster:
             return
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address:
-            check_answers(self.address)
-            self._connected = True
-            ray.init(address=self.address, **settings)
+            self._join(self.address, settings)
             return
         mark, self.folder = f"{MARK}={secrets.token_hex(8)}", _folder()
         self._watcher = _watch(mark, self.folder)
@@ -117,6 +115,16 @@ class RayCluster:
                 _node_ip_address="127.0.0.1",
                 **settings,
             )
+
+    def _join(self, address: str, settings: dict[str, Any]) -> None:
+        """Connect to a Ray that runs. Where nobody answers it would try for two minutes, and then end the process."""
+        if (silence := _silence(address)) is not None:
+            raise _no_ray(address, silence)
+        try:
+            ray.init(address=address, **settings)
+        except ConnectionError as error:
+            raise _no_ray(address, error) from error
+        self._connected = True
 
     def words(self) -> str:
         if self.was_there:
@@ -146,14 +154,12 @@ def given_address() -> str | None:
     return found if found and _silence(found) is None else None
 
 
-def check_answers(address: str) -> None:
-    """Refuses an address at which nobody answers: Ray itself tries for two minutes, and then ends the process."""
-    if (error := _silence(address)) is not None:
-        name = next(name for name in ADDRESSES if os.environ.get(name))
-        raise NoRayThere(
-            f"{name}={address}: no Ray answers there ({error}). Start it (ray start --head), give the address of one "
-            f"that runs, or unset {name}: then a Ray is started for this run."
-        )
+def _no_ray(address: str, error: Exception) -> NoRayThere:
+    name = next(name for name in ADDRESSES if os.environ.get(name))
+    return NoRayThere(
+        f"{name}={address}: no Ray answers there ({error}). Start it (ray start --head), give the address of one that "
+        f"runs, or unset {name}: then a Ray is started for this run."
+    )
 
 
 def _silence(address: str) -> Exception | None:
