@@ -49,12 +49,20 @@ def turned(text: str, page: Path) -> str:
 def stage(folder: Path) -> None:
     """The site's source: pages, pictures and the configuration."""
     shutil.copytree(ROOT / "docs", folder / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", folder)
     for page in [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in OUTSIDE)]:
         place = place_of(page)
         assert place is not None
         target = folder / "docs" / place
         target.write_text(turned(page.read_text(encoding="utf-8"), page), encoding="utf-8")
+    (folder / "mkdocs.yml").write_text(configuration(folder / "docs"), encoding="utf-8")
+
+
+def configuration(docs: Path) -> str:
+    """mkdocs.yml; pages that its menu does not name come last in it."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").rstrip("\n")
+    named = set(re.findall(r": ([\w/]+\.md)$", text, re.M))
+    more = sorted(page for path in docs.rglob("*.md") if (page := path.relative_to(docs).as_posix()) not in named)
+    return "\n".join([text, "  - More:", *(f"      - {page}" for page in more), ""])
 
 
 def build(out: Path) -> int:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked import Forked
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,6 +52,14 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 
     return write_files(tmp_path_factory.mktemp("sums"), arithmetic_rows(max_operand=10))
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Runs code that is to be killed, in a fork of a process that has imported everything."""
+    server = Forked()
+    yield server
+    server.close()
 
 
 @pytest.fixture

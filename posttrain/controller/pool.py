@@ -18,6 +18,11 @@ class Workers(ABC):
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
         """A worker of this class on every rank, made with these arguments."""
 
+    def spans(self) -> list[list[Any]]:
+        """[method, when it began, its seconds, who] of the ranks' work since the last time; none where the caller's own
+        times say it all."""
+        return []
+
     @abstractmethod
     def words(self) -> str:
         """Where they are, for the user."""

@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.controller.wire import Parcel, pack, unpack
+
+NEIGHBOURS_S = 0.05
+"""Calls of one method with less than this between them are one span of work."""
+SHORTEST_S = 0.001
 
 
 @dataclass
@@ -39,6 +44,8 @@ class RankHost:
 
         torch.set_num_threads(threads)
         self.workers: dict[str, Any] = {}
+        self.spans: list[list[Any]] = []
+        """[method, when it began, its seconds] of the calls since they were last taken."""
 
     def free_address(self) -> str:
         """host:port at which this process can be found by the others."""
@@ -70,7 +77,22 @@ class RankHost:
 
     def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Call a worker's method."""
-        return self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
+        begun = time.time()
+        answer = self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
+        self._note_span(name, begun, time.time())
+        return answer
+
+    def _note_span(self, name: str, begun: float, ended: float) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last[0] == name and begun - last[1] - last[2] < NEIGHBOURS_S:
+            last[2] = ended - last[1]  # responses are asked for by many short calls
+        else:
+            self.spans.append([name, begun, ended - begun])
+
+    def take_spans(self) -> list[list[Any]]:
+        """When this rank was at work since the last time, and at what."""
+        taken, self.spans = self.spans, []
+        return [[name, round(begun, 4), round(spent, 4)] for name, begun, spent in taken if spent >= SHORTEST_S]
 
     def _answer(self, function: Any, *arguments: Any) -> Parcel:
         try:

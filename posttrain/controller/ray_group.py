@@ -128,6 +128,10 @@ class RayWorkers(Workers):
             _fetched(ref)
         return RayWorkerGroup(role, worker, config, self.hosts)
 
+    def spans(self) -> list[list[Any]]:
+        found = ray.get([host.take_spans.remote() for host in self.hosts])
+        return [[*span, f"rank {rank}"] for rank, own in enumerate(found) for span in own]
+
     def words(self) -> str:
         return f"{self.world_size} processes in Ray {ray.__version__}, {self.cluster.words()}"
 

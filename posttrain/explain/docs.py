@@ -1,4 +1,4 @@
-"""`python -m posttrain.explain.docs`: tables of docs/algorithms.md and docs/rewards.md, made from what the code says.
+"""`python -m posttrain.explain.docs`: tables of algorithms.md, rewards.md and api.md, made from what the code says.
 
 With `--check` nothing is written: status 1 if a page is out of date.
 """
@@ -13,11 +13,12 @@ from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
+from posttrain.explain.api import api
 from posttrain.explain.pages import LOSS_PAGES, explain, first_sentence
 from posttrain.rewards.scorers import ALIASES, SCORERS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("algorithms.md", "rewards.md")
+PAGES = ("algorithms.md", "rewards.md", "api.md")
 _TABLE = re.compile(r"(<!-- made: (\w+) -->\n).*?(?=<!-- end -->)", re.S)
 
 
@@ -62,6 +63,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "estimators": estimators,
     "losses": losses,
     "sources": sources,
+    "api": api,
 }
 
 

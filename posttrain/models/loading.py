@@ -79,7 +79,9 @@ def explain_failure(error: Exception, path: str, what: str, setting: str = "mode
             f"{setting}={path}: {what} could not be loaded: {reason}\n"
             "  Look at the folder's files (config.json, tokenizer.json, *.safetensors), or fetch the model again."
         )
-    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+    from huggingface_hub import constants
+
+    offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
     return ModelError(
         f"{setting}={path}: {what} could not be loaded{offline}: {reason}\n"
         f"  Without a reachable hub give a local folder, such as /path/to/{Path(path).name}\n"

@@ -34,6 +34,8 @@ class RunWriter:
         self.peaks = StagePeaks()
         self.spans: list[list[Any]] = []
         """[stage, when it began, its seconds] of this step."""
+        self.worker_spans: Callable[[], list[list[Any]]] = list
+        """The same of the workers, with who it was; empty where they are in this process."""
         self.behind = Background("samples")
         self._stack, self._linked = ExitStack(), False
 
@@ -98,7 +100,7 @@ class RunWriter:
 
     def write_timeline(self, step: int) -> None:
         """When the stages of this step began and how long they took."""
-        append_line(self.run.path / TIMELINE, {"step": step, "stages": self.spans})
+        append_line(self.run.path / TIMELINE, {"step": step, "stages": [*self.spans, *self.worker_spans()]})
         self.spans = []
 
     def save(

@@ -5,6 +5,7 @@ Columns that an older version did not write are there nevertheless, made of othe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +45,8 @@ class SampleFile:
     """A step's responses. Opening reads the file's footer alone."""
 
     def __init__(self, path: Path) -> None:
-        self._file = pq.ParquetFile(path, memory_map=True)
+        self._file, self._lock = pq.ParquetFile(path, memory_map=True), threading.Lock()
+        self._uids: Any = None
         self.names = set(self._file.schema_arrow.names)
         self.rows = self._file.metadata.num_rows
 
@@ -54,10 +56,11 @@ class SampleFile:
         made_of = {name: _MADE[name][0] for name in names if name in _MADE and name not in self.names}
         sources = [source for needed in made_of.values() for source in needed]
         wanted = [name for name in dict.fromkeys([*names, *sources]) if name in self.names]
-        if groups is None:
-            table = self._file.read(columns=wanted, use_threads=False)
-        else:
-            table = self._file.read_row_groups(groups, columns=wanted, use_threads=False)
+        with self._lock:  # several questions may be about one file
+            if groups is None:
+                table = self._file.read(columns=wanted, use_threads=False)
+            else:
+                table = self._file.read_row_groups(groups, columns=wanted, use_threads=False)
         found = {name: table[name] for name in names if name in self.names}
         for name, needed in made_of.items():
             if set(needed) <= self.names:
@@ -66,8 +69,9 @@ class SampleFile:
 
     def rows_of(self, uid: str) -> list[int]:
         """Numbers of the rows of a group, in the order of its samples."""
-        uids = self._file.read(columns=["uid"], use_threads=False)["uid"]
-        return np.flatnonzero(pc.fill_null(pc.equal(uids, uid), False).to_numpy(zero_copy_only=False)).tolist()
+        if self._uids is None:
+            self._uids = self.columns(("uid",))["uid"]
+        return np.flatnonzero(pc.fill_null(pc.equal(self._uids, uid), False).to_numpy(zero_copy_only=False)).tolist()
 
     def take(self, rows: list[int], names: Iterable[str]) -> list[dict[str, Any]]:
         """Single rows as dicts; only the row groups that hold them are read."""

@@ -34,12 +34,19 @@ def open_step(folder: Path, kind: str, step: int) -> SampleFile:
     """The file of a step; a run that goes on may have thinned it away."""
     if kind not in KINDS:
         raise NoSamples(f"There are samples of steps and of validations (val), not of `{kind}`.")
+    path = folder / "samples" / f"{kind}_{int(step)}.parquet"
     try:
-        return SampleFile(folder / "samples" / f"{kind}_{int(step)}.parquet")
+        return _opened(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise NoSamples(
             f"{folder} has no samples of step {step} (tracking.samples_freq, tracking.samples_max_gb)."
         ) from error
+
+
+@lru_cache(maxsize=8)
+def _opened(path: Path, changed: int) -> SampleFile:
+    """Kept for the next question, which is mostly about the same step."""
+    return SampleFile(path)
 
 
 def groups(folder: Path, kind: str, step: int) -> list[dict[str, Any]]:

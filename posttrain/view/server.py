@@ -12,13 +12,13 @@ import socket
 from collections.abc import Iterator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from posttrain.errors import UserError
 from posttrain.view.answers import Answers, NotFound
 from posttrain.view.guard import HEADERS, Guard
+from posttrain.view.page import static_file, static_files
 
 PORT = 6180
 _SMALL = 1400
@@ -150,15 +150,3 @@ def _packed(data: bytes) -> bytes:
 
 def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-
-
-@cache
-def static_files() -> set[str]:
-    """Names of the files that are served; nothing else is, however it is spelled."""
-    folder = resources.files("posttrain.view") / "static"
-    return {entry.name for entry in folder.iterdir() if entry.is_file()}
-
-
-@cache
-def static_file(name: str) -> bytes:
-    return (resources.files("posttrain.view") / "static" / name).read_bytes()

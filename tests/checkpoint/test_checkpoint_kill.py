@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,19 +79,18 @@ def test_S2_18_killed_at_every_stage_of_a_save_the_run_goes_on(tmp_path, case):
     assert not was_killed and call > 12 and seen == {1.0, 2.0}
 
 
-def test_killed_in_the_middle_of_writing_tensors(tmp_path):
+def test_killed_in_the_middle_of_writing_tensors(tmp_path, forked):
     save(CheckpointManager(tmp_path), 1, 1.0)
     script = (
-        "import os, signal, sys, torch\n"
+        "import os, signal, torch\n"
         "from posttrain.checkpoint import CheckpointManager\n"
         "def half(folder):\n"
         "    (folder / 'big.bin').write_bytes(b'x' * 1000)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "tensors = {'actor': {'w': torch.ones(9)}}\n"
-        "CheckpointManager(sys.argv[1]).save(2, tensors=tensors, state={}, rng={}, extra=half)\n"
+        f"CheckpointManager({str(tmp_path)!r}).save(2, tensors=tensors, state={{}}, rng={{}}, extra=half)\n"
     )
-    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
-    assert result.returncode == -signal.SIGKILL
+    assert forked.run(script).returncode == -signal.SIGKILL
     assert len([n for n in os.listdir(tmp_path) if n.startswith(".writing")]) == 1
     manager = CheckpointManager(tmp_path)
     assert manager.newest() == tmp_path / "global_step_1"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +100,105 @@ def test_S4_07_S4_56_an_example_that_waits_says_so_in_one_sentence_with_a_status
     done = subprocess.run(["bash", str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == check_examples.WAITS == 69
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not built" in done.stderr
+
+
+DOCUMENT_4 = {  # §2.1; the engine and its devices are those that are built
+    "algorithm.adv_estimator": "grpo",
+    "data.train_files": "/home/somebody/data/gsm8k/train.parquet",
+    "data.val_files": "/home/somebody/data/gsm8k/test.parquet",
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 1024,
+    "actor_rollout_ref.model.path": "Qwen/Qwen2-7B-Instruct",
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 40,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.actor.entropy_coeff": 0.0,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": False,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
+    "actor_rollout_ref.rollout.name": "native",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
+    "actor_rollout_ref.rollout.n": 5,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+    "trainer.logger": ["console", "wandb"],
+    "trainer.project_name": "verl_grpo_example",
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+    "trainer.save_freq": 20,
+    "trainer.total_epochs": 15,
+}
+QWEN2_7B = EXAMPLES / "grpo_trainer" / "run_qwen2-7b.sh"
+
+
+def test_S4_10_the_script_has_the_28_settings_of_the_document(tmp_path):
+    _, _, *settings = started(QWEN2_7B, tmp_path, smoke=False)
+    resolved = load_config(settings)
+    assert {key: resolved.value(key) for key in DOCUMENT_4} == DOCUMENT_4 and len(DOCUMENT_4) == 28
+    assert {setting.partition("=")[0] for setting in settings} == {*DOCUMENT_4, "trainer.experiment_name"}
+
+
+SMALL_RUNS = {
+    "grpo": QWEN2_7B,
+    "remax": EXAMPLES / "remax_trainer" / "run_qwen2.5-3b.sh",
+    "rloo": EXAMPLES / "rloo_trainer" / "run_qwen2-7b.sh",
+}
+
+
+@pytest.mark.parametrize("name", SMALL_RUNS)
+def test_S4_03_S4_04_S4_05_S4_10_S4_104_the_small_form_trains(name, tiny_model, tmp_path, monkeypatch, capfd):
+    """What the script starts under SMOKE=1, in this process, with a tiny model (scripts/check_examples.py: all)."""
+    from posttrain.trainer import main_ppo
+
+    own = [f"actor_rollout_ref.model.path={tiny_model}", "data.max_response_length=4", "trainer.export_hf=none"]
+    _, _, *settings = started(SMALL_RUNS[name], tmp_path, *own, smoke=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *settings])
+    assert main_ppo.cli() == 0
+    said = capfd.readouterr().out
+    assert (
+        f"Using advantage estimator: {name}" in said
+        and "critic" not in said.partition("Creating workers")[2].partition("\n")[0]
+    )
+    [metrics] = (tmp_path / "out").rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines][-2:] == [1, 2] and lines[-1]["actor/optimizer_steps"] == 2
+    assert ("remax/baseline_mean" in lines[-1]) == (name == "remax")
+
+
+SHAPES = {  # hidden, layers, heads, key heads, feed-forward, tokens, tied
+    "0.5b": (896, 24, 14, 2, 4864, 151936, True),
+    "7b": (3584, 28, 28, 4, 18944, 152064, False),
+    "32b": (5120, 64, 40, 8, 27648, 152064, False),
+}
+NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+NAMES += ("vocab_size", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_S4_08_S4_115_a_tuning_script_fits_the_gpu_that_it_names_with_the_memory_that_it_says(size, tmp_path, capsys):
+    """`posttrain plan` for the model's shape, which needs no weights."""
+    from posttrain import cli
+
+    [script] = (EXAMPLES / "tuning" / size).glob("*.sh")
+    _, _, *settings = started(script, tmp_path, smoke=False)
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | dict(zip(NAMES, SHAPES[size], strict=True))))
+    room = re.search(r"_(\d+)gb\.sh$", script.name)
+    assert room is not None
+    here = [
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        "data.train_files=embedded",
+        "data.val_files=embedded",
+    ]
+    assert cli.main(["plan", "--gpu_gb", room[1], *settings, *here]) == 0
+    said = capsys.readouterr().out
+    fits = re.search(r"It fits: the peak, in \w+, is ([\d.]+) GiB", said)
+    told = re.search(r"GB: ([\d.]+) GiB", script.read_text())
+    assert fits is not None and told is not None, said
+    assert float(told[1]) == pytest.approx(float(fits[1]), rel=0.02)

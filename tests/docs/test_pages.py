@@ -153,7 +153,7 @@ def test_no_two_modules_need_each_other_not_even_inside_functions():
     assert not waiting, f"in circles, or above them: {sorted(waiting)}"
 
 
-@pytest.mark.parametrize("page", ["algorithms.md", "rewards.md"])
+@pytest.mark.parametrize("page", ["algorithms.md", "rewards.md", "api.md"])
 def test_S2_07_the_made_tables_of_a_page_are_those_of_the_code(page):
     from posttrain.explain.docs import PAGES as MADE
     from posttrain.explain.docs import text

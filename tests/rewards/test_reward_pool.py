@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 
 from posttrain.config.reward import CustomRewardConfig
-from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, resolve_reward
+from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, crew, resolve_reward
 
 
 def _frame(message):
@@ -247,10 +247,12 @@ def test_a_reward_that_no_longer_imports_ends_in_a_clear_error_not_in_restarts(t
         pool.wait_all()
 
 
-def test_idle_workers_that_are_killed_are_replaced_however_many(spec):
-    """As by the kernel when memory runs short during an update."""
+def test_idle_workers_that_are_killed_are_replaced_however_many(spec, monkeypatch):
+    """As by the kernel when memory runs short during an update: not one by one, for it to kill again, but for work."""
+    started, plain = [], crew.WorkerProcess
+    monkeypatch.setattr(crew, "WorkerProcess", lambda spec: started.append(plain(spec)) or started[-1])
     with RewardPool(spec, num_workers=4) as pool:
-        for _ in range(2):
+        for times in (1, 2):
             pool.submit("x", RewardItem("", "four", ""))
             assert pool.wait_all()["x"].score == 4.0
             workers = list(pool._crew._workers)
@@ -260,6 +262,10 @@ def test_idle_workers_that_are_killed_are_replaced_however_many(spec):
                 with suppress(ProcessLookupError):
                     os.kill(worker.handle.process.pid, signal.SIGKILL)
             assert all(gone(worker.handle.process.pid) for worker in workers)
+            while any(worker in pool._crew._workers for worker in workers):
+                time.sleep(0.02)
+            time.sleep(0.2)  # in which others could be started
+            assert len(started) == 4 * times
         assert [result.score for result in _scores(pool, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]
 
 

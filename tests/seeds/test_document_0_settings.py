@@ -168,6 +168,16 @@ def test_S0_31_S0_20_the_kl_loss_loads_a_reference_and_without_it_there_is_none(
     assert all("kl_loss" not in line for line in in_reward.steps)
 
 
+def test_S4_19_entropy_is_measured_and_enters_the_loss_only_by_its_coefficient(small):
+    """0, the default: the loss is the policy loss; 0.01 takes 0.01 x entropy from it."""
+    for coefficient in (0.0, 0.01):
+        seen = small(**({"actor_rollout_ref__actor__entropy_coeff": coefficient} if coefficient else {}))
+        for line in seen.steps:
+            assert line["actor/entropy"] > 0
+            bonus = coefficient * line["actor/entropy"]
+            assert line["actor/loss"] == pytest.approx(line["policy_loss"] - bonus, abs=1e-6 if bonus else 0)
+
+
 def _roles(console: str) -> str:
     return next(line for line in console.splitlines() if line.startswith("Creating workers"))
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 import tomllib
+import venv
 from pathlib import Path
+
+import pyarrow.parquet as pq
 
 import posttrain
 from posttrain import cli
 from posttrain.config import load_config
-from posttrain.config.show import show
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,15 +27,24 @@ def test_S1_09_the_version_is_that_of_the_distribution(capsys):
     assert cli.main(["version"]) == 0 and version in capsys.readouterr().out
 
 
-def test_S1_08_what_runs_is_the_checkout_itself():
-    assert Path(posttrain.__file__).resolve().is_relative_to(ROOT)
-
-
-def test_S4_103_the_hubs_token_is_read_from_the_environment_and_never_shown(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_TOKEN", "hf_never_to_be_seen")
-    resolved = load_config(["algorithm=grpo", "custom_reward_function.path=r.py", "trainer.project_name=$HF_TOKEN_NOT"])
-    assert "hf_never_to_be_seen" not in resolved.to_yaml() + show(resolved)
+def test_S1_08_a_checkout_is_installed_editable_and_an_edit_takes_effect_at_once(tmp_path):
+    """`pip install -e .` in a copy, into an empty environment (what it needs is there already: nothing is fetched)."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "posttrain", tmp_path / "posttrain", ignore=shutil.ignore_patterns("__pycache__"))
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", "-q"]
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}  # setuptools, which builds it
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "-e", "."], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    source = tmp_path / "posttrain" / "__init__.py"
+    source.write_text(source.read_text() + '\nEDITED = "at once"\n')
+    asks = "import posttrain; print(posttrain.EDITED, posttrain.__file__)"
+    said = subprocess.run([python, "-I", "-c", asks], cwd="/", capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["at", "once", str(source)] and (tmp_path / "env" / "bin" / "posttrain").is_file()
 
 
 def test_S1_51_the_docs_name_the_light_path_on_one_device():
@@ -55,3 +71,20 @@ def test_S3_09_train_sh_without_an_argument_trains_the_embedded_model_on_groups_
     resolved = launch.resolve(launch.parse([]), {})
     assert resolved.value("actor_rollout_ref.rollout.n") == 5
     assert resolved.value("actor_rollout_ref.model.path") == resolved.value("data.train_files") == "embedded"
+
+
+def test_S3_09_the_default_run_writes_five_samples_of_each_prompt(monkeypatch, tmp_path, own_cache):
+    """One step of it, with a tiny model in the embedded one's place (scripts/check_default_run.py makes all 200)."""
+    from posttrain import launch
+    from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+    from posttrain.models.embedded import write_model
+    from posttrain.trainer.embedded import embedded_folder
+
+    write_files(embedded_folder(), arithmetic_rows(max_operand=10))
+    write_model(embedded_folder() / "model", hidden_size=32, intermediate_size=64)
+    monkeypatch.chdir(tmp_path)
+    brief = ["trainer.total_training_steps=1", "trainer.val_before_train=False", "tracking.samples_freq=1"]
+    assert launch.main([f"--train-sh={ROOT}", "data.train_batch_size=20", *brief]) == 0
+    [samples] = (tmp_path / "outputs").rglob("samples/step_1.parquet")
+    uids = pq.read_table(samples).column("uid").to_pylist()
+    assert len(uids) == 100 and {uids.count(uid) for uid in uids} == {5}

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from private_hub import private_hub
 from seen import ROOT, metrics_of
 
 from posttrain.cache import cache_folder
@@ -60,7 +61,10 @@ def test_S0_149_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_comm
     assert {key: resolved.value(key) for key in wanted} == wanted
 
 
-def test_S0_149_S2_48_the_script_trains_two_small_steps_and_added_settings_win(brief_model: Path, tmp_path: Path):
+def test_S0_149_S2_48_S4_103_the_script_trains_two_small_steps_and_the_hubs_token_is_written_nowhere(
+    brief_model: Path, tmp_path: Path
+):
+    """Added settings win; the model comes from a hub that gives it to whoever shows the token."""
     from posttrain.data.recipes.gsm8k import prepare
 
     raw = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
@@ -70,17 +74,23 @@ def test_S0_149_S2_48_the_script_trains_two_small_steps_and_added_settings_win(b
     prepare(tmp_path / "raw", tmp_path / "home/data/gsm8k")
     sizes = ["data.train_batch_size=4", "data.max_prompt_length=256", "data.max_response_length=8"]
     sizes += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
-    run = [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1"]
-    environment = at_home(tmp_path / "home")
-    ran = subprocess.run(
-        ["bash", str(QWEN3_8B), *run, *sizes, "trainer.total_training_steps=2"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run = ["actor_rollout_ref.model.path=me/private", "trainer.device=cpu", "reward.num_workers=1"]
+    token = "hf_neverToBeSeenAnywhere"
+    with private_hub(brief_model, "me/private", token) as (address, refused):
+        own = {"HF_ENDPOINT": address, "HF_TOKEN": token, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+        own |= {"TRANSFORMERS_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        ran = subprocess.run(
+            ["bash", str(QWEN3_8B), *run, *sizes, "trainer.total_training_steps=2"],
+            cwd=tmp_path,
+            env={**at_home(tmp_path / "home"), **own},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert ran.returncode == 0 and refused == [], ran.stdout + ran.stderr + str(refused)
+    written = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
+    assert len(written) > 5 and not any(token.encode() in path.read_bytes() for path in written)
+    assert token not in ran.stdout + ran.stderr
     folder = tmp_path / "outputs" / "verl_grpo_example" / "qwen3_8b_grpo"
     lines = metrics_of(folder)
     assert [line["step"] for line in lines] == [0, 1, 2]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Forked
 from sft_runs import PAIRS, TALKS, metrics_of, settings, sft, tensors
 
 from posttrain.checkpoint.verify import verify
@@ -39,9 +38,9 @@ KILLED = """
 """
 
 
-def killed_after_four(wanted: dict[str, Any]) -> None:
+def killed_after_four(wanted: dict[str, Any], forked: Forked) -> None:
     code = textwrap.dedent(KILLED).format(folder=str(Path(__file__).parent), settings=wanted)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forked.run(code)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
 
 
@@ -53,9 +52,9 @@ def same_to_the_bit(path: Path, straight: Path) -> None:
     assert not verify(path / "checkpoints" / "global_step_6")
 
 
-def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, tmp_path):
+def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, tmp_path, forked):
     straight = sft(tiny_model, tmp_path / "straight", val_data=PAIRS[:3], **SIX)
-    killed_after_four(settings(tiny_model, tmp_path / "killed", **SIX))
+    killed_after_four(settings(tiny_model, tmp_path / "killed", **SIX), forked)
     path = tmp_path / "killed" / "test" / "run"
     assert [line["step"] for line in metrics_of(path)] == [0, 1, 2, 3, 4]
     sft(tiny_model, tmp_path / "killed", val_data=PAIRS[:3], **SIX)

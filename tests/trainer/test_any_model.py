@@ -50,3 +50,21 @@ def test_S2_16_a_decoder_only_folder_trains_without_code(kind, sums, tmp_path, c
     assert said.removeprefix("Rollout engine: ").startswith(MODELS[kind][1])
     fallen_back = [text for text in lines if f"{kind}: packed rows do not give what transformers" in text]
     assert bool(fallen_back) == (MODELS[kind][1] == "hf")
+
+
+def test_S4_57_the_experts_and_the_router_of_a_mixture_learn(sums, tmp_path):
+    """DeepSeek-V3's kind: after a step every part of the mixture has moved."""
+    from safetensors.torch import load_file
+
+    folder = write("deepseek_v3", tmp_path / "model")
+    more = {
+        "trainer__total_training_steps": 1,
+        "trainer__export_hf": "last",
+        "actor_rollout_ref__actor__optim__lr": 1e-2,
+    }
+    result = run(folder, sums, tmp_path, **more)
+    before = load_file(folder / "model.safetensors")
+    [after] = [load_file(path) for path in result.path.rglob("huggingface/model.safetensors")]
+    moved = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
+    mixture = {name for name in before if ".mlp.experts." in name or ".mlp.gate.weight" in name}
+    assert len(mixture) > 4 and mixture - moved == set()

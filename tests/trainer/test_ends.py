@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -40,10 +39,10 @@ SIGNALLED = """
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_finishes_the_step_saves_and_leaves_and_the_run_goes_on(tiny_model, sums, tmp_path, name):
+def test_a_signal_finishes_the_step_saves_and_leaves_and_the_run_goes_on(tiny_model, sums, tmp_path, name, forked):
     wanted = settings(tiny_model, sums, tmp_path, trainer__total_training_steps=4)
     code = textwrap.dedent(SIGNALLED).format(folder=str(Path(__file__).parent), settings=wanted, name=name)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = forked.run(code)
     assert ended.returncode == 128 + getattr(signal, name), ended.stderr[-2000:]
     assert f"Stopped by {name} after step 2; the same command continues this run." in ended.stdout
     path = tmp_path / "test" / "run"
@@ -54,14 +53,14 @@ def test_a_signal_finishes_the_step_saves_and_leaves_and_the_run_goes_on(tiny_mo
     assert metrics_of(rest.path) == metrics_of(straight.path)
 
 
-def test_reward_workers_do_not_outlive_a_killed_run(tiny_model, sums, tmp_path):
+def test_reward_workers_do_not_outlive_a_killed_run(tiny_model, sums, tmp_path, forked):
     wanted = settings(tiny_model, sums, tmp_path)
     code = textwrap.dedent(SIGNALLED).format(folder=str(Path(__file__).parent), settings=wanted, name="SIGKILL")
     code = code.replace(
         "os.kill(os", "print('worker', *[w.handle.process.pid for w in pool_of(self)], flush=True); os.kill(os"
     )
     code = code.replace("plain =", "pool_of = lambda trainer: trainer.reward_fn.pool._crew._workers\nplain =")
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = forked.run(code)
     assert ended.returncode == -9, ended.stderr[-2000:]
     pids = [int(word) for line in ended.stdout.splitlines() if line.startswith("worker") for word in line.split()[1:]]
     assert pids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -84,13 +83,13 @@ def test_the_file_has_the_datas_rows_and_columns_and_formats_agree(generate, sum
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_a_killed_command_keeps_finished_prompts_and_ends_with_the_same_file(generate, lively, sums, tmp_path):
+def test_a_killed_command_keeps_finished_prompts_and_ends_with_the_same_file(generate, lively, sums, tmp_path, forked):
     generate("--n", "2", out="straight.jsonl")
     out = tmp_path / "killed.jsonl"
     args = ["generate", str(lively), "--data", str(sums["test"]), "--out", str(out), "--n", "2"]
     args += ["--max-tokens", "6", "actor_rollout_ref.rollout.max_num_seqs=2"]
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED).format(args=args)], capture_output=True)
-    assert killed.returncode == -9, killed.stderr.decode()[-2000:]
+    killed = forked.run(textwrap.dedent(KILLED).format(args=args))
+    assert killed.returncode == -9, killed.stderr[-2000:]
     folder = tmp_path / "killed.jsonl.parts"
     assert not out.exists() and len(list(folder.glob("part_*.parquet"))) == 2
     assert cli.main(args) == 0

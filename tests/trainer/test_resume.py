@@ -1,7 +1,5 @@
 """6 steps straight equal 3 + killed + 3, to the bit; and what a resume accepts and says."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -59,12 +57,12 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, sums, tmp_path, case):
+def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, sums, tmp_path, case, forked):
     more = {**SIX, **CASES[case], "data__val_files": str(sums["test"]), "data__val_max_samples": 8}
     straight = run(tiny_model, sums, tmp_path / "straight", **more)
     wanted = settings(tiny_model, sums, tmp_path / "killed", **more)
     code = textwrap.dedent(KILLED).format(folder=str(Path(__file__).parent), settings=wanted)
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    killed = forked.run(code)
     assert killed.returncode == -9, killed.stderr[-2000:]
     path = tmp_path / "killed" / "test" / "run"
     assert [line["step"] for line in metrics_of(path)] == [0, 1, 2, 3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pyarrow.parquet as pq
@@ -11,10 +12,9 @@ import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
-from posttrain.view.bundle import joined_order
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
-from posttrain.view.server import static_file
+from posttrain.view.page import SCRIPT, static_file
 from posttrain.view.tokens import token_texts
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
@@ -39,10 +39,11 @@ def test_names_with_a_star_mean_all_that_begin_so_and_columns_grow_with_the_file
     assert metrics.columns(["val/*"], after=1, identity=metrics.columns([])["identity"])["values"]["val/b"] == [2.0]
 
 
-def test_every_module_of_the_page_is_told_beforehand():
-    """Otherwise each is found only when the one before it was read: four rounds to the server."""
-    page, order = static_file("index.html").decode(), joined_order("main.js")
-    assert {name for name in order if f'modulepreload" href="/static/{name}"' not in page} == {"main.js"}
+def test_the_page_is_one_script_that_asks_for_no_other(client):
+    """Twenty modules would be asked for one after the other, each when the one before it was read."""
+    page, script = static_file("index.html").decode(), static_file(SCRIPT).decode()
+    assert page.count("<script") == 2 and f"/static/{SCRIPT}" in page
+    assert not re.search(r"^(import|export) ", script, re.M) and "function overviewPage(" in script
 
 
 def test_metrics_come_as_columns_and_then_only_what_is_new(client):

@@ -34,6 +34,7 @@ from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.controller.dispatch import register, to_all
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack
 from posttrain.engine.ranks import join_ranks, leave_ranks
 from posttrain.errors import UserError
@@ -102,6 +103,10 @@ class Toy:
     def process(self) -> int:
         return os.getpid()
 
+    @register(to_all)
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
 
 class Join:
     """A process becomes one of `count` ranks, whatever it was before."""
@@ -166,6 +171,25 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
     other, first = ranks(2).create("other", Toy, None).process(), group.process()
     assert other == first and len(set(first)) == 2 and os.getpid() not in first
     assert group.later.process().result() == first and group.on(1).process().result() == first[1]
+
+
+def test_ranks_tell_when_they_were_at_work_and_at_what(ranks):
+    two = ranks(2)
+    group = two.create("toy", Toy, None)
+    two.spans()
+    group.nap(0.01)
+    told = [(name, who) for name, _, _, who in two.spans()]
+    assert told == [("nap", "rank 0"), ("nap", "rank 1")] and two.spans() == []
+    assert LocalWorkers().spans() == []
+
+
+def test_short_calls_that_follow_each_other_are_one_span_of_work():
+    host = RankHost.__new__(RankHost)
+    host.spans = []
+    for name, begun, ended in (("decode", 1.0, 1.1), ("decode", 1.11, 1.3), ("decode", 2.0, 2.1), ("update", 2.1, 3.0)):
+        host._note_span(name, begun, ended)
+    host._note_span("state", 4.0, 4.0001)  # nothing to be seen
+    assert host.take_spans() == [["decode", 1.0, 0.3], ["decode", 2.0, 0.1], ["update", 2.1, 0.9]] and host.spans == []
 
 
 def test_S0_54_there_are_as_many_processes_as_workers(ranks):

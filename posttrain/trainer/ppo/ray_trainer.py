@@ -136,6 +136,7 @@ class RayPPOTrainer:
             kl_on=kl_loss,
         )
         self.recorder.works_here = isinstance(self.workers, LocalWorkers)
+        self.recorder.worker_spans = self.workers.spans
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
         self.experience = Experience(

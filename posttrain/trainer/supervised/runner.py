@@ -71,7 +71,9 @@ def run_supervised(
             task = make_task(config, **parts, total_steps=steps)
             say(words(train, val, steps))
             _say_model(config, task, device, max(train.longest, val.longest if val else 0))
-            return SupervisedTrainer(config, task, run, stored_config=stored).fit()
+            trainer = SupervisedTrainer(config, task, run, stored_config=stored)
+            trainer.recorder.worker_spans = workers.spans
+            return trainer.fit()
 
 
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:

@@ -37,18 +37,19 @@ export function overviewPage(root) {
   async function show(runs) {
     const names = chosenRuns(runs), state = place();
     drawControls(runs, names);
-    const first = await Promise.all(names.map((name) => columns(name, USUAL)));
+    const stamp = (name) => runs.filter((run) => run.name === name).map((run) => `${run.step} ${run.status}`)[0];
+    const first = await Promise.all(names.map((name) => columns(name, USUAL, stamp(name))));
     const wanted = new Set();
     const all = [...new Set(first.flatMap((one) => one.names))];
     const panels = [...PANELS, ...(state.more || "").split("\t").filter(Boolean).map((name) => [name, [name]])];
     const found = panels.map(([title, rules]) => [title, all.filter((name) => rules.some((rule) => (rule instanceof RegExp ? rule.test(name) : rule === name)))]);
     const stages = all.filter((name) => STAGE.test(name));
     for (const name of [...found.flatMap(([, list]) => list), ...stages]) if (first.some((one) => !(name in one.values))) wanted.add(name);
-    const data = wanted.size ? await Promise.all(names.map((name) => columns(name, [...wanted]))) : first;
+    const data = wanted.size ? await Promise.all(names.map((name) => columns(name, [...wanted], stamp(name)))) : first;
     for (const [title, list] of found) if (list.length) drawPanel(title, list, names, data, state);
     if (stages.length) drawStages(names, data, stages);
     for (const [key, chart] of charts) chart.element.hidden = !found.some(([title, list]) => list.length && key === title) && !key.startsWith("stages|");
-    await drawSettings(names);
+    await drawSettings(names, all);
   }
 
   function drawControls(runs, names) {
@@ -120,9 +121,9 @@ export function overviewPage(root) {
     for (const [key, chart] of charts) if (key.startsWith("stages|") && !names.includes(key.slice(7))) (chart.element.remove(), charts.delete(key));
   }
 
-  async function drawSettings(names) {
+  async function drawSettings(names, all) {
     const list = controls.querySelector("datalist");
-    if (list && !list.children.length && names.length) put(list, (await columns(names[0], [])).names.map((name) => h("option", {value: name})));
+    if (list && !list.children.length && names.length) put(list, all.map((name) => h("option", {value: name})));
     if (shownSettings === names.join("\t")) return;
     shownSettings = names.join("\t");
     if (names.length > 1) {

@@ -32,9 +32,18 @@ function copied(n) {
   return n.copied;
 }
 
+/** The numbers of a response; those of the last ones looked at are kept, for another colouring. */
+const kept = new Map();
+function tokensOf(query) {
+  const key = JSON.stringify(query);
+  if (!kept.has(key)) kept.set(key, ask("response", query).catch((error) => { kept.delete(key); throw error; }));
+  if (kept.size > 64) kept.delete(kept.keys().next().value);
+  return kept.get(key);
+}
+
 /** Fill `place` with the tokens of a response. */
 export async function drawTokens(place, query, colouring, inspect) {
-  const found = await ask("response", query);
+  const found = await tokensOf(query);
   const [name, valueOf, paint] = COLOURINGS[colouring];
   const {texts, ids, numbers} = found;
   if (!texts.length) return put(place, h("p", {class: "soft"}, "no tokens"));
