@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.bench import side_by_side
 from posttrain.bench.algorithms import without_folders
-from posttrain.bench.entries import TUNED, Entry, choose, entries
-from posttrain.bench.gains import gains
-from posttrain.bench.pages import BEGIN, END, between, fill_page, markdown
-from posttrain.bench.panels import mean_curve, write_panels
-from posttrain.bench.runs_file import as_text
-from posttrain.bench.training import COMMON, Process, Run
+from posttrain.bench.learning import side_by_side
+from posttrain.bench.learning.entries import TUNED, Entry, choose, entries
+from posttrain.bench.learning.gains import gains
+from posttrain.bench.learning.pages import BEGIN, END, between, fill_page, markdown
+from posttrain.bench.learning.panels import mean_curve, write_panels
+from posttrain.bench.learning.runs_file import as_text
+from posttrain.bench.learning.training import COMMON, Process, Run
 from posttrain.config import load_config
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
