@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.view import health, planning, samples
 from posttrain.view.catalogue import Catalogue, previews
+from posttrain.view.courtesy import answering
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
 from posttrain.view.runs import Runs, about
@@ -61,7 +62,8 @@ class Answers:
         if name not in self._questions:
             raise NotFound(f"There is nothing called `{name}`.")
         try:
-            return self._questions[name](query)
+            with answering():
+                return self._questions[name](query)
         except (samples.NoSamples, planning.NoPlan) as error:
             raise NotFound(str(error)) from error
 

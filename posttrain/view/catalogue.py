@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
+from posttrain.view.courtesy import give_way, waiting_for_it
 from posttrain.view.metrics import number
 from posttrain.view.sample_file import LIGHT, SampleFile, pc
 from posttrain.view.samples import KINDS, preview
@@ -64,6 +66,7 @@ class Catalogue:
 
     def _read(self, missing: list[tuple[Path, int]]) -> None:
         for path, changed in missing:
+            give_way()
             try:
                 part = Part(path)
             except (OSError, pa.ArrowException, KeyError):  # thinned away, or damaged: it has nothing to show
@@ -71,10 +74,11 @@ class Catalogue:
             self._parts[path] = (changed, part)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until everything was read, at most so long."""
+        """Until everything was read; within an answer, at most so long."""
         thread = self._thread
-        if thread:
-            thread.join(seconds)
+        if thread and thread.is_alive():
+            with nullcontext() if seconds is None else waiting_for_it():
+                thread.join(seconds)
 
     def parts(self) -> list[Part]:
         """What was read up to now, newest step first."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from posttrain.view.courtesy import give_way
 from posttrain.view.sample_file import SampleFile, pc
 
 BITS = 18
@@ -54,6 +55,7 @@ class Letters:
     def _make(self, paths: list[Path], wait: Callable[[], object]) -> None:
         wait()
         for path in paths:
+            give_way()
             try:
                 changed = path.stat().st_mtime_ns
                 self._maps[path] = (changed, bitmap(path))

@@ -13,6 +13,7 @@ import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
+from posttrain.view import courtesy
 from posttrain.view.answers import Answers
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
@@ -59,6 +60,23 @@ def test_whoever_opens_samples_has_all_of_them_read_a_moment_later(made):
     while time.monotonic() < deadline and len(answers._catalogues) < 2:
         time.sleep(0.02)
     assert {kind for _, kind in answers._catalogues} == {"step", "val"} and not answers._pending
+
+
+def test_work_in_the_background_gives_way_to_answers_and_not_to_those_that_wait_for_it(monkeypatch):
+    naps: list[float] = []
+    clock = iter(range(100))
+    monkeypatch.setattr(courtesy.time, "sleep", naps.append)
+    monkeypatch.setattr(courtesy.time, "monotonic", lambda: 0.1 * next(clock))
+    courtesy.give_way()
+    assert naps == []
+    with courtesy.answering():
+        courtesy.give_way()
+        assert 0 < len(naps) < 10  # half a second at most
+        with courtesy.waiting_for_it():
+            before = len(naps)
+            courtesy.give_way()
+            assert len(naps) == before
+    assert courtesy._asked == 0
 
 
 def test_metrics_come_as_columns_and_then_only_what_is_new(client):
