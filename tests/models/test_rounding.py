@@ -17,8 +17,8 @@ def noisy(log_probs, mean):
     return log_probs + noise * (-1.0) ** torch.arange(len(log_probs))
 
 
-UNLIKELY = -torch.linspace(9, 22, 60)  # what a trained model thinks of random tokens
-LIKELY = -torch.linspace(0.1, 3, 60)
+UNLIKELY = -torch.linspace(9, 22, 60, dtype=torch.float64)  # what a trained model thinks of random tokens
+LIKELY = -torch.linspace(0.1, 3, 60, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("dtype", "log_probs", "mean", "same"), [
