@@ -1,61 +1,119 @@
-"""Programs that are killed or signalled, each in a fork of one process that has imported everything: it saves seconds.
+"""A Python that starts at once: it forks from one process that has imported what most programs of the tests import.
 
-A fork goes on where the import ended, as a fresh interpreter would; it has no thread, lock or generator of a test's.
+A fork begins where the imports ended, as a fresh interpreter would; there is no thread, lock or generator of a test in
+it. `python` takes the place of `sys.executable` in a command: `python -m MODULE ...`, `-c CODE`, `FILE ...`. It is not
+for what reads its environment while it is imported (HF_ENDPOINT), nor for tests of imports.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from subprocess import CompletedProcess
+
+# In place of python: sends its arguments, environment, folder and files, waits, and ends as the fork ended.
+CLIENT = """#!{python} -SE
+import array, json, os, signal, socket, sys
+if len(sys.argv) < 2 or (sys.argv[1][:1] == "-" and sys.argv[1] not in ("-m", "-c")):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+job = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+server.sendmsg([len(job).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+server.sendall(job)
+status = int(server.recv(100))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
 
 SERVER = """
-import json, os, sys
-import posttrain, posttrain.cli
-import posttrain.models.fused_layer, posttrain.trainer.generation.command, posttrain.trainer.ppo.runner
-import posttrain.trainer.supervised.runner, transformers.models.qwen2.modeling_qwen2
-for line in sys.stdin:
-    job, pid = json.loads(line), os.fork()
-    if pid == 0:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-else:
-    os._exit(0)
-for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)):
-    os.dup2(os.open(name, flags), number)
+import json, os, runpy, select, signal, socket, sys
+
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(sys.argv[1])
+listening.listen(100)
+import posttrain.models.fused_layer, posttrain.rollout.native.engine, posttrain.trainer.generation.command
+import posttrain.trainer.ppo.runner, posttrain.trainer.supervised.runner, transformers.models.qwen2.modeling_qwen2
+
+
+def job_of_a_fork():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    while True:
+        if sys.stdin in select.select([listening, sys.stdin], [], [])[0]:
+            os._exit(0)  # the tests have ended
+        client = listening.accept()[0]
+        if os.fork() == 0:
+            break
+        client.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    listening.close()
+    head, files, _, _ = socket.recv_fds(client, 8, 3)
+    body = client.makefile("rb").read(int.from_bytes(head, "big"))
+    fork = os.fork()
+    if fork == 0:
+        client.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.setsid()
+        return json.loads(body)
+    for number in (0, 1, 2, *files):
+        os.close(number)
+    while True:
+        ended, status = os.waitpid(fork, os.WNOHANG)
+        if ended:
+            client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            os._exit(0)
+        if select.select([client], [], [], 0.02)[0]:  # whoever waited for it was killed
+            os.killpg(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
+            os._exit(0)
+
+
+arguments, environment, folder = job_of_a_fork()
+sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 os.environ.clear()
-os.environ.update(job["environment"])
-os.chdir(job["folder"])
-exec(compile(job["code"], "<forked>", "exec"), {"__name__": "__main__"})
+os.environ.update(environment)
+os.chdir(folder)
+rest = [path for path in sys.path if path and path not in before]
+sys.path[:] = ["", *environment.get("PYTHONPATH", "").split(os.pathsep), *rest]
+if arguments[0] == "-m":
+    sys.argv = arguments[1:]
+    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+elif arguments[0] == "-c":
+    sys.argv = ["-c", *arguments[2:]]
+    exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+else:
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+    runpy.run_path(arguments[0], run_name="__main__")
 """
 
 
 class Forked:
-    """`run(code)` is `subprocess.run([sys.executable, "-c", code])` with what it printed."""
+    """`python` is the path of the command; the process behind it lives until `close`."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # no thread may run when it forks
-        command = [sys.executable, "-c", SERVER]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.server = subprocess.Popen(command, env=environment, **pipes)  # pyright: ignore
+        self.folder = tempfile.TemporaryDirectory()
+        address, client = Path(self.folder.name, "socket"), Path(self.folder.name, "python")
+        client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+        client.chmod(0o755)
+        self.python = str(client)
+        self.server = subprocess.Popen([sys.executable, "-c", SERVER, str(address)], stdin=subprocess.PIPE)
+        while not address.exists():
+            assert self.server.poll() is None, "the process that is forked did not start"
+            time.sleep(0.01)
 
-    def run(self, code: str) -> CompletedProcess[str]:
-        assert self.server.stdin is not None and self.server.stdout is not None
-        with tempfile.TemporaryDirectory() as folder:
-            out, err = (Path(folder, name) for name in ("out", "err"))
-            out.touch()
-            err.touch()
-            job = {"code": code, "out": str(out), "err": str(err), "folder": os.getcwd()}
-            self.server.stdin.write(json.dumps(job | {"environment": dict(os.environ)}) + "\n")
-            self.server.stdin.flush()
-            status = int(self.server.stdout.readline())
-            return CompletedProcess(["forked"], status, out.read_text(), err.read_text())
+    def run(self, code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([self.python, "-c", code], capture_output=True, text=True)
 
     def close(self) -> None:
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait()
+        self.server.communicate()
+        self.folder.cleanup()

@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from posttrain.errors import UserError
+from posttrain.controller.ray_address import given_address, no_ray, silence_of
 
-ADDRESSES = ("RAY_ADDRESS", "RAY_HEAD_ADDRESS")
 MARK = "POSTTRAIN_RAY"
 _TOKEN = secrets.token_hex(32)  # Ray reads it once per process
 _TORCHRUNS = (
@@ -39,48 +37,8 @@ _TORCHRUNS = (
     ),
     *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
 )
-_HOST_AND_PORT = re.compile(r"(?:ray://)?([\w.-]+):(\d+)$")
-ANSWER_S = 5.0
+_WATCHER = Path(__file__).with_name("watcher.py")
 LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
-
-_WATCHER = """
-import os, shutil, signal, sys, time
-mark, folder = sys.argv[1].encode(), sys.argv[2]
-sys.stdin.buffer.read()
-def ours(process):
-    with open(f"{process}/environ", "rb") as file:
-        if mark in file.read().split(b"\\0"):
-            return True
-    # A process that gave itself a title has written over its environment; its log lies in the folder. (So does one of
-    # the run's own process, which must not be taken for one of Ray's.)
-    with open(f"{process}/cmdline", "rb") as file:
-        if not file.read().startswith(b"ray::"):
-            return False
-    return any(os.readlink(f"{process}/fd/{fd}").startswith(folder + "/") for fd in os.listdir(f"{process}/fd"))
-def marked():
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            try:
-                if ours(f"/proc/{name}"):
-                    yield int(name)
-            except OSError:
-                pass
-quiet = 0
-while quiet < 3:
-    found = list(marked())
-    for pid in found:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except OSError:
-            pass
-    quiet = 0 if found else quiet + 1
-    time.sleep(0.05)
-shutil.rmtree(folder, ignore_errors=True)
-"""
-
-
-class NoRayThere(UserError):
-    """The Ray whose address was given does not answer."""
 
 
 class RayCluster:
@@ -101,9 +59,7 @@ class RayCluster:
             return
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address:
-            check_answers(self.address)
-            self._connected = True
-            ray.init(address=self.address, **settings)
+            self._join(self.address, settings)
             return
         mark, self.folder = f"{MARK}={secrets.token_hex(8)}", _folder()
         self._watcher = _watch(mark, self.folder)
@@ -117,6 +73,16 @@ class RayCluster:
                 _node_ip_address="127.0.0.1",
                 **settings,
             )
+
+    def _join(self, address: str, settings: dict[str, Any]) -> None:
+        """Connect to a Ray that runs. Where nobody answers it would try for two minutes, and then end the process."""
+        if (silence := silence_of(address)) is not None:
+            raise no_ray(address, silence)
+        try:
+            ray.init(address=address, **settings)
+        except ConnectionError as error:
+            raise no_ray(address, error) from error
+        self._connected = True
 
     def words(self) -> str:
         if self.was_there:
@@ -134,39 +100,6 @@ class RayCluster:
             self._watcher = None
 
 
-def given_address() -> str | None:
-    """Where the environment says that a Ray runs; with `RAY_HEAD_ADDRESS=auto`, that which `ray start` left here, if
-    it answers."""
-    plain, head = (os.environ.get(name) for name in ADDRESSES)
-    if plain or head != "auto":
-        return plain or head or None
-    from ray._private.services import find_bootstrap_address
-
-    found = find_bootstrap_address(None)
-    return found if found and _silence(found) is None else None
-
-
-def check_answers(address: str) -> None:
-    """Refuses an address at which nobody answers: Ray itself tries for two minutes, and then ends the process."""
-    if (error := _silence(address)) is not None:
-        name = next(name for name in ADDRESSES if os.environ.get(name))
-        raise NoRayThere(
-            f"{name}={address}: no Ray answers there ({error}). Start it (ray start --head), give the address of one "
-            f"that runs, or unset {name}: then a Ray is started for this run."
-        )
-
-
-def _silence(address: str) -> Exception | None:
-    """Why nobody answers at host:port; None if somebody does, or where it has another form."""
-    found = _HOST_AND_PORT.match(address)
-    try:
-        if found is not None:
-            socket.create_connection((found[1], int(found[2])), timeout=ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        return error
-    return None
-
-
 def _folder() -> str:
     base = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="posttrain-", dir=base if len(base) + 20 <= LONGEST_FOLDER else "/tmp")
@@ -174,7 +107,7 @@ def _folder() -> str:
 
 def _watch(mark: str, folder: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _WATCHER, mark, folder],
+        [sys.executable, "-I", "-S", str(_WATCHER), mark, folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -205,7 +205,7 @@ class FastDecoder:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.arena.load(weights)
 
-    def settle(self) -> None:
+    def make_fast_copies(self) -> None:
         """The weights stay as they are for many steps: copies that multiply faster are worth their while."""
         if self.whole is not None or self.head.packed is not None:
             return
@@ -222,7 +222,7 @@ class FastDecoder:
         for projection in self._projections():
             projection.pack()
 
-    def unsettle(self) -> None:
+    def drop_fast_copies(self) -> None:
         """The weights have changed, or the memory is needed."""
         self.whole = None
         for projection in self._projections():

@@ -75,10 +75,10 @@ class PagedDecoder:
             if name in own and own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
 
-    def settle(self) -> None:
+    def make_fast_copies(self) -> None:
         """Nothing to prepare: the module's own layers compute."""
 
-    def unsettle(self) -> None: ...
+    def drop_fast_copies(self) -> None: ...
 
 
 def _last_dense(x: torch.Tensor) -> torch.Tensor:

@@ -60,14 +60,14 @@ class RunWriter:
         with suppress(OSError):  # a full disk is said by whoever writes what matters
             write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until everything of the steps so far is on the disk; what could not be written is raised here."""
         self.behind.wait()
 
     def close(self, status: str) -> None:
         try:
             self.behind.wait()
-        except Exception as error:  # whoever ended well has settled before; what ended the run matters more
+        except Exception as error:  # whoever ended well has waited before; what ended the run matters more
             say(f"{self.run.samples}: the last samples could not be written: {error}.")
         try:
             self._stack.close()  # the status is kept fresh until here
@@ -113,7 +113,7 @@ class RunWriter:
     ) -> Path:
         """An atomic checkpoint of step `step`; a run that continues from it has all that came before."""
         with self.showing("saving"):
-            self.settle()
+            self.wait_until_written()
             path = self.checkpoints.save(
                 step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
             )

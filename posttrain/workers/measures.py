@@ -46,7 +46,7 @@ class Measures(dict[str, Measure]):
         own = self.get(name)
         self[name] = new if own is None else _joined(own, new)
 
-    def settle(self) -> Measures:
+    def read_values(self) -> Measures:
         """All values are numbers from now on."""
         waiting = {name: measure.value for name, measure in self.items() if isinstance(measure.value, torch.Tensor)}
         if waiting:
@@ -55,7 +55,7 @@ class Measures(dict[str, Measure]):
         return self
 
     def numbers(self) -> dict[str, float]:
-        self.settle()
+        self.read_values()
         return {name: measure.value for name, measure in self.items()}
 
 

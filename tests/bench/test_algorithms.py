@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from posttrain import cli
-from posttrain.bench import side_by_side
 from posttrain.bench.algorithms import without_folders
-from posttrain.bench.entries import TUNED, Entry, choose, entries
-from posttrain.bench.gains import gains
-from posttrain.bench.pages import BEGIN, END, between, fill_page, markdown
-from posttrain.bench.panels import mean_curve, write_panels
-from posttrain.bench.runs_file import as_text
-from posttrain.bench.training import COMMON, Process, Run
+from posttrain.bench.learning import side_by_side
+from posttrain.bench.learning.entries import TUNED, Entry, choose, entries
+from posttrain.bench.learning.gains import gains
+from posttrain.bench.learning.pages import BEGIN, END, between, fill_page, markdown
+from posttrain.bench.learning.panels import mean_curve, write_panels
+from posttrain.bench.learning.runs_file import as_text
+from posttrain.bench.learning.training import COMMON, Process, Run
 from posttrain.config import load_config
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
@@ -83,7 +84,8 @@ def tiny_task(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(folder / "model", hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
 
 
-def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys, monkeypatch):
+def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys, monkeypatch, forked):
+    monkeypatch.setattr(sys, "executable", forked.python)
     file, picture = tmp_path / "algorithms.json", tmp_path / "algorithms.svg"
     size = ("--steps", "2", "--seeds", "1", "--threads", "1", "--json", str(file))
     command = ["bench", "algorithms", "--only", "rloo", *size, "--svg", str(picture)]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from forked import Forked
 
 from posttrain import cli
+
+
+@pytest.fixture(autouse=True)
+def _processes_start_at_once(forked: Forked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", forked.python)
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

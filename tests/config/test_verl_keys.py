@@ -325,6 +325,7 @@ def test_keys_of_one_reason_are_told_in_one_sentence(load, problems):
             False,
         ),
         (["trainer.save_freq=0"], "trainer.save_freq", -1),
+        (["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0"], f"{MODEL}.lora_alpha", 16),
         (["algorithm.adv_estimator=grpo_vectorized"], "algorithm.adv_estimator", "grpo"),
         (["algorithm.adv_estimator=rloo_vectorized"], "algorithm.adv_estimator", "rloo"),
         (["reward_model.reward_manager=prime", "reward.num_workers=3"], "reward.num_workers", 3),

@@ -251,7 +251,7 @@ def test_the_whole_step_equals_transformers_and_follows_new_weights(kind, dtype,
     """Long responses go through all layers in one call, over packed copies of the weights; new weights replace them."""
     module = tiny(kind, dtype)
     engine = native(module)
-    engine.decoder.settle()
+    engine.decoder.make_fast_copies()
     if not multiplies(str(dtype).removeprefix("torch.")):
         pytest.skip("this processor has not the instructions that the whole step is written for")
     assert engine.decoder.whole is not None
@@ -262,12 +262,12 @@ def test_the_whole_step_equals_transformers_and_follows_new_weights(kind, dtype,
     other = tiny(kind, dtype, seed=1)
     engine.load_weights(other.state_dict().items(), version=1)
     assert engine.decoder.whole is None
-    engine.decoder.settle()
+    engine.decoder.make_fast_copies()
     scored = engine.score([PROMPTS[4]])[0]
     torch.testing.assert_close(scored, plain_log_probs(other, PROMPTS[4][:1], PROMPTS[4][1:]), rtol=0, atol=within)
 
 
-def test_long_or_many_responses_settle_the_weights_and_few_short_ones_do_not():
+def test_long_or_many_responses_have_the_weights_copied_and_few_short_ones_do_not():
     engine = native(tiny("qwen2"))
     generate(engine, PROMPTS, [Sampling(max_tokens=MANY - 1)] * 6, range(6))
     assert engine.decoder.whole is None

@@ -66,7 +66,7 @@ def test_S4_69_the_rollout_goes_through_the_adapters(ran):
     assert float(gap.max()) < 1e-5
 
 
-def test_S4_64_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model: Path, tmp_path: Path):
+def test_S4_64_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model: Path, tmp_path: Path, forked):
     from posttrain.data.recipes.gsm8k import prepare
 
     text = SCRIPT.read_text()
@@ -80,7 +80,7 @@ def test_S4_64_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_
     prepare(tmp_path / "raw", tmp_path / "home/data/gsm8k")
     own = [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1", *SIZES]
     own += ["data.max_prompt_length=256", "data.val_files=null", "trainer.total_training_steps=1"]
-    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHON": forked.python, "OMP_NUM_THREADS": "1"}
     environment["POSTTRAIN_CACHE"] = str(cache_folder())  # the compiled kernels
     done = subprocess.run(
         ["bash", str(SCRIPT), *own], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

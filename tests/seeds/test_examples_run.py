@@ -43,9 +43,9 @@ DOCUMENT_0 = {  # §2.2, with the engine and the sizes that one worker has
 }
 
 
-def at_home(folder: Path) -> dict[str, str]:
+def at_home(folder: Path, python: str = sys.executable) -> dict[str, str]:
     """The environment of somebody who lives there; what is made once per machine is not made again."""
-    own = {"HOME": str(folder), "POSTTRAIN_CACHE": str(cache_folder()), "PYTHON": sys.executable}
+    own = {"HOME": str(folder), "POSTTRAIN_CACHE": str(cache_folder()), "PYTHON": python}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
 
 
@@ -136,7 +136,9 @@ def test_S4_02_S4_31_the_ppo_scripts_are_unbroken_commands_with_the_documents_ke
 
 
 @pytest.mark.parametrize("script", [PPO_RM, PPO_LLM], ids=lambda script: script.stem)
-def test_S4_02_S4_31_the_ppo_scripts_train_two_small_steps_with_a_critic(script, brief_model: Path, tmp_path: Path):
+def test_S4_02_S4_31_the_ppo_scripts_train_two_small_steps_with_a_critic(
+    script, brief_model: Path, tmp_path: Path, forked
+):
     from reward_models import other_tokenizer, write_reward_model
 
     from posttrain.data.recipes.gsm8k import prepare
@@ -154,7 +156,7 @@ def test_S4_02_S4_31_the_ppo_scripts_train_two_small_steps_with_a_critic(script,
         small += [f"reward_model.model.path={scorer}", "trainer.critic_warmup=1"]
     else:
         small += [f"critic.model.path={brief_model}"]
-    environment = at_home(tmp_path / "home")
+    environment = at_home(tmp_path / "home", forked.python)
     command = ["bash", str(script), *small]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr

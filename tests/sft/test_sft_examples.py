@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("folder", CASES)
-def test_S4_06_S4_76_S4_78_S4_79_S4_107_S4_112_the_script_trains_in_its_small_form(tiny_model, tmp_path, folder):
+def test_S4_06_S4_76_S4_78_S4_79_S4_107_S4_112_the_script_trains_in_its_small_form(
+    tiny_model, tmp_path, folder, forked
+):
     rows, more = CASES[folder]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = ["data.train_files=rows.jsonl", "data.val_files=rows.jsonl", f"model.path={tiny_model}"]
     script = ROOT / "examples" / "sft" / folder / "run_qwen_05.sh"
     # As under `torchrun --nproc_per_node=1`, which gives a program these.
-    environment = {**os.environ, "PYTHON": sys.executable, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    environment = {**os.environ, "PYTHON": forked.python, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     done = subprocess.run(
         ["bash", str(script), *files, *SMALL, *more], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

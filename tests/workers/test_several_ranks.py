@@ -61,6 +61,16 @@ def test_a_ray_that_does_not_answer_is_named_at_once(monkeypatch, name):
         RayCluster(2).start()
 
 
+def test_a_ray_that_is_not_found_is_named_too(monkeypatch):
+    def nobody(**named):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(ray, "init", nobody)
+    with pytest.raises(UserError, match=r"RAY_ADDRESS=auto: no Ray answers there \(Could not find any running Ray"):
+        RayCluster(2).start()
+
+
 def test_M_32_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")

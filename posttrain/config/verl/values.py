@@ -31,6 +31,7 @@ def translate_values(merged: Merged) -> None:
             entry.value = value
             merged.note(f"`{entry.spelling}={word}` is read as {'null' if value is None else value}.")
     _greedy(merged)
+    _no_adapter(merged)
     _loggers(merged)
 
 
@@ -44,6 +45,15 @@ def _greedy(merged: Merged) -> None:
     if sample is not None and plain(sample.value) in ("true", "1"):
         sample.value = False
         merged.note(f"`{entry.spelling}=0` takes the most likely token: {_VAL}.do_sample=False.")
+
+
+def _no_adapter(merged: Merged) -> None:
+    """Alpha 0 beside rank 0, as scripts write that there is no adapter."""
+    for model in ("actor_rollout_ref.model", "critic.model", "model"):
+        alpha, rank = (merged.entries.get(f"{model}.lora_{name}") for name in ("alpha", "rank"))
+        if alpha is not None and plain(alpha.value) == "0" and (rank is None or plain(rank.value) in ("0", "null")):
+            del merged.entries[f"{model}.lora_alpha"]
+            merged.note(f"`{alpha.spelling}=0` is not needed here: without a rank there is no adapter.")
 
 
 def _loggers(merged: Merged) -> None:

@@ -42,8 +42,8 @@ class Decoder(Protocol):
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor: ...
     def decode(self, rows: DecodeRows, caches: Callable[[int, int, int], LayerCache]) -> bool: ...
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
-    def settle(self) -> None: ...
-    def unsettle(self) -> None: ...
+    def make_fast_copies(self) -> None: ...
+    def drop_fast_copies(self) -> None: ...
 
 
 class NativeEngine(RolloutEngine):
@@ -65,8 +65,8 @@ class NativeEngine(RolloutEngine):
         length of a step in which rows may end."""
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
         self.tokens_unseen = tokens_unseen
-        self.tokens_per_step, self.settled_in = tokens_per_step, False
-        self.settles = False  # whether requests are long enough for weights to be laid out anew
+        self.tokens_per_step, self.steady = tokens_per_step, False
+        self.copies_pay = False  # whether requests are long enough for weights to be laid out anew
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
         self.prompt_tokens = self.response_tokens = 0  # computed since the engine was made
 
@@ -77,13 +77,13 @@ class NativeEngine(RolloutEngine):
         if request.sampling.max_tokens < 1 or not request.prompt_ids:
             raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
         self.queue.add(request)
-        self.settled_in = False
+        self.steady = False
 
     def has_work(self) -> bool:
         return bool(self.queue.prompts or len(self.slots.active))
 
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
-        wanted, slots, self.settled_in = set(ids), self.slots, False
+        wanted, slots, self.steady = set(ids), self.slots, False
         gone = [Output(request.id, [], [], "abort", []) for request in self.queue.remove(wanted)]
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
         return gone + self._finish({slot: "abort" for slot in leaving})
@@ -105,7 +105,7 @@ class NativeEngine(RolloutEngine):
         moved = decoding[:0] if self.tokens_unseen is not None and self._plain(decoding) else decoding
         pieces = self.queue.next_pieces(max(self.budget - len(moved), BLOCK))
         if sum(end - start for _, start, end in pieces) <= FEW:
-            self._settle(request for prompt, _, _ in pieces for request in prompt.waiting)
+            self._copy_if_long(request for prompt, _, _ in pieces for request in prompt.waiting)
         logits_NV = self._forward(moved, pieces)
         new, prompts = self._start_rows()
         logits_NV, source_B = _sources(logits_NV, len(moved), prompts)
@@ -116,16 +116,16 @@ class NativeEngine(RolloutEngine):
         self.slots.active = np.concatenate([decoding, new])
         slots_B = np.concatenate([moved, new])
         waited = len(moved) < len(decoding) and not self.queue.unfinished()  # who waits goes on with all that can come
-        self.settled_in = waited or (not pieces and not len(new))
+        self.steady = waited or (not pieces and not len(new))
         if not len(slots_B):
             return []
         assert logits_NV is not None
         self._sample(slots_B, logits_NV, source_B)
-        return self._finish(self._ended(slots_B), settled=waited)
+        return self._finish(self._ended(slots_B), steady=waited)
 
     def _alone(self, decoding: np.ndarray) -> bool:
         """Whether nothing can happen to these rows but their own next tokens, plainly sampled."""
-        if self.tokens_per_step == 1 or not len(decoding) or (self.queue.prompts and not self.settled_in):
+        if self.tokens_per_step == 1 or not len(decoding) or (self.queue.prompts and not self.steady):
             return False
         return self._plain(decoding)
 
@@ -197,14 +197,14 @@ class NativeEngine(RolloutEngine):
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
         rows = list(self.queue.start(self.slots.room))
-        self._settle(request for request, _, _ in rows)
+        self._copy_if_long(request for request, _, _ in rows)
         return self.slots.add(rows), [prompt for _, prompt, _ in rows]
 
-    def _settle(self, requests: Iterable[Request]) -> None:
+    def _copy_if_long(self, requests: Iterable[Request]) -> None:
         tokens = [request.sampling.max_tokens for request in requests]
         if max(tokens, default=0) >= MANY or sum(tokens) >= MANY_TOKENS:
-            self.settles = True
-            self.decoder.settle()
+            self.copies_pay = True
+            self.decoder.make_fast_copies()
 
     def _sample(self, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
         """The next token of every row."""
@@ -246,11 +246,11 @@ class NativeEngine(RolloutEngine):
         text = self.decode(self.slots.written(slot)[-(longest + 8) :])
         return any(stop in text for stop in request.sampling.stop)
 
-    def _finish(self, ended: dict[int, str], *, settled: bool = False) -> list[Output]:
-        """Outputs of these rows; their slots and blocks are free again, for others now or (`settled`) a step later."""
+    def _finish(self, ended: dict[int, str], *, steady: bool = False) -> list[Output]:
+        """Outputs of these rows; their slots and blocks are free again, for others now or (`steady`) a step later."""
         if not ended:
             return []
-        slots, self.settled_in = self.slots, settled
+        slots, self.steady = self.slots, steady
         outputs = slots.outputs(ended, self.version)
         for slot in ended:
             prompt, request = slots.prompts[slot], slots.requests[slot]
@@ -268,8 +268,8 @@ class NativeEngine(RolloutEngine):
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
         scores: list[torch.Tensor] = []
-        if self.settles and sum(map(len, token_ids)) <= FEW:
-            self.decoder.settle()  # what is scored now will be decoded with next
+        if self.copies_pay and sum(map(len, token_ids)) <= FEW:
+            self.decoder.make_fast_copies()  # what is scored now will be decoded with next
         for batch in self._score_batches(token_ids):
             blocks = [self.pool.take(blocks_for(len(row))) for row in batch]
             rows = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]
@@ -302,8 +302,8 @@ class NativeEngine(RolloutEngine):
         for slot in self.slots.active.tolist():
             self.slots.note_version(slot, self.version)
         self.queue.forget()
-        self.settled_in = False
-        self.decoder.unsettle()
+        self.steady = False
+        self.decoder.drop_fast_copies()
         self.decoder.load(weights)
         self.version = version
 
@@ -312,7 +312,7 @@ class NativeEngine(RolloutEngine):
             raise RuntimeError("the engine still has running requests; abort them before sleep")
         self.queue.forget()
         self.pool.sleep()
-        self.decoder.unsettle()
+        self.decoder.drop_fast_copies()
 
     def wake(self) -> None:
         """Memory is taken again when the first request needs it."""

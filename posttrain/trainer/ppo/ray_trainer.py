@@ -170,7 +170,7 @@ class RayPPOTrainer:
                     if stop.requested:
                         break
                     self._train_step()
-                self.recorder.settle()
+                self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._leave(stop)
         except KeyboardInterrupt:

@@ -49,7 +49,7 @@ class DataParallelPPOActor:
         measures.tell("actor/lr", made["lr"])
         measures.tell("actor/bad_steps", made["skipped"], steps="sum")
         measures.tell("actor/optimizer_steps", 1.0, steps="sum")
-        return measures.settle()
+        return measures.read_values()
 
     def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> dict[str, torch.Tensor]:
         """`log_probs` and `entropy` (rows, response width) under the weights as they are."""

@@ -55,7 +55,7 @@ class DataParallelPPOCritic:
         measures.tell("critic/lr", made["lr"])
         measures.tell("critic/bad_steps", made["skipped"], steps="sum")
         measures.tell("critic/optimizer_steps", 1.0, steps="sum")
-        return measures.settle()
+        return measures.read_values()
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         batch = micro.batch

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.training import Run
+from posttrain.bench.learning.training import Run
 from posttrain.errors import UserError
 
 Record = dict[str, Any]

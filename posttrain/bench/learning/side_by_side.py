@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench import bench_folder
+from posttrain.bench.learning.training import Process, Run
 from posttrain.bench.progress import Line
-from posttrain.bench.training import Process, Run
 
 POLL_S = 0.5
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from posttrain.bench.gains import Gain
+from posttrain.bench.learning.gains import Gain
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.svg import COLOURS
 

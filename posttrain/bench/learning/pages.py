@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.gains import HEAD, Gain, lines
+from posttrain.bench.learning.gains import HEAD, Gain, lines
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 

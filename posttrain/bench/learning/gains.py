@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.bench.entries import Entry
+from posttrain.bench.learning.entries import Entry
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.entries import Entry
+from posttrain.bench.learning.entries import Entry
 
 METRIC = "val/math_reasoning/mean@1"
 COMMON = (

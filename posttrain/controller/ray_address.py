@@ -1,0 +1,48 @@
+"""Where the environment says that a Ray runs, and whether one answers there."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+from posttrain.errors import UserError
+
+ADDRESSES = ("RAY_ADDRESS", "RAY_HEAD_ADDRESS")
+ANSWER_S = 5.0
+_HOST_AND_PORT = re.compile(r"(?:ray://)?([\w.-]+):(\d+)$")
+
+
+class NoRayThere(UserError):
+    """The Ray whose address was given does not answer."""
+
+
+def given_address() -> str | None:
+    """Where the environment says that a Ray runs; with `RAY_HEAD_ADDRESS=auto`, that which `ray start` left here, if
+    it answers."""
+    plain, head = (os.environ.get(name) for name in ADDRESSES)
+    if plain or head != "auto":
+        return plain or head or None
+    from ray._private.services import find_bootstrap_address
+
+    found = find_bootstrap_address(None)
+    return found if found and silence_of(found) is None else None
+
+
+def no_ray(address: str, error: Exception) -> NoRayThere:
+    name = next(name for name in ADDRESSES if os.environ.get(name))
+    return NoRayThere(
+        f"{name}={address}: no Ray answers there ({error}). Start it (ray start --head), give the address of one that "
+        f"runs, or unset {name}: then a Ray is started for this run."
+    )
+
+
+def silence_of(address: str) -> Exception | None:
+    """Why nobody answers at host:port; None if somebody does, or where it has another form."""
+    found = _HOST_AND_PORT.match(address)
+    try:
+        if found is not None:
+            socket.create_connection((found[1], int(found[2])), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        return error
+    return None
