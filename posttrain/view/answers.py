@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from posttrain.view.settings import differences, settings
 Query = Mapping[str, str]
 
 
+LEARN_AFTER_S = 0.8
+
+
 class NotFound(LookupError):
     """There is no such question, run or sample; the text says which."""
 
@@ -29,6 +34,7 @@ class Answers:
         self._metrics: dict[Path, Metrics] = {}
         self._catalogues: dict[tuple[Path, str], Catalogue] = {}
         self._letters: dict[tuple[Path, str], Letters] = {}
+        self._pending: set[str] = set()
         self._questions: dict[str, Callable[[Query], Any]] = {
             "runs": lambda q: [about(name, folder) for name, folder in self.runs.folders().items()],
             "run": lambda q: about(q["run"], self._folder(q)),
@@ -83,11 +89,24 @@ class Answers:
     def _steps(self, query: Query) -> dict[str, list[int]]:
         found = samples.steps(self._folder(query))
         if query.get("learn"):  # somebody looks at samples: filters and searches will be wanted
+            self._learn_soon(query["run"])
+        return found
+
+    def _learn_soon(self, run: str) -> None:
+        """What is read in the background waits until the page stands, which asks a few things first."""
+        if run not in self._pending:
+            self._pending.add(run)
+            timer = threading.Timer(LEARN_AFTER_S, self._learn_all, (run,))
+            timer.daemon = True
+            timer.start()
+
+    def _learn_all(self, run: str) -> None:
+        self._pending.discard(run)
+        with suppress(NotFound):  # it was removed meanwhile
             for kind in ("val", "step"):
-                catalogue = self._catalogue({**query, "kind": kind})
+                catalogue = self._catalogue({"run": run, "kind": kind})
                 catalogue.refresh()
                 self._learn(catalogue)
-        return found
 
     def _catalogue(self, query: Query) -> Catalogue:
         key = (self._folder(query), _kind(query))

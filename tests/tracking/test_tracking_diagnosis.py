@@ -135,7 +135,14 @@ def test_a_reward_that_fell_at_once_is_compared_with_the_start_and_scatter_is_no
     # A recorded run of 60 prompts a step that was learning: neighbouring steps differ by 0.05.
     wavering = [0.46, 0.5, 0.58, 0.55, 0.5, 0.57, 0.44, 0.45, 0.5, 0.49, 0.47]
     assert all(diagnosis.reward_falls(over("reward_mean", wavering[:end])) is None for end in range(1, 12))
-    assert diagnosis.reward_falls(over("reward_mean", [0.003, 0.0, 0.0, *[0.0] * 5])) is None  # of rewards up to 1
+    none = over("reward_mean", [0.003, *[0.0] * 7], reward_std=[0.007, *[0.0] * 7])
+    assert diagnosis.reward_falls(none) is None  # of rewards up to 1 that is nothing
+
+
+def test_a_change_counts_above_three_deviations_of_what_neighbours_differ_by():
+    risen = [0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.7, 0.6, 0.7, 0.6]  # by 0.1, which is 1.5 of them
+    assert over("reward_mean", risen).is_noise("reward_mean")
+    assert not over("reward_mean", risen[:5] + [value + 0.15 for value in risen[5:]]).is_noise("reward_mean")
 
 
 def test_S1_47_too_high_a_rate_is_named_with_its_value():

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -251,3 +252,19 @@ def test_bars_of_others_stay_out_of_the_log(tmp_path, monkeypatch):
         sys.stderr.write("\n")
         print("\x1b[31mred\x1b[0m")
     assert (tmp_path / "run.log").read_text() == "\nred\n"
+
+
+def test_bars_of_others_are_shown_only_on_a_terminal_without_a_row(tmp_path, monkeypatch):
+    def draw() -> None:
+        for share in (50, 100):
+            sys.stderr.write(f"\rtokenizing {share}%")
+        sys.stderr.write("\n")
+
+    for stream, has_row, shown in ((io.StringIO(), False, ""), (Terminal(), True, ""), (Terminal(), False, "100%\n")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with tee_output(tmp_path / "run.log"), Progress(2) if has_row else nullcontext():
+            before = stream.getvalue()
+            draw()
+            added = stream.getvalue()[len(before) :]
+        assert ("tokenizing" in added) == bool(shown) and added.endswith(shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,9 +13,11 @@ import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
+from posttrain.view.answers import Answers
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
 from posttrain.view.page import SCRIPT, static_file
+from posttrain.view.runs import Runs
 from posttrain.view.tokens import token_texts
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
@@ -44,6 +47,18 @@ def test_the_page_is_one_script_that_asks_for_no_other(client):
     page, script = static_file("index.html").decode(), static_file(SCRIPT).decode()
     assert page.count("<script") == 2 and f"/static/{SCRIPT}" in page
     assert not re.search(r"^(import|export) ", script, re.M) and "function overviewPage(" in script
+
+
+def test_whoever_opens_samples_has_all_of_them_read_a_moment_later(made):
+    answers = Answers(Runs([str(made)]))
+    run = next(iter(answers.runs.folders()))
+    answers.answer("steps", {"run": run, "learn": "1"})
+    answers.answer("steps", {"run": run, "learn": "1"})  # as the page does again and again
+    assert answers._pending == {run} and not answers._catalogues  # what the page asks first comes first
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(answers._catalogues) < 2:
+        time.sleep(0.02)
+    assert {kind for _, kind in answers._catalogues} == {"step", "val"} and not answers._pending
 
 
 def test_metrics_come_as_columns_and_then_only_what_is_new(client):
