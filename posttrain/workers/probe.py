@@ -13,6 +13,7 @@ import torch
 from posttrain.engine.base import TrainEngine
 from posttrain.errors import UserError
 from posttrain.models.finite import few, not_finite
+from posttrain.models.proof import beyond_rounding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, RolloutEngine
 from posttrain.rollout.generate import to_batch
@@ -37,10 +38,7 @@ class WeightProbe:
         """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
         theirs = torch.stack(rollout.score(self.rows))
         ours = trainer.log_probs(self.batch)["log_probs"]
-        gap = float((ours - theirs).abs().max())
-        dtype = trainer.facts().dtype
-        tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.5
-        if not gap <= tolerance:
+        if differ := beyond_rounding(ours, theirs, trainer.facts().dtype):
             if not bool(torch.isfinite(ours).all()):
                 lost = not_finite(trainer.export_weights())
                 where = f" (NaN or infinite: {few(lost)})" if lost else ""
@@ -49,10 +47,10 @@ class WeightProbe:
                     "large. Lower actor_rollout_ref.actor.optim.lr, and continue from a checkpoint before it"
                 )
             raise SyncError(
-                f"after the weight sync the rollout engine's log-probs differ from the trainer's by up to {gap:.3g} "
-                f"(tolerance {tolerance} in {dtype}): the engine does not compute with the weights it was given"
+                f"after the weight sync the rollout engine's log-probs differ from the trainer's {differ}: the engine "
+                "does not compute with the weights it was given"
             )
-        return {"sync/probe_max": gap}
+        return {"sync/probe_max": float((ours - theirs).abs().max())}
 
     def dry_run(self, engine: TrainEngine, actor: Any, lengths: Sequence[int], prompt_length: int) -> None:
         prompts = [[0] * min(prompt_length, length - 1) for length in lengths]

@@ -1,0 +1,69 @@
+"""What counts as rounding when two passes over the same tokens are compared."""
+
+import math
+
+import pytest
+import torch
+
+from posttrain.models.proof import beyond_rounding
+from posttrain.workers.probe import SyncError, WeightProbe
+
+
+def noisy(log_probs, mean):
+    """The log-probs with differences of this size on average, a few of them five times as large."""
+    noise = torch.full_like(log_probs, mean)
+    noise[::20] *= 5
+    noise *= mean / noise.mean()
+    return log_probs + noise * (-1.0) ** torch.arange(len(log_probs))
+
+
+UNLIKELY = -torch.linspace(9, 22, 60, dtype=torch.float64)  # what a trained model thinks of random tokens
+LIKELY = -torch.linspace(0.1, 3, 60, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("dtype", "log_probs", "mean", "same"), [
+    (torch.bfloat16, UNLIKELY, 0.14, True),  # as far as two passes of SmolLM2-135M are apart
+    (torch.bfloat16, UNLIKELY, 1.0, False),
+    (torch.bfloat16, LIKELY, 0.05, True),
+    (torch.bfloat16, LIKELY, 0.3, False),
+    (torch.float32, UNLIKELY, 1e-4, True),
+    (torch.float32, UNLIKELY, 1e-3, False),
+    (torch.float64, UNLIKELY, 1e-5, False),
+])  # fmt: skip
+def test_rounding_grows_with_the_log_probs_and_a_wrong_pass_is_beyond_it(dtype, log_probs, mean, same):
+    found = beyond_rounding(noisy(log_probs, mean), log_probs, dtype)
+    assert (found == "") is same
+    if not same:
+        assert f"by {mean:.3g} on average" in found and str(dtype) in found
+
+
+def test_what_is_no_number_is_beyond_rounding():
+    assert beyond_rounding(UNLIKELY.clone().fill_(math.nan), UNLIKELY, torch.bfloat16)
+
+
+class Scores:
+    """A trainer and an engine in one: fixed log-probs of the probe's rows."""
+
+    def __init__(self, log_probs):
+        self.given = log_probs
+
+    def facts(self):
+        return type("Facts", (), {"dtype": torch.bfloat16})
+
+    def log_probs(self, batch):
+        return {"log_probs": self.given}
+
+    def score(self, rows):
+        return list(self.given)
+
+
+@pytest.mark.parametrize(("mean", "stops"), [(0.14, False), (1.5, True)])
+def test_the_probe_after_a_sync_stops_at_wrong_weights_and_not_at_rounding(mean, stops):
+    probe = WeightProbe(type("Tokenizer", (), {"pad_token_id": 0}), 100)
+    ours = UNLIKELY[:44].view(4, 11)
+    theirs = noisy(UNLIKELY[:44], mean).view(4, 11)
+    if stops:
+        with pytest.raises(SyncError, match=r"differ from the trainer's by 1.5 on average"):
+            probe.compare(Scores(ours), Scores(theirs))
+    else:
+        assert probe.compare(Scores(ours), Scores(theirs))["sync/probe_max"] == pytest.approx(0.55, abs=0.1)
