@@ -45,7 +45,7 @@ export function lineChart(title, {onpick} = {}) {
     return {
       width: wide,
       height: HEIGHT,
-      scales: {x: {time}, y: {distr: log ? 3 : 1}},
+      scales: {x: {time}, y: log ? {distr: 3} : {range: heights}},
       axes: axes(),
       cursor: {sync: {key: time ? "time" : "step"}, drag: {x: true, y: false}},
       legend: {live: true},
@@ -70,6 +70,12 @@ export function lineChart(title, {onpick} = {}) {
   }
 
   return {element, set};
+}
+
+/** From where to where the y axis goes; a number that never changes would otherwise be drawn on 0 to 100. */
+function heights(_, low, high) {
+  if (low === null || low !== high) return uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true);
+  return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)];
 }
 
 /** Stacked bars: {element, set(make)}; make() gives [x, [{label, y}]]. */
