@@ -23,6 +23,7 @@ from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.forward import TokenPass
+from posttrain.models.fused_layer import join_weights
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
 from posttrain.models.recompute import recompute_layers
 from posttrain.models.ways import way_of
@@ -73,6 +74,8 @@ class FSDPEngine(TrainEngine):
             module.requires_grad_(False)
         if settings.ranks is not None:
             shard(self.forward_pass, module, settings.ranks)
+        else:
+            join_weights(module)
         trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
         if settings.gradient_checkpointing and self.optimizer is not None:

@@ -163,7 +163,7 @@ def lay_end_to_end(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 def join_products(layer: Any) -> None:
     """Lay the weights end to end that a decoder layer multiplies the same tokens with, so that they are one product."""
     for _, home, names in FUSED:
-        parts = [getattr(getattr(layer, home), name) for name in names]
+        parts = [base_layer(getattr(getattr(layer, home), name)) for name in names]
         for kind in ("weight", "bias"):
             parameters = [getattr(part, kind) for part in parts]
             if all(type(parameter) is torch.nn.Parameter and not parameter.is_meta for parameter in parameters):

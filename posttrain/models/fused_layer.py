@@ -29,15 +29,21 @@ _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("ga
 
 
 def fuse_layers(model: torch.nn.Module) -> None:
-    """Give every layer of a known kind the fused pass, used wherever `_can_fuse` finds nothing against it, and lay its
-    weights out for it."""
+    """Give every layer of a known kind the fused pass, used wherever `_can_fuse` finds nothing against it."""
     config: Any = model.config
     if getattr(config, "hidden_act", None) != "silu":
         return
     for module in model.modules():
         if type(module).__name__ in LAYERS:
-            join_products(module)
             module.forward = types.MethodType(_forward, module)
+
+
+def join_weights(model: torch.nn.Module) -> None:
+    """Lay the weights of every such layer out so that it multiplies once where it can. This takes them out of the pages
+    of the file that they were mapped from, so that weights which are cut over ranks are left as they are."""
+    for module in model.modules():
+        if type(module).__name__ in LAYERS:
+            join_products(module)
 
 
 def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any):

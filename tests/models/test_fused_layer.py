@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
+from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.kernels import compiled, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_layer
 from posttrain.models.forward import hidden_states
-from posttrain.models.fused_layer import fuse_layers
+from posttrain.models.fused_layer import fuse_layers, join_weights
 from posttrain.models.lora import add_adapters, base_only
 from tests.machine import has_compiler
 from tests.rollout.tiny import tiny
@@ -68,9 +69,8 @@ def passes(model, place, *, fused, monkeypatch):
 def test_equals_transformers_in_value_and_gradient(kind, shared, end_to_end, monkeypatch):
     model = tiny(kind)
     fuse_layers(model)
-    if not end_to_end:  # as after weights were in host memory, or on ranks
-        for weight in model.parameters():
-            weight.data = weight.data.clone()
+    if end_to_end:
+        join_weights(model)
     place = layout(shared)
     ours, grads, fused = passes(model, place, fused=True, monkeypatch=monkeypatch)
     theirs, plain_grads, not_fused = passes(model, place, fused=False, monkeypatch=monkeypatch)
@@ -84,7 +84,7 @@ def test_equals_transformers_in_value_and_gradient(kind, shared, end_to_end, mon
 def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them_so(monkeypatch):
     model = tiny("qwen2")
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    fuse_layers(model)
+    FSDPEngine(model, EngineSettings(device=torch.device("cpu")))
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     joined = []
     monkeypatch.setattr(fused_layer.torch, "cat", lambda *args: joined.append(1))

@@ -4,7 +4,8 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.reward import CustomRewardConfig
-from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward, tryout
+from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
+from posttrain.rewards.try_command import main as try_reward_command
 
 TAGGED = "<think>6 times 7</think>\n<answer>42</answer>"
 MINE = """
@@ -134,7 +135,7 @@ def test_the_command_line_and_reward_try_take_them(tmp_path, capsys):
     data.write_text(
         '{"data_source": "gsm8k", "ground_truth": "42", "response": "<think>x</think><answer>42</answer>"}\n'
     )
-    assert tryout.main(["--data", str(data), "reward.num_workers=1", *settings]) == 0
+    assert try_reward_command(["--data", str(data), "reward.num_workers=1", *settings]) == 0
     said = capsys.readouterr().out
     assert "0.8 x right (built-in scorers, by data_source) + 0.2 x form (tags=['think', 'answer'])" in said
     assert "responses: 1, mean 1.000" in said and "nothing suspicious" in said
