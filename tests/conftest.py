@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from forked import Forked
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it puts in the background so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = {
     "hidden_size": 32,
