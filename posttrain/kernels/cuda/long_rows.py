@@ -55,7 +55,7 @@ def attention_forward(query_THD, key_TKD, value_TKD, lengths: Sequence[int], sca
 def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum, lengths: Sequence[int], scale, states):
     """Gradients of query, key and value."""
     tensors = (query_THD, key_TKD, value_TKD)
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
     parts = logsum.split([shape.numel() for shape, _, _ in states])
     for start, length, part, (shape, state, ends) in zip(_starts(lengths), lengths, parts, states, strict=True):
         grad, query, key, value, out = (_row(x, start, length) for x in (grad_THD, *tensors, out_THD))
@@ -64,4 +64,4 @@ def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum,
         )
         for whole, one in zip(grads, found, strict=True):
             whole[start : start + length] = one[0].transpose(0, 1)[:length]
-    return grads
+    return grads[0], grads[1], grads[2]
