@@ -207,12 +207,12 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     wanted, present = resolved.value(key), gpus_present()
     most = (os.cpu_count() or 1) if runs_on_cpu(resolved.config) else present
-    if wanted > most:
+    if wanted > max(most, 1):  # without any GPU the device is what is wrong, and is told of
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
         where = resolved.where(key)
         setting = "--nproc_per_node" if where == "torchrun" else key
-        yield Problem(what, where, f"set {setting} to {most} or less")
+        yield Problem(what, where, f"set {setting} to {max(most, 1)} or less")
     elif wanted > 1 and importlib.util.find_spec("ray") is None:
         what = f"`{key}={wanted}` asks for {wanted} workers, which Ray starts; the package ray is not installed."
         yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')

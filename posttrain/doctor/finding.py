@@ -54,7 +54,7 @@ class Report:
         for finding in findings:
             if absent := self._is_about_missing(finding):
                 self._not_looked_at(finding.area, absent)
-            elif finding not in self.findings:
+            elif not any((known.level, known.what) == (finding.level, finding.what) for known in self.findings):
                 self.findings.append(finding)
 
     def _is_about_missing(self, finding: Finding) -> str | None:

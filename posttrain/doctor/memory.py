@@ -52,7 +52,9 @@ def find_device(config: Any, gpu_gb: float | None = None) -> Device:
         found = torch.cuda.get_device_properties(0)
         return Device("cuda", found.total_memory, f"{found.name}, {found.total_memory / GIB:.1f} GiB")
     if wanted == "cuda":
-        raise UserError("trainer.device=cuda, but no GPU was found here; say which one is meant: --gpu_gb 80")
+        raise UserError(
+            "trainer.device=cuda, but no GPU was found here; `posttrain plan --gpu_gb 80 ...` plans for one elsewhere"
+        )
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device("cpu", size, f"the CPU, {size / GIB:.1f} GiB of host memory")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -31,6 +33,7 @@ def check_template(case: Case) -> Iterator[Finding]:
         return
     where = f"the chat template of {case.model.tokenizer_path or case.model.path}"
     yield from _generation_prompt(case, where)
+    yield from _unheard(case, where)
     yield from _clock(case, where)
     yield from _ends(case, tokenizer, where)
     yield from _prefix(case, where)
@@ -59,6 +62,25 @@ def _generation_prompt(case: Case, where: str) -> Iterator[Finding]:
     else:
         added = asked[len(plain) :] if asked.startswith(plain) else asked[-40:]
         case.report.fact(AREA, f"A prompt ends with {added!r}, where the model's answer begins.")
+
+
+def _unheard(case: Case, where: str) -> Iterator[Finding]:
+    """Settings that the template makes nothing of."""
+    system = getattr(case.config.data, "system_prompt", None)
+    if system:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "1 + 1 = ?"}]
+        with suppress(Exception):  # one that refuses a system's turn is told of by the check of the data
+            options = case.config.data.apply_chat_template_kwargs
+            text = str(case.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            if system.strip() not in text:
+                what = "The chat template leaves the system's turn out: data.system_prompt never reaches the model."
+                yield Finding(WARNING, AREA, what, where, "write it into the prompts, or take a template that has it")
+    template = case.tokenizer.chat_template
+    known = inspect.signature(case.tokenizer.apply_chat_template).parameters
+    for key in case.config.data.apply_chat_template_kwargs:
+        if isinstance(template, str) and key not in template and key not in known:
+            what = f"The chat template knows no `{key}` (data.apply_chat_template_kwargs): it changes nothing."
+            yield Finding(WARNING, AREA, what, where, "take it out, or take a template that reads it")
 
 
 def _clock(case: Case, where: str) -> Iterator[Finding]:

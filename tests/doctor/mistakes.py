@@ -384,6 +384,19 @@ FURTHER = {
     ],
     "template": [
         Mistake(
+            "a system prompt that the template leaves out",
+            ["system_prompt", "never reaches"],
+            together(
+                template(CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")),
+                setting(data__system_prompt="Be brief."),
+            ),
+        ),
+        Mistake(
+            "an option that the template does not know",
+            ["enable_thinking", "changes nothing"],
+            together(template(CHATML), setting(data__apply_chat_template_kwargs__enable_thinking=False)),
+        ),
+        Mistake(
             "prompts that went through a chat template before",
             ["template", "twice"],
             together(template(CHATML), rows(templated)),

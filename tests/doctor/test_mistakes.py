@@ -51,6 +51,13 @@ def test_what_is_missing_is_named_once_and_what_it_kept_from_being_looked_at_is_
     assert report.facts["template"] == ["Not looked at, as /no/such/model does not exist."]
 
 
+def test_what_is_wrong_in_several_areas_is_said_once_without_advice_that_is_refused(desk, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    desk.settings["trainer.device"] = "cuda"
+    said = [text for text in look(desk, [*QUICK, "memory", "time"]) if "GPU" in text]
+    assert len(said) == 2 and "shows no GPU" in said[0] and "posttrain plan --gpu_gb" in said[1], said
+
+
 @pytest.mark.parametrize("name", sound_runs.ALL)
 def test_nothing_is_invented_on_a_sound_run(desk, name):
     sound_runs.ALL[name](desk)
