@@ -27,7 +27,7 @@ NOISE = (
 NOISY = """
 import logging, os, subprocess, sys, warnings
 warnings.warn("a warning of VOICE")
-logging.getLogger("some.library").error("a logger of VOICE")
+logging.getLogger("some.package").error("a logger of VOICE")
 logging.StreamHandler().handle(logging.LogRecord("x", 40, "", 0, "a logger of VOICE", None, None))
 os.write(1, b"descriptor 1 of VOICE\\n")
 os.write(2, b"descriptor 2 of VOICE\\n")
