@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from posttrain.data.fields import Messages
 from posttrain.data.rows import DataError
 
 HINT = "use an instruct model's tokenizer (model.tokenizer_path), or prompts that are plain strings."
+
+
+def unheard(tokenizer: Any, system_prompt: str | None, template_kwargs: Mapping[str, Any]) -> list[str]:
+    """Sentences about settings that the chat template makes nothing of."""
+    found, template = [], tokenizer.chat_template
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    for key in template_kwargs:
+        if isinstance(template, str) and key not in template and key not in parameters:
+            found.append(f"data.apply_chat_template_kwargs: the chat template does not use `{key}`.")
+    if system_prompt:
+        messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": "?"}]
+        with suppress(Exception):  # one that refuses a system's turn says so at the first prompt
+            if system_prompt.strip() not in str(
+                tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+            ):
+                found.append("data.system_prompt: the chat template leaves it out, and the model never sees it.")
+    return found
 
 
 class ChatRenderer:
@@ -42,11 +60,7 @@ class ChatRenderer:
                 if value:
                     raise DataError(f"{setting} is set, but the tokenizer has no chat template to use it; {HINT}")
             return
-        parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        template = self.tokenizer.chat_template
-        for key in self.template_kwargs:
-            if isinstance(template, str) and key not in template and key not in parameters:
-                self.notes.append(f"data.apply_chat_template_kwargs: the chat template does not use `{key}`.")
+        self.notes += unheard(self.tokenizer, self.system_prompt, self.template_kwargs)
 
     def messages(self, prompt: str | Messages) -> Messages:
         """The conversation that a prompt stands for: a string is one user message after the system prompt."""

@@ -93,7 +93,8 @@ class Report:
         lines: list[str] = []
         for area, sentences in self.facts.items():
             lines += [area, *(f"  {line}" for sentence in sentences for line in sentence.splitlines()), ""]
-        notes = [finding for finding in self.findings if finding.level == NOTE]
+        told = {finding.what for finding in self.serious}
+        notes = [finding for finding in self.findings if finding.level == NOTE and finding.what not in told]
         if notes:
             lines += ["notes", *(f"  {note.area}: {note.what}" + f" ({note.do})" * bool(note.do) for note in notes), ""]
         lines.append(self.verdict())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
+from posttrain.data.chat import unheard
 from posttrain.doctor.case import Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
@@ -65,22 +64,9 @@ def _generation_prompt(case: Case, where: str) -> Iterator[Finding]:
 
 
 def _unheard(case: Case, where: str) -> Iterator[Finding]:
-    """Settings that the template makes nothing of."""
-    system = getattr(case.config.data, "system_prompt", None)
-    if system:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": "1 + 1 = ?"}]
-        with suppress(Exception):  # one that refuses a system's turn is told of by the check of the data
-            options = case.config.data.apply_chat_template_kwargs
-            text = str(case.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-            if system.strip() not in text:
-                what = "The chat template leaves the system's turn out: data.system_prompt never reaches the model."
-                yield Finding(WARNING, AREA, what, where, "write it into the prompts, or take a template that has it")
-    template = case.tokenizer.chat_template
-    known = inspect.signature(case.tokenizer.apply_chat_template).parameters
-    for key in case.config.data.apply_chat_template_kwargs:
-        if isinstance(template, str) and key not in template and key not in known:
-            what = f"The chat template knows no `{key}` (data.apply_chat_template_kwargs): it changes nothing."
-            yield Finding(WARNING, AREA, what, where, "take it out, or take a template that reads it")
+    data = case.config.data
+    for what in unheard(case.tokenizer, data.system_prompt, data.apply_chat_template_kwargs):
+        yield Finding(WARNING, AREA, what, where, "take the setting out, or take a template that reads it")
 
 
 def _clock(case: Case, where: str) -> Iterator[Finding]:

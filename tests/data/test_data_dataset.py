@@ -154,6 +154,14 @@ def test_system_prompt_goes_before_plain_strings_only(tokenizer):
     assert any("data.system_prompt has no effect" in note for note in only_messages.notes)
 
 
+def test_a_system_prompt_that_the_template_leaves_out_is_noted(tokenizer, monkeypatch):
+    assert not PromptDataset([{"prompt": "q"}], tokenizer, DataConfig(system_prompt="Be brief.")).prompt_notes
+    deaf = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", deaf)
+    data = PromptDataset([{"prompt": "q"}], tokenizer, DataConfig(system_prompt="Be brief."))
+    assert data.prompt_notes == ["data.system_prompt: the chat template leaves it out, and the model never sees it."]
+
+
 def test_template_arguments_reach_the_template_and_unused_ones_are_noted(tokenizer):
     config = DataConfig(apply_chat_template_kwargs={"enable_thinking": True, "colour": "red"})
     data = PromptDataset([{"prompt": "q", "ground_truth": "1"}], tokenizer, config)

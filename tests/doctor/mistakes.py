@@ -385,7 +385,7 @@ FURTHER = {
     "template": [
         Mistake(
             "a system prompt that the template leaves out",
-            ["system_prompt", "never reaches"],
+            ["system_prompt", "never sees"],
             together(
                 template(CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")),
                 setting(data__system_prompt="Be brief."),
@@ -393,7 +393,7 @@ FURTHER = {
         ),
         Mistake(
             "an option that the template does not know",
-            ["enable_thinking", "changes nothing"],
+            ["enable_thinking", "does not use"],
             together(template(CHATML), setting(data__apply_chat_template_kwargs__enable_thinking=False)),
         ),
         Mistake(
