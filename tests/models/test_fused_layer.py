@@ -1,12 +1,14 @@
 """The fused training layer against transformers' own, in value and gradient, and where it must not be used."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
+from posttrain.engine import fsdp
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.kernels import compiled, gradient_sums, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
@@ -112,6 +114,14 @@ def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
     y = fused_layer._product(x, tuple(part.weight for part in parts), tuple(part.bias for part in parts))
     assert y.shape[1] == sum(part.out_features for part in parts) and not joined
+
+
+def test_weights_that_are_cut_over_ranks_stay_where_they_were_mapped(monkeypatch):
+    model = tiny("qwen2")
+    places = [weight.data_ptr() for weight in model.parameters()]
+    monkeypatch.setattr(fsdp, "shard", lambda *args: None)
+    FSDPEngine(model, EngineSettings(device=torch.device("cpu"), ranks=SimpleNamespace(sequence_size=1)))
+    assert [weight.data_ptr() for weight in model.parameters()] == places
 
 
 @needs_compiler
