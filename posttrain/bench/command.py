@@ -110,6 +110,7 @@ def _peers(job: argparse.ArgumentParser) -> None:
     job.add_argument("--install", action="store_true", help=text)
     works = sorted({name for known in WORKS.values() for name in known})
     text = "sizes by name, which given ones go before (small; on CUDA group): " + ", ".join(works)
+    text += "; rollout takes several, A,B, in one loading of each system" if job.prog.endswith("rollout") else ""
     job.add_argument("--work", metavar="NAME", help=text)
     job.add_argument("--deadline", type=positive, metavar="S", help="seconds of a system to load, and for each run")
     _common(job)

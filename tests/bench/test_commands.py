@@ -41,6 +41,20 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     assert ours["best"] == ours["median"] == pytest.approx(16 / ours["runs"][0]["seconds"])
 
 
+def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, capsys):
+    file = tmp_path / "rollout.json"
+    sizes = ("--n", "2", "--tokens", "4", "--prompt-tokens", "3", "--repeat", "1", "--threads", "1")
+    command = ("rollout", "--only", "hf", "--model", str(tiny), "--work", "small,group", *sizes, "--json", str(file))
+    status, out, err = run(capsys, *command)
+    assert status == 0 and err.count("hf: loading") == 1
+    assert out.count("64 prompts") == 1 and out.count("128 prompts") == 1 and len(re.findall(r"^hf ", out, re.M)) == 2
+    works = json.loads(file.read_text())["works"]
+    runs = {name: [run["tokens"] for run in work["systems"]["hf"]["runs"]] for name, work in works.items()}
+    assert runs == {"small": [64 * 2 * 4], "group": [128 * 2 * 4]}
+    status, _, err = run(capsys, "rollout", "--model", str(tiny), "--work", "small,tail", "--only", "hf")
+    assert status == 2 and "slots differ" in err
+
+
 def test_generate_computes_to_the_longest_row_and_only_useful_tokens_count(tiny: Path, tmp_path: Path, capsys):
     file = tmp_path / "rollout.json"
     sizes = ("--prompts", "4", "--tokens", "12", "--prompt-tokens", "3", "--repeat", "1", "--lengths", "long-tail")
