@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 
@@ -55,10 +56,10 @@ class Output:
 
     id: Hashable
     token_ids: list[int]
-    log_probs: list[float]
+    log_probs: Sequence[float] | np.ndarray
     finish_reason: str  # "stop", "length" or "abort"
     versions: list[tuple[int, int]] = field(default_factory=list)
-    sampling_log_probs: list[float] | None = None
+    sampling_log_probs: Sequence[float] | None = None
     """Log-probs in the distribution that was sampled from, after penalties and filters; None where `log_probs` are."""
 
 
