@@ -51,12 +51,9 @@ case $PART in
     ;;
   6) SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 ;;
   7)
-    bench sweep-0.5b sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
-      --length-rows 512 --lengths 128,256,512,1024,2048,4096 --repeat 1 --svg "$OUTPUT/sweep-0.5b.svg"
-    for model in 0.1b 1.5b 7b; do
-      bench "sweep-$model" sweep --model "$model" --rows 512 --row-tokens 512 --prompt-tokens 128 --length-rows 512 \
-        --lengths 512 --repeat 1
-    done
+    bench sweep sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
+      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 2048 --models "${MODEL:-0.1b,0.5b,1.5b,7b}" \
+      --repeat 1 --svg "$OUTPUT/sweep.svg"
     ;;
   8)
     bench sync-0.5b sync --model 0.5b

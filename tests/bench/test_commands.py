@@ -11,6 +11,7 @@ import pytest
 from forked import Forked
 
 from posttrain import cli
+from posttrain.rollout.base import Output
 
 
 @pytest.fixture(autouse=True)
@@ -115,17 +116,58 @@ def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Pa
     assert shared["moved"] == 0 and copied["moved"] == copied["bytes"] == shared["bytes"] > 0
 
 
-def test_sweep_writes_points_and_a_picture(tiny: Path, tmp_path: Path, capsys):
+def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
+    """Long rows are fewer and begin after a given prefix; models are compared at one point, which is measured once."""
     file, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
-    sizes = ("--rows", "1,2", "--lengths", "2,4", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
+    sizes = ("--rows", "1,2", "--lengths", "2,4,32", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
+    long = ("--whole", "4", "--tail", "3", "--most-tokens", "32", "--models", "1m")
     files = ("--json", str(file), "--svg", str(picture))
-    status, out, _ = run(capsys, "sweep", "--engine", "hf", "--model", str(tiny), *sizes, *files)
+    status, out, _ = run(capsys, "sweep", "--engine", "hf", "--model", "1m", *sizes, *long, *files)
     assert status == 0 and "GFLOP/s" in out and "by length of the response" in out
+    assert "measured after a given prefix, of 32: the last 3 tokens" in out and re.search(r"^ +1m +2 +2 ", out, re.M)
     found = json.loads(file.read_text())
     assert [point["rows"] for point in found["by_rows"]] == [1, 2]
-    assert [point["tokens"] for point in found["by_length"]] == [2, 4]
-    assert all(0 < point["floor_us"] < point["us_per_token"] for point in found["by_rows"] + found["by_length"])
-    assert picture.read_text().startswith("<svg") and "floor of this machine" in picture.read_text()
+    assert [(point["rows"], point["tokens"], point.get("prefix")) for point in found["by_length"]] == [
+        (2, 2, None), (2, 4, None), (1, 32, 29)
+    ]  # fmt: skip
+    (of_model,) = found["by_model"]
+    assert of_model["seconds"] == found["by_rows"][1]["seconds"] and of_model["parameters"] == 1_069_184
+    points = found["by_rows"] + found["by_length"] + found["by_model"]
+    assert all(0 < point["floor_us"] < point["us_per_token"] for point in points)
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg") and "floor of this machine" in drawn and ">1 rows<" in drawn and ">1m<" in drawn
+
+
+def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompts(tmp_path: Path, monkeypatch):
+    from posttrain.bench.ours import sweep
+
+    class Engine:
+        """Two rows that are let in one after the other and make a token in every step."""
+
+        def __init__(self):
+            self.rows, self.waiting = {}, []
+
+        def submit(self, request):
+            assert len(request.prompt_ids) == 5
+            self.waiting.append(request)
+
+        def has_work(self):
+            return bool(self.rows or self.waiting)
+
+        def running_tokens(self):
+            return sum(self.rows.values())
+
+        def step(self):
+            if self.waiting:
+                self.rows[self.waiting.pop(0).id] = 1
+                return []
+            self.rows = {row: count + 1 for row, count in self.rows.items()}
+            ended = [row for row, count in self.rows.items() if count == 4]
+            return [Output(row, [0] * self.rows.pop(row), [0.0], "length") for row in ended]
+
+    monkeypatch.setattr(sweep, "_drawn", lambda job: (Engine(), "an engine"))
+    _, ask = sweep.start({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
+    assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from posttrain.config.model import ModelConfig
 from posttrain.engine import fsdp
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.kernels import compiled, packed_attention, train
+from posttrain.kernels import compiled, gradient_sums, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_layer
 from posttrain.models.forward import hidden_states
@@ -81,6 +81,25 @@ def test_equals_transformers_in_value_and_gradient(kind, shared, end_to_end, mon
     assert grads.keys() == plain_grads.keys()
     for name, grad in plain_grads.items():
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", [1, -1], ids=["end to end", "in pieces"])
+def test_gradients_of_matrices_are_added_to_sums_that_wait_for_them(order, monkeypatch):
+    model = tiny("qwen3")
+    fuse_layers(model)
+    place = layout()
+    _, plain, _ = passes(model, place, fused=True, monkeypatch=monkeypatch)
+    taken = {name: weight for name, weight in model.named_parameters() if "proj.weight" in name}
+    sums = gradient_sums.open_sums(list(taken.values())[::order])
+    for _ in range(2):
+        _, left, _ = passes(model, place, fused=True, monkeypatch=monkeypatch)
+        assert not taken.keys() & left.keys() and plain.keys() == taken.keys() | left.keys()
+    for name, total in zip(list(taken)[::order], sums, strict=True):
+        torch.testing.assert_close(total, 2 * plain[name], rtol=1e-5, atol=1e-6)
+    gradient_sums.close_sums(list(taken.values()))
+    _, again, _ = passes(model, place, fused=True, monkeypatch=monkeypatch)
+    assert again.keys() == plain.keys()
 
 
 def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them_so(monkeypatch):
