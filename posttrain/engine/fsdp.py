@@ -208,7 +208,8 @@ class FSDPEngine(TrainEngine):
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
         if self.settings.ranks is not None:
-            export_from_ranks(self.module, self.forward_pass, folder, adapter, merged=merged)
+            with self.on_device():  # ranks gather weights where they met: NCCL knows none in host memory
+                export_from_ranks(self.module, self.forward_pass, folder, adapter, merged=merged)
         else:
             save_model(self.module, folder, adapter, merged=merged)
 

@@ -26,19 +26,28 @@ class RanksError(UserError):
     """Ranks that cannot be grouped as the settings say."""
 
 
-def join_ranks(rank: int, world_size: int, address: str, device: torch.device, *, timeout_s: float = 1800.0) -> None:
+def join_ranks(
+    rank: int,
+    world_size: int,
+    address: str,
+    device: torch.device,
+    *,
+    timeout_s: float = 1800.0,
+    backend: str | None = None,
+) -> None:
     """Meet the other ranks at `address` (host:port, of rank 0). Alone, nothing is started.
 
-    Where a rank waits for another for longer than `timeout_s` seconds the wait ends with an error.
+    Where a rank waits for another for longer than `timeout_s` seconds the wait ends with an error. `backend` is NCCL
+    between GPUs; ranks that share one, which NCCL refuses, can meet by `gloo`.
     """
     if world_size == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # Ray shows a rank one GPU, its own
     else:
         settle_products()
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend or ("nccl" if device.type == "cuda" else "gloo"),
         init_method=f"tcp://{address}",
         rank=rank,
         world_size=world_size,
@@ -81,10 +90,12 @@ def group_ranks(device: torch.device, *, fsdp_size: int = -1, sequence_size: int
     size = ranks if fsdp_size == -1 else fsdp_size
     _check_divides(ranks, size, "fsdp_config.fsdp_size")
     _check_divides(ranks, sequence_size, "ulysses_sequence_parallel_size")
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if size == ranks:
-        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+        everybody = dist.group.WORLD  # `init_device_mesh` would have CUDA ranks that met by gloo meet again by NCCL
+        assert everybody is not None
+        mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copy", "shard"))
     return Ranks(mesh, _sequence_group(ranks, sequence_size))

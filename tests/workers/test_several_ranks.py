@@ -3,117 +3,31 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-import pickle
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import textwrap
-import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from light_rewards import even_share, rarely_right
-from replay import LENGTHS, Watched
+from left_behind import KILLED, check_nothing_is_left
+from recorded_runs import RUNS, UNSTEADY, Runs, exported, furthest, token_loss, weights_of
 from runs import metrics_of, settings
-from safetensors.torch import load_file
-from sft_runs import PAIRS
-from sft_runs import settings as sft_settings
-from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
+from textbook import ACTOR, CPU
+from toy_workers import Join, Toy, group_of, updates
 
-from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.config import load_config
-from posttrain.config.supervised_tree import REWARD_MODEL, SFT
-from posttrain.controller.dispatch import register, to_all
-from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack
-from posttrain.engine.ranks import join_ranks, leave_ranks
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
-from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.trainer.fsdp_sft_trainer import run_sft
-from posttrain.trainer.ppo import runner as rl
-from posttrain.trainer.reward_model_trainer import run_reward_model
-from posttrain.trainer.supervised import runner as supervised
-from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
-from posttrain.workers.spread import by_groups, in_row_order
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
-
-STEPS = 2
-
-
-@pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_HEAD_ADDRESS"])
-def test_a_ray_that_does_not_answer_is_named_at_once(monkeypatch, name):
-    monkeypatch.setenv(name, "127.0.0.1:9")
-    with pytest.raises(UserError, match=rf"{name}=127.0.0.1:9: no Ray answers there .* unset {name}"):
-        RayCluster(2).start()
-
-
-def test_a_ray_that_is_not_found_is_named_too(monkeypatch):
-    def nobody(**named):
-        raise ConnectionError("Could not find any running Ray instance.")
-
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(ray, "init", nobody)
-    with pytest.raises(UserError, match=r"RAY_ADDRESS=auto: no Ray answers there \(Could not find any running Ray"):
-        RayCluster(2).start()
-
-
-def test_M_32_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        address = f"127.0.0.1:{head.getsockname()[1]}"
-        monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: address)
-        assert RayCluster(2).address == address
-    assert RayCluster(2).address is None  # it was there, and is gone
-
-
-class Toy:
-    """Answers with what it was given, changed in place."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    @register(by_groups, in_row_order)
-    def doubled(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict({"twice": data.batch["x"].mul_(2)})
-
-    @register(to_all, lambda results, calls: results)
-    def plus_rank(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.add_(torch.distributed.get_rank() + 1)
-
-    @register(to_all)
-    def refuse(self) -> None:
-        raise UserError("this cannot be had")
-
-    @register(to_all, lambda results, calls: results)
-    def process(self) -> int:
-        return os.getpid()
-
-    @register(to_all)
-    def nap(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
-class Join:
-    """A process becomes one of `count` ranks, whatever it was before."""
-
-    def __init__(self, rank: int, count: int, address: str) -> None:
-        leave_ranks()
-        join_ranks(rank, count, address, CPU, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -210,50 +124,6 @@ def test_S0_70_S0_112_the_runner_can_be_an_actor_and_uses_the_ray_that_it_is_in(
     assert here.was_there and here.folder == "" and ray.is_initialized()
 
 
-def layout(engine: Any) -> tuple[tuple[int, ...], int]:
-    """(copies of the model x ranks that hold one, or the latter alone; ranks that share a row's tokens)."""
-    ranks = engine.settings.ranks
-    return (tuple(ranks.mesh.shape), ranks.sequence_size) if ranks else ((1,), 1)
-
-
-class ActorAndReference(ActorRolloutRefWorker):
-    """Tells how it lies over the ranks."""
-
-    @register(to_all)
-    def layouts(self) -> list[Any]:
-        return [layout(engine) for engine in (self.engine, self.reference) if engine]
-
-
-class Critic(CriticWorker):
-    @register(to_all)
-    def layouts(self) -> list[Any]:
-        return [layout(self.engine)]
-
-
-def group_of(workers: Workers, model, settings: dict[str, Any], *, value: bool, **named: Any) -> WorkerGroup:
-    config = ppo_config(
-        model, {f"{ACTOR}.optim.lr": 1e-3, "critic.optim.lr": 1e-3, f"{ROLLOUT}.name": "hf", **settings}
-    )
-    if value:
-        group = workers.create("critic", Critic, config, CPU, total_updates=40, **named)
-    else:
-        tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        group = workers.create("actor", ActorAndReference, config, tokenizer, CPU, total_updates=40, **named)
-    group.init_model()
-    return group
-
-
-def updates(group: WorkerGroup, *, value: bool, steps: int = STEPS) -> tuple[list[dict], torch.Tensor]:
-    """Metrics of `steps` batches, several optimizer steps each, and what the model then gives for the last of them."""
-    data, metrics = batch(), []
-    for step in range(1, steps + 1):
-        data.meta_info["step"] = step
-        metrics.append(group.update_critic(data) if value else group.update_actor(data))
-    if value:
-        return metrics, group.compute_values(data).batch["values"]
-    return metrics, group.compute_log_prob(data).batch["old_log_probs"]
-
-
 SETTINGS: dict[str, dict[str, Any]] = {"actor": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.shuffle": True}, "critic": {}}
 
 
@@ -290,150 +160,10 @@ def test_heads_that_ranks_cannot_share_are_refused_in_words(ranks, tiny_model):
 
 # -- whole runs on recorded rollouts -----------------------------------------------------------------------------------
 
-RUN = {
-    "actor_rollout_ref.model.dtype": "float32",
-    "data.max_response_length": max(LENGTHS),
-    "trainer.total_training_steps": 10,
-    "trainer.export_hf": "last",
-}
-RUNS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "actor_rollout_ref.actor.use_kl_loss": True,
-        "actor_rollout_ref.actor.shuffle": True,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 300,
-    },
-    "ppo": {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3},
-    "dapo": {
-        "algorithm.filter_groups.enable": True,
-        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-        "reward.overlong_buffer.enable": True,
-        "reward.overlong_buffer.len": 100,
-    },
-    "lora": {"actor_rollout_ref.model.lora_rank": 4},
-    "sft": {},
-    "reward model": {},
-}
-
-
-# Clocks; and what is divided by the variance of the returns, which is rounding where no response had a reward.
-UNSTEADY = ("timing_s", "perf/", "critic/vf_explained_var")
-
-
-def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    """Weights and moments of a run's newest checkpoint."""
-    manager = CheckpointManager(path / "checkpoints")
-    newest, found = manager.newest(), {}
-    assert newest is not None
-    for role in (folder.name for folder in newest.iterdir() if (folder / ".metadata").exists()):
-        kinds = manager.describe(newest, role).items()
-        into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in kinds}
-        manager.load_tensors(newest, role, into)
-        found |= {f"{role}.{name}": weight for name, weight in into.items()}
-    return found
-
-
-def exported(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of the Hugging Face folder that a run of 10 steps left."""
-    return load_file(path / "checkpoints" / "global_step_10" / "huggingface" / "model.safetensors")
-
-
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys() and len(one) > 10
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
-
-
-@dataclass
-class Ran:
-    metrics: list[dict[str, Any]]
-    path: Path
-    fused: list[int]
-    """Passes of fused layers by rank."""
-
-
-class Runs:
-    """Runs by kind, dtype and number of processes, each made once."""
-
-    def __init__(self, ranks: Any, model: Path, data: dict[str, Path], folder: Path) -> None:
-        self.ranks, self.model, self.data, self.folder = ranks, model, data, folder
-        self.made: dict[tuple[str, str, int], Ran] = {}
-        self.recording = self._record()
-
-    def _record(self) -> Path:
-        """Responses to more prompts than any run draws, from one process that learns meanwhile."""
-        workers = Watched(LocalWorkers())
-        self._rl("recorded", workers, {**RUN, "data.train_batch_size": 8})
-        kept = workers.groups["actor"].worker.rollout.kept
-        lengths = [len(output.token_ids) for _, output in kept.values()]
-        assert min(lengths) <= 2 and max(lengths) == max(LENGTHS) and len(kept) == 240
-        path = self.folder / "rollouts"
-        path.write_bytes(pickle.dumps(kept))
-        return path
-
-    def __call__(self, kind: str, dtype: str, count: int) -> Ran:
-        key = (kind, dtype, count)
-        if key not in self.made:
-            self.made[key] = self.started(kind, dtype, count, f"{kind} {dtype} {count}", 10)
-        return self.made[key]
-
-    def started(self, kind: str, dtype: str, count: int, name: str, steps: int) -> Ran:
-        """A run in the folder `name`, which goes on from what lies there."""
-        workers = Watched(self.ranks(count), self.recording)
-        if kind in ("sft", "reward model"):
-            result = self._supervised(kind, name, workers, dtype, steps)
-        else:
-            more = {**RUN, **RUNS[kind], "actor_rollout_ref.model.dtype": dtype, "trainer.total_training_steps": steps}
-            if (self.folder / name).exists():  # what was recorded is of the first weights
-                more["trainer.rollout_mismatch_tol"] = 100.0
-            result = self._rl(name, workers, more)
-        fused = [group.fused_layers() for group in workers.groups.values()]
-        return Ran(result.metrics, result.path, [min(counts) for counts in zip(*fused, strict=True)])
-
-    def _rl(self, name: str, workers: Workers, more: dict[str, Any], reward: Any = rarely_right) -> Any:
-        given = {**settings(self.model, self.data, self.folder / name), **more}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rl, "open_workers", lambda *_: workers)
-            resolved = load_config({**given, "trainer.n_gpus_per_node": workers.world_size})
-            return rl.run_training(resolved, reward=reward)
-
-    def free(self, name: str, count: int, more: dict[str, Any]) -> Any:
-        """A run on what it samples itself."""
-        return self._rl(name, self.ranks(count), more, even_share)
-
-    def _supervised(self, kind: str, name: str, workers: Watched, dtype: str, steps: int) -> Any:
-        given = sft_settings(
-            self.model, self.folder / name, model__dtype=dtype, data__max_length=256, data__max_token_len_per_gpu=300
-        )
-        given |= {"trainer.total_training_steps": steps, "data.train_batch_size": 4, "trainer.export_hf": "last"}
-        given |= {"optim.lr_scheduler_type": "constant", "optim.lr_warmup_steps": 0}  # whatever the number of steps
-        given["trainer.n_gpus_per_node"] = workers.world_size
-        tree, run = {"sft": (SFT, run_sft), "reward model": (REWARD_MODEL, run_reward_model)}[kind]
-        rows = [{"prompt": "?" * (1 + row % 5), "response": "answer " * (1 if row % 4 else 28)} for row in range(20)]
-        if kind == "reward model":
-            rows = [
-                {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"no {n}"}
-                for n, row in enumerate(rows)
-            ]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(supervised, "open_workers", lambda *_: workers)
-            resolved = load_config(given, provided=["data.train_files", "data.val_files"], tree=tree)
-            return run(resolved, data=rows, val_data=rows[:3])
-
 
 @pytest.fixture(scope="module")
 def runs(ranks, tiny_model, sums, tmp_path_factory):
     return Runs(ranks, tiny_model, sums, tmp_path_factory.mktemp("runs"))
-
-
-def token_loss(ran: Ran, step: int) -> float:
-    """Mean of |loss| over the tokens of a step: where the ratio is about 1, of their advantages."""
-    file = ran.path / "samples" / f"step_{step}.parquet"
-    if not file.exists():
-        return 1.0  # supervised: losses are means of what is positive
-    import pyarrow.parquet as parquet
-
-    rows = parquet.read_table(file, columns=["advantages"])["advantages"].to_pylist()
-    return max(0.1, float(np.mean([abs(value) for row in rows for value in row])))  # in some steps no group has signal
 
 
 @pytest.mark.parametrize("count", [4, 2])
@@ -477,62 +207,15 @@ def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs, kind):
 
 # -- runs that end ----------------------------------------------------------------------------------------------------
 
-WAIT_S = 60.0  # about one second where nothing else runs
 SIX = {"trainer.total_training_steps": 6, "trainer.save_freq": 3}
-KILLED = """
-    import os, signal, sys
-    os.cpu_count = lambda: 2  # one thread each, as those that it is compared with
-    sys.path[:0] = {paths!r}
-    import posttrain
-    from light_rewards import even_share
-    from posttrain.controller.ray_cluster import RayCluster
-    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-
-    start, update = RayCluster.start, RayPPOTrainer._update
-
-    def told(self):
-        start(self)
-        print("Ray's folder:", self.folder, flush=True)
-
-    def killed(self, batch, step):
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, batch, step)
-
-    RayCluster.start, RayPPOTrainer._update = told, killed
-    posttrain.train({settings!r}, reward=even_share)
-"""
 
 
-def processes_of(folder: str) -> list[int]:
-    """Processes that were started with this folder, or have a file open in it."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
-            if folder.encode() in (entry / "cmdline").read_bytes() or any(f.startswith(folder + "/") for f in files):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def check_nothing_is_left(folder: str, shared: set[str]) -> None:
-    until = time.monotonic() + WAIT_S
-    while (Path(folder).exists() or processes_of(folder)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not Path(folder).exists() and not processes_of(folder)
-    assert set(os.listdir("/dev/shm")) <= shared
-
-
-def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_the_killed_leaves_nothing(runs):
+def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_the_killed_leaves_nothing(runs, forked):
     straight = runs.free("straight", 2, SIX)
     wanted = {**settings(runs.model, runs.data, runs.folder / "killed"), **SIX, "trainer.n_gpus_per_node": 2}
     code = textwrap.dedent(KILLED).format(paths=[path for path in sys.path if path], settings=wanted)
     shared = set(os.listdir("/dev/shm"))
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
+    killed = forked.run(code)
     assert killed.returncode == -signal.SIGKILL, killed.stdout[-2000:] + killed.stderr[-2000:]
     check_nothing_is_left(killed.stdout.partition("Ray's folder: ")[2].split()[0], shared)
     path = runs.folder / "killed" / "test" / "run"
@@ -540,21 +223,3 @@ def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_th
     runs.free("killed", 2, SIX)
     assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
-
-
-def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_model, tmp_path):
-    rows = tmp_path / "rows.json"
-    rows.write_text(json.dumps(PAIRS))
-    given = {
-        **sft_settings(tiny_model, tmp_path / "many", data__train_files=str(rows)),
-        "trainer.val_before_train": False,
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "posttrain.trainer.fsdp_sft_trainer", *(f"{key}={value}" for key, value in given.items())]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
-    assert ran.stdout.count("2 workers: starting Ray") == 1
-    one = run_sft(sft_settings(tiny_model, tmp_path / "one"), data=PAIRS)
-    losses = [line["train/loss"] for line in metrics_of(tmp_path / "many" / "test" / "run") if "train/loss" in line]
-    assert losses == pytest.approx([line["train/loss"] for line in one.metrics], rel=1e-5) and len(losses) == 2

@@ -1,0 +1,55 @@
+"""A run on several processes that kills itself, and what runs leave behind: processes, shared memory, Ray's folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+WAIT_S = 60.0  # about one second where nothing else runs
+KILLED = """
+    import os, signal, sys
+    os.cpu_count = lambda: 2  # one thread each, as those that it is compared with
+    sys.path[:0] = {paths!r}
+    import posttrain
+    from light_rewards import even_share
+    from posttrain.controller.ray_cluster import RayCluster
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    start, update = RayCluster.start, RayPPOTrainer._update
+
+    def told(self):
+        start(self)
+        print("Ray's folder:", self.folder, flush=True)
+
+    def killed(self, batch, step):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update(self, batch, step)
+
+    RayCluster.start, RayPPOTrainer._update = told, killed
+    posttrain.train({settings!r}, reward=even_share)
+"""
+
+
+def processes_of(folder: str) -> list[int]:
+    """Processes that were started with this folder, or have a file open in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
+            if folder.encode() in (entry / "cmdline").read_bytes() or any(f.startswith(folder + "/") for f in files):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def check_nothing_is_left(folder: str, shared: set[str]) -> None:
+    until = time.monotonic() + WAIT_S
+    while (Path(folder).exists() or processes_of(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not Path(folder).exists() and not processes_of(folder)
+    assert set(os.listdir("/dev/shm")) <= shared

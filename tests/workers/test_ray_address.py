@@ -1,0 +1,39 @@
+"""Which Ray a run uses: an address that was given and does not answer is an error at once; one is found or started."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from posttrain.errors import UserError
+
+ray = pytest.importorskip("ray")
+from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_HEAD_ADDRESS"])
+def test_a_ray_that_does_not_answer_is_named_at_once(monkeypatch, name):
+    monkeypatch.setenv(name, "127.0.0.1:9")
+    with pytest.raises(UserError, match=rf"{name}=127.0.0.1:9: no Ray answers there .* unset {name}"):
+        RayCluster(2).start()
+
+
+def test_a_ray_that_is_not_found_is_named_too(monkeypatch):
+    def nobody(**named):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(ray, "init", nobody)
+    with pytest.raises(UserError, match=r"RAY_ADDRESS=auto: no Ray answers there \(Could not find any running Ray"):
+        RayCluster(2).start()
+
+
+def test_M_32_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: address)
+        assert RayCluster(2).address == address
+    assert RayCluster(2).address is None  # it was there, and is gone

@@ -1,0 +1,101 @@
+"""Workers that tell what reached them and how they lie over the ranks, for tests on several processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
+
+from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.group import WorkerGroup
+from posttrain.controller.pool import Workers
+from posttrain.engine.ranks import join_ranks, leave_ranks
+from posttrain.errors import UserError
+from posttrain.models.loading import load_tokenizer
+from posttrain.protocol import DataProto
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from posttrain.workers.spread import by_groups, in_row_order
+
+STEPS = 2
+
+
+class Toy:
+    """Answers with what it was given, changed in place."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @register(by_groups, in_row_order)
+    def doubled(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"twice": data.batch["x"].mul_(2)})
+
+    @register(to_all, lambda results, calls: results)
+    def plus_rank(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.add_(torch.distributed.get_rank() + 1)
+
+    @register(to_all)
+    def refuse(self) -> None:
+        raise UserError("this cannot be had")
+
+    @register(to_all, lambda results, calls: results)
+    def process(self) -> int:
+        return os.getpid()
+
+    @register(to_all)
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Join:
+    """A process becomes one of `count` ranks, whatever it was before."""
+
+    def __init__(self, rank: int, count: int, address: str) -> None:
+        leave_ranks()
+        join_ranks(rank, count, address, CPU, timeout_s=300)
+
+
+def layout(engine: Any) -> tuple[tuple[int, ...], int]:
+    """(copies of the model x ranks that hold one, or the latter alone; ranks that share a row's tokens)."""
+    ranks = engine.settings.ranks
+    return (tuple(ranks.mesh.shape), ranks.sequence_size) if ranks else ((1,), 1)
+
+
+class ActorAndReference(ActorRolloutRefWorker):
+    """Tells how it lies over the ranks."""
+
+    @register(to_all)
+    def layouts(self) -> list[Any]:
+        return [layout(engine) for engine in (self.engine, self.reference) if engine]
+
+
+class Critic(CriticWorker):
+    @register(to_all)
+    def layouts(self) -> list[Any]:
+        return [layout(self.engine)]
+
+
+def group_of(workers: Workers, model, settings: dict[str, Any], *, value: bool, **named: Any) -> WorkerGroup:
+    config = ppo_config(
+        model, {f"{ACTOR}.optim.lr": 1e-3, "critic.optim.lr": 1e-3, f"{ROLLOUT}.name": "hf", **settings}
+    )
+    if value:
+        group = workers.create("critic", Critic, config, CPU, total_updates=40, **named)
+    else:
+        tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        group = workers.create("actor", ActorAndReference, config, tokenizer, CPU, total_updates=40, **named)
+    group.init_model()
+    return group
+
+
+def updates(group: WorkerGroup, *, value: bool, steps: int = STEPS) -> tuple[list[dict], torch.Tensor]:
+    """Metrics of `steps` batches, several optimizer steps each, and what the model then gives for the last of them."""
+    data, metrics = batch(), []
+    for step in range(1, steps + 1):
+        data.meta_info["step"] = step
+        metrics.append(group.update_critic(data) if value else group.update_actor(data))
+    if value:
+        return metrics, group.compute_values(data).batch["values"]
+    return metrics, group.compute_log_prob(data).batch["old_log_probs"]
