@@ -80,6 +80,7 @@ class ActorRolloutRefWorker(ExportingWorker):
         module = live if live is not None else rollout_model(self.config, self.device)
         with self.engine.on_device():  # the engine is tried when it is made
             self.rollout, self.engine_name = build_engine(rollout, module, self.tokenizer, device=self.device)
+            self.rollout.sleep()
         data = self.config.data
         self.position_note = check_positions(facts.positions, data.max_prompt_length + data.max_response_length)
         self.end_ids = end_token_ids(self.tokenizer, facts.end_ids)
@@ -189,9 +190,11 @@ class ActorRolloutRefWorker(ExportingWorker):
         """Hand the new weights to the rollout engine, and prove that it computes with them.
 
         An engine that reads the trainer's own tensors is given nothing: it is tried at first and then now and again.
+        Its cache sleeps until the next requests: what a sync needs does not lie in memory beside it.
         """
         shared = self.rollout.shares_weights and not self.rollout_is_apart
         with self.engine.on_device():
+            self.rollout.wake("weights")
             self.rollout.load_weights(() if shared else self.engine.export_weights(), version)
             if shared and version > 1 and version % SHARED_PROOF_FREQ:
                 return {}

@@ -144,7 +144,7 @@ def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset
 
 
 def _load_external(config: PPOConfig) -> None:
-    """Import the user's module, which may register estimators, losses or samplers."""
+    """Import the user's module, which may register estimators, losses, samplers or rollout engines."""
     name = config.actor_rollout_ref.model.external_lib
     if name:
         from posttrain.trainer.run.external import import_external
