@@ -6,6 +6,7 @@ import pytest
 from runs import run
 
 from posttrain.errors import UserError
+from posttrain.rollout.engines import ENGINES
 
 MY_ENGINE = """
 from posttrain.rollout.engines import make_hf, register_engine
@@ -27,7 +28,7 @@ def test_a_run_decodes_with_the_engine_that_a_file_of_the_working_folder_registe
     ran = run(tiny_model, sums, tmp_path / "out", **NAME)
     said = capsys.readouterr().out
     assert ran.status == "finished" and "my_engine.py registers the rollout engine `mine`" in said
-    assert "Rollout engine: mine 1.0" in said
+    assert "Rollout engine: mine 1.0" in said and list(ENGINES) == ["native", "hf", "mine"]
 
 
 def test_a_module_that_does_not_register_the_engine_ends_the_run_before_a_model_is_loaded(tiny_model, sums, tmp_path):

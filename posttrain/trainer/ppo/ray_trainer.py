@@ -29,7 +29,6 @@ from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.protocol import DataProto
-from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
@@ -114,7 +113,6 @@ class RayPPOTrainer:
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
         self.train_dataset, self.reward_fn = train_dataset, reward_fn
         self.estimator = estimator = get_adv_estimator(config.algorithm.adv_estimator)
-        check_engine_name(config.actor_rollout_ref.rollout.name)
         self.group_filter = GroupFilter(config.algorithm.filter_groups, config.reward.failure_score)
         say(f"Using advantage estimator: {config.algorithm.adv_estimator}")
         actor = config.actor_rollout_ref.actor
