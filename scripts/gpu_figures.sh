@@ -30,14 +30,8 @@ bench() { # bench NAME JOB options...
 }
 
 case $PART in
-  1)
-    bench rollout-0.5b rollout --model 0.5b --work group --only native,vllm
-    bench rollout-0.5b-tail rollout --model 0.5b --work tail --only native,vllm
-    ;;
-  2)
-    bench rollout-7b rollout --model 7b --work group --only native,vllm --repeat 2
-    bench rollout-7b-tail rollout --model 7b --work tail --only native,vllm --repeat 1
-    ;;
+  1) bench rollout-0.5b rollout --model 0.5b --work group,tail --only native,vllm --repeat 2 ;;
+  2) bench rollout-7b rollout --model 7b --work group,tail --only native,vllm --repeat 1 ;;
   3) bench step-0.5b step --model 0.5b --work group --only native,trl,trl-float32 ;;
   4)
     for model in 0.5b 1.5b; do
@@ -49,17 +43,17 @@ case $PART in
     bench train-7b-lora-16k train --model 7b --work 16k --prompts 2 --lora-rank 32 --repeat 2 --only native
     ;;
   5)
-    bench step-1.5b step --model 1.5b --work group --only native,trl --steps 5
-    bench step-7b-lora step --model 7b --work group --lora-rank 32 --only native,trl --steps 3
+    # TRL's passes hold what fits: 16 rows of 1.5B, 8 of 7B; adapters are float32 on both sides.
+    bench step-1.5b step --model 1.5b --work group --only native,trl-float32 --steps 4 \
+      --set trl-float32:per_device_train_batch_size=16 --set trl-float32:gradient_accumulation_steps=32
+    bench step-7b-lora step --model 7b --work group --lora-rank 32 --only native,trl --steps 3 --set trl:bf16=true \
+      --set trl:per_device_train_batch_size=8 --set trl:gradient_accumulation_steps=64
     ;;
   6) SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 ;;
   7)
-    bench sweep-0.5b sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
-      --length-rows 512 --lengths 128,256,512,1024,2048,4096 --repeat 1 --svg "$OUTPUT/sweep-0.5b.svg"
-    for model in 0.1b 1.5b 7b; do
-      bench "sweep-$model" sweep --model "$model" --rows 512 --row-tokens 512 --prompt-tokens 128 --length-rows 512 \
-        --lengths 512 --repeat 1
-    done
+    bench sweep sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
+      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 2048 --models "${MODEL:-0.1b,0.5b,1.5b,7b}" \
+      --repeat 1 --svg "$OUTPUT/sweep.svg"
     ;;
   8)
     bench sync-0.5b sync --model 0.5b

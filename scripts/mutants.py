@@ -3,7 +3,8 @@
     python scripts/mutants.py                     every mutant; prints a table, exit status 1 if one survives
     python scripts/mutants.py --only grad_clip    those that name this setting, loss, file or test
     python scripts/mutants.py --untried           those that docs/mutants.md does not show as caught
-    python scripts/mutants.py --write             and the verdicts go into the table of docs/mutants.md
+    python scripts/mutants.py --write             and each verdict goes into the table of docs/mutants.md as it comes
+    python scripts/mutants.py --anew --write      the same with an empty table; stopped, `--untried --write` goes on
     python scripts/mutants.py --check             only: is every line still there?
 
 The mutants are in `scripts/mutants/*.toml`: `of` names what the change breaks (a setting, with `sft:` or `rm:` before
@@ -155,8 +156,8 @@ def preload() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401 (lazy modules)
 
 
-def try_all(mutants: list[Mutant]) -> list[tuple[Mutant, str]]:
-    """Each mutant and what became of it: `caught`, or why not."""
+def try_all(mutants: list[Mutant], *, write: bool = False) -> list[tuple[Mutant, str]]:
+    """Each mutant and what became of it: `caught`, or why not; with `write` the page knows it at once."""
     results: list[tuple[Mutant, str]] = []
     with copied_tree() as tree, tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "log"
@@ -164,6 +165,8 @@ def try_all(mutants: list[Mutant]) -> list[tuple[Mutant, str]]:
             started = time.monotonic()
             verdict = _try(mutant, tree, log)
             results.append((mutant, verdict))
+            if write:
+                write_page(results[-1:])
             took = time.monotonic() - started
             print(f"{number}/{len(mutants)} {took:5.1f} s  {verdict:<10} {', '.join(mutant.of)}", flush=True)
             if verdict != "caught":
@@ -221,10 +224,11 @@ def table(mutants: list[Mutant], verdicts: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_page(results: list[tuple[Mutant, str]]) -> None:
-    """The page anew: these verdicts, and the old ones of mutants that did not change and were not tried this time."""
+def write_page(results: list[tuple[Mutant, str]], *, forget: bool = False) -> None:
+    """The page anew: these verdicts, and unless they are to be forgotten those of mutants that did not change."""
     head, mark, old = TABLE.read_text().partition(MARK)
-    verdicts = known_verdicts(old) | {mutant.row(): verdict for mutant, verdict in results}
+    known = {} if forget else known_verdicts(old)
+    verdicts = known | {mutant.row(): verdict for mutant, verdict in results}
     TABLE.write_text(f"{head}{mark}\n\n{table(read_mutants(), verdicts)}")
 
 
@@ -237,6 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", default=[], help="text of a setting, loss, file or test")
     parser.add_argument("--untried", action="store_true", help="those that docs/mutants.md does not show as caught")
+    parser.add_argument("--anew", action="store_true", help="with --write: forget what docs/mutants.md says first")
     parser.add_argument("--check", action="store_true", help="only whether every line is still there")
     parser.add_argument("--write", action="store_true", help="write the table into docs/mutants.md")
     options = parser.parse_args()
@@ -255,12 +260,12 @@ def main() -> int:
     if options.untried:
         verdicts = known_verdicts(TABLE.read_text())
         mutants = [mutant for mutant in mutants if verdicts.get(mutant.row()) != "caught"]
+    if options.anew and options.write:
+        write_page([], forget=True)
     preload()
     if not pass_unchanged(mutants):
         return 2
-    results = try_all(mutants)
-    if options.write:
-        write_page(results)
+    results = try_all(mutants, write=options.write)
     survivors = [mutant for mutant, verdict in results if verdict != "caught"]
     print(f"{len(results)} mutants, {len(results) - len(survivors)} caught.")
     return 1 if survivors else 0

@@ -44,13 +44,20 @@ def parser() -> argparse.ArgumentParser:
     sync = jobs.add_parser("sync", help="seconds until the rollout engine computes with new weights")
     sync.add_argument("--repeat", type=positive, default=3, help="timed hand-overs of each system (3)")
     _peers(sync)
-    sweep = jobs.add_parser("sweep", help="time per token against rows and length, beside the machine's floor")
+    sweep = jobs.add_parser("sweep", help="time per token against rows, length and model, beside the machine's floor")
     sweep.add_argument("--engine", default="native", help="rollout engine by name (native)")
     sweep.add_argument("--rows", type=numbers, help="rows decoded side by side (1,2,4,...,512)")
     sweep.add_argument("--lengths", type=numbers, help="response lengths (16,32,...,4096)")
     sweep.add_argument("--row-tokens", type=positive, default=64, help="response length while rows vary (64)")
     sweep.add_argument("--length-rows", type=positive, default=8, help="rows while the length varies (8)")
     sweep.add_argument("--prompt-tokens", type=positive, default=16, help="tokens of each prompt (16)")
+    text = "presets that are compared at length-rows x row-tokens, each in a process of its own (none)"
+    sweep.add_argument("--models", type=lambda text: text.split(","), metavar="A,B", help=text)
+    text = "lengths up to this are decoded from end to end, of longer ones the last --tail tokens (4096)"
+    sweep.add_argument("--whole", type=positive, default=4096, metavar="N", help=text)
+    sweep.add_argument("--tail", type=positive, default=128, metavar="N", help="see --whole (128)")
+    text = "tokens that rows longer than --whole have together: there are fewer of them (1048576)"
+    sweep.add_argument("--most-tokens", type=positive, default=2**20, metavar="N", help=text)
     sweep.add_argument("--repeat", type=positive, default=2, help="timed runs of each point; the best counts (2)")
     sweep.add_argument("--svg", type=Path, metavar="FILE", help="write the picture here")
     _common(sweep)
@@ -103,6 +110,7 @@ def _peers(job: argparse.ArgumentParser) -> None:
     job.add_argument("--install", action="store_true", help=text)
     works = sorted({name for known in WORKS.values() for name in known})
     text = "sizes by name, which given ones go before (small; on CUDA group): " + ", ".join(works)
+    text += "; rollout takes several, A,B, in one loading of each system" if job.prog.endswith("rollout") else ""
     job.add_argument("--work", metavar="NAME", help=text)
     job.add_argument("--deadline", type=positive, metavar="S", help="seconds of a system to load, and for each run")
     _common(job)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,8 +86,13 @@ class Contest:
     keep: Callable[[list[Entry]], None] = lambda entries: None
     """Called with all entries whenever one is done: what was measured is there if the next one never ends."""
 
+    asks: Sequence[Mapping[str, Any]] = ({},)
+    """What a system is asked in each of its runs, one after the other, beside the seed."""
+    warming: Mapping[str, Any] = field(default_factory=dict)
+    """What goes with the asks while it warms up."""
+
     def measure(self, systems: Sequence[System], make_job: MakeJob) -> list[Entry]:
-        """`repeat` answers of every system that runs; the others carry their problem."""
+        """`repeat` answers to each ask of every system that runs; the others carry their problem."""
         entries = [Entry(system) for system in systems]
         alone = self.place.kind == "cuda"
         for group in [[entry] for entry in entries] if alone else [entries]:
@@ -120,7 +125,8 @@ class Contest:
                 for entry, child in running:
                     words = f"{entry.system.name}: run {number + 1} of {self.repeat}"
                     child.go_on()
-                    self._ask(entry, child, {"seed": number + self.warm_ups}, words)
+                    for ask in self.asks:
+                        self._ask(entry, child, {"seed": number + self.warm_ups, **ask}, words)
                     child.pause()
 
     def _load(self, entry: Entry, child: Child) -> bool:
@@ -134,7 +140,8 @@ class Contest:
             return False
         entry.facts["load_s"] = time.monotonic() - started
         for number in range(self.warm_ups):
-            self._ask(entry, child, {"seed": number}, f"{entry.system.name}: warming up")
+            for ask in self.asks:
+                self._ask(entry, child, {"seed": number, **ask, **self.warming}, f"{entry.system.name}: warming up")
         entry.facts["warm_ups"] = entry.answers[:]
         entry.answers.clear()
         return entry.problem is None
@@ -146,6 +153,7 @@ class Contest:
         others = UsedByOthers(child.process.pid)
         try:
             answer = child.ask(request, lambda s: self.line.waiting(words, s), self.deadline or RUN_S)
-            entry.answers.append({**answer, "others": others.share()})
+            asked = {key: request[key] for key in request if key != "seed"}
+            entry.answers.append({**answer, **asked, "others": others.share()})
         except ChildFailed as failed:
             entry.problem = str(failed)

@@ -40,7 +40,7 @@ class Prepared:
         except KeyError:
             return None
 
-    def contest(self, *, warm_ups: int, content: Callable[[list[Entry]], dict[str, Any]]) -> Contest:
+    def contest(self, *, warm_ups: int, content: Callable[[list[Entry]], dict[str, Any]], **more: Any) -> Contest:
         """Writes `content` of the entries after each of them that is done."""
         options = self.options
 
@@ -58,6 +58,7 @@ class Prepared:
             line=self.line,
             deadline=options.deadline,
             keep=keep,
+            **more,
         )
 
     def where(self) -> str:

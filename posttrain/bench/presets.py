@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ def find_model(name: str, device: str = "cpu") -> Model:
     """The preset or folder called `name`; a preset is written to the cache the first time, its numbers drawn on
     `device`."""
     if name in PRESETS:
-        return _describe(name, _ensure(name, PRESETS[name], device))
+        preset = PRESETS[name]
+        return _describe(
+            name, _ensure("models", name, preset, lambda folder, shape: _write(folder, shape, preset, device))
+        )
     folder = Path(os.path.expanduser(name))
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json")
@@ -79,43 +83,69 @@ def _describe(name: str, folder: Path) -> Model:
     return Model(name, folder, dtype, int(text["vocab_size"]), config)
 
 
-def _ensure(name: str, preset: Preset, device: str) -> Path:
+def find_shape(name: str) -> Model:
+    """As `find_model`, but a preset has no weights: whoever loads it draws them (`draw`) and waits for no disk."""
+    if name not in PRESETS:
+        return find_model(name)
+    preset = PRESETS[name]
+    return _describe(name, _ensure("shapes", name, preset, lambda folder, shape: _write_shape(folder, shape, preset)))
+
+
+def draw(folder: str | Path, dtype: Any, device: Any) -> Any:
+    """The model of a folder that holds its shape alone, with random weights drawn on `device`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # 7B in float32 first would be twice the work and the memory
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _ensure(home: str, name: str, preset: Preset, write: Callable[[Path, dict[str, Any]], None]) -> Path:
+    """The folder of the preset in the cache, written by `write` unless it is there."""
     from posttrain.bench import bench_folder
 
-    folder = bench_folder() / "models" / name
+    folder = bench_folder() / home / name
     shape = {key: value for key, value in asdict(preset).items() if key != "dtype"}
     if (folder / "config.json").is_file():
         found = json.loads((folder / "config.json").read_text())
         if all(found.get(key) == value for key, value in shape.items()):
             return folder
     partial = folder.with_name(f".{name}.{os.getpid()}")
-    _write(partial, shape, preset.dtype, device)
+    write(partial, shape)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder
 
 
-def _write(folder: Path, shape: dict[str, Any], dtype: str, device: str) -> None:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _write_shape(folder: Path, shape: dict[str, Any], preset: Preset) -> None:
+    """`config.json` and the tokenizer."""
+    from transformers import Qwen2Config
 
     from posttrain.models.embedded import byte_tokenizer
-    from posttrain.models.loading import DTYPES, silence_progress_bars
 
-    silence_progress_bars()
     tokenizer = byte_tokenizer(shape["vocab_size"])
     config = Qwen2Config(
         **shape,
+        architectures=["Qwen2ForCausalLM"],
+        dtype=preset.dtype,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,  # pyright: ignore
         pad_token_id=tokenizer.pad_token_id,  # pyright: ignore
     )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[dtype])  # 7B in float32 first would be twice the work and the memory
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.manual_seed(0)
-            Qwen2ForCausalLM(config).save_pretrained(folder)
-    finally:
-        torch.set_default_dtype(before)
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _write(folder: Path, shape: dict[str, Any], preset: Preset, device: str) -> None:
+    from posttrain.models.loading import DTYPES, silence_progress_bars
+
+    silence_progress_bars()
+    _write_shape(folder, shape, preset)
+    draw(folder, DTYPES[preset.dtype], device).save_pretrained(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.bench.contest import Entry, disturbance
@@ -13,50 +14,88 @@ from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import ROLLOUT, System
 from posttrain.bench.table import factor, render
 from posttrain.bench.workload import Workload, as_job, make_workload
+from posttrain.bench.works import settle
+from posttrain.errors import UserError
 
 WARM_UPS = 2  # the second shows what the first had to compile or allocate
+WARMING = 64  # tokens of a response in the one warm-up of a CUDA device, where whole ones would cost minutes
 SIZES = ("work", "prompts", "n", "prompt_tokens", "tokens", "lengths", "mean_tokens", "slots", "repeat")
 
 
+@dataclass
+class Work:
+    """Rows under their name; `options` are its sizes."""
+
+    options: argparse.Namespace
+    rows: Workload
+    floor_s: float | None
+
+    def of(self, entries: Sequence[Entry], number: int) -> list[Entry]:
+        """The entries with their answers to this work alone, the `number`th that was asked for."""
+        return [replace(entry, answers=[a for a in entry.answers if a["work"] == number]) for entry in entries]
+
+    def as_json(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        sizes = {key: getattr(self.options, key) for key in SIZES}
+        made = {"rows": len(self.rows.lengths), "total_tokens": self.rows.tokens, "row_lengths": self.rows.lengths}
+        systems = {entry.system.name: entry.as_json() | rates(entry) for entry in entries}
+        return {"workload": sizes | made, "floor_s": self.floor_s, "systems": systems}
+
+
 def main(options: argparse.Namespace) -> int:
-    """Measure, print the table, write the file; the status is 1 if nothing could be measured."""
-    bench = prepare(options, ROLLOUT)
-    model = bench.model
-    work = make_workload(
-        prompts=options.prompts,
-        n=options.n,
-        prompt_tokens=options.prompt_tokens,
-        tokens=options.tokens,
-        kind=options.lengths,
-        mean=options.mean_tokens,
-        vocab_size=model.vocab_size,
-    )
-    least = floor(bench, work)
+    """Measure, print a table for each work, write the file; the status is 1 if nothing could be measured."""
+    names = options.work.split(",") if options.work else [None]
+    given = [argparse.Namespace(**{**vars(options), "work": name}) for name in names]
+    bench = prepare(given[0], ROLLOUT)
+    for other in given[1:]:
+        settle(other, bench.place)
+    works = [make_work(bench, sizes) for sizes in given]
+    slots = {work.options.slots or len(work.rows.lengths) for work in works}
+    if len(slots) > 1 and any(work.options.slots for work in works):
+        raise UserError(f"--work {options.work}: their slots differ ({slots}), and a system is loaded with one number")
 
     def job(system: System) -> dict[str, Any]:
-        common = as_job(work, model=str(model.folder), dtype=model.dtype, threads=options.threads)
-        return {**common, "engine": system.engine, "slots": options.slots, "settings": system.settings}
+        model = bench.model
+        rows = [work.rows for work in works]
+        common = as_job(rows, model=str(model.folder), dtype=model.dtype, threads=options.threads)
+        return {**common, "engine": system.engine, "slots": max(slots), "settings": system.settings}
 
     def content(entries: list[Entry]) -> dict[str, Any]:
-        sizes = {key: getattr(options, key) for key in SIZES}
-        work_json = {"rows": len(work.lengths), "total_tokens": work.tokens, "row_lengths": work.lengths}
-        systems = {entry.system.name: entry.as_json() | rates(entry) for entry in entries}
-        return {"workload": sizes | work_json, "floor_s": least, "systems": systems}
+        found = [work.as_json(work.of(entries, number)) for number, work in enumerate(works)]
+        return found[0] if len(found) == 1 else {"works": dict(zip(names, found, strict=True))}
 
-    entries = bench.contest(warm_ups=WARM_UPS, content=content).measure(bench.systems, job)
-    print(_head(bench, work, entries))
-    print(table(entries, least and work.tokens / least))
+    short = bench.place.kind == "cuda"
+    contest = bench.contest(
+        warm_ups=1 if short else WARM_UPS,
+        content=content,
+        asks=[{"work": number} for number in range(len(works))],
+        warming={"most": WARMING} if short else {},
+    )
+    entries = contest.measure(bench.systems, job)
+    for number, work in enumerate(works):
+        mine = work.of(entries, number)
+        print(_head(bench, work, mine))
+        print(table(mine, work.floor_s and work.rows.tokens / work.floor_s))
     return 0 if any(entry.answers for entry in entries) else 1
 
 
-def floor(bench: Prepared, work: Workload) -> float | None:
-    """Seconds below which the chip cannot go; None where its rates are not known (`bench sweep` measures a CPU's)."""
-    chip, shape = bench.place.chip, bench.shape
-    if chip is None or shape is None:
-        return None
-    return decoding_floor(
-        shape, work.prompts, work.lengths, slots=bench.options.slots, peak=chip.flops, bandwidth=chip.bandwidth
+def make_work(bench: Prepared, sizes: argparse.Namespace) -> Work:
+    """The rows of a work, and the seconds below which the chip cannot go; None where its rates are not known (`bench
+    sweep` measures a CPU's)."""
+    rows = make_workload(
+        prompts=sizes.prompts,
+        n=sizes.n,
+        prompt_tokens=sizes.prompt_tokens,
+        tokens=sizes.tokens,
+        kind=sizes.lengths,
+        mean=sizes.mean_tokens,
+        vocab_size=bench.model.vocab_size,
     )
+    chip, shape, least = bench.place.chip, bench.shape, None
+    if chip is not None and shape is not None:
+        least = decoding_floor(
+            shape, rows.prompts, rows.lengths, slots=sizes.slots, peak=chip.flops, bandwidth=chip.bandwidth
+        )
+    return Work(sizes, rows, least)
 
 
 def rates(entry: Entry) -> dict[str, float]:
@@ -91,12 +130,12 @@ def note(entry: Entry) -> str:
     return text if extra < 1.005 else f"{text}; computed {extra:.1f} tokens for each one used"
 
 
-def _head(bench: Prepared, work: Workload, entries: Sequence[Entry]) -> str:
-    options = bench.options
+def _head(bench: Prepared, work: Work, entries: Sequence[Entry]) -> str:
+    options = work.options
     lengths = f"{options.tokens} tokens each" if options.lengths == "fixed" else f"1 to {options.tokens} tokens"
     slots = f" over {options.slots} slots" if options.slots else ""
     return (
         f"\n{bench.model.name} in {bench.model.dtype}: {options.prompts} prompts of {options.prompt_tokens} tokens "
-        f"x n={options.n}{slots}, {options.lengths}, {lengths}, {work.tokens:,} in all; temperature 1\n"
+        f"x n={options.n}{slots}, {options.lengths}, {lengths}, {work.rows.tokens:,} in all; temperature 1\n"
         f"{bench.where()}; {disturbance(entries)}\n"
     )

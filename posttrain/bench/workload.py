@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,15 +80,14 @@ def _mean_after_cut(centre: float, most: int) -> float:
     return math.exp(centre + SPREAD**2 / 2) * below(edge - SPREAD) + most * (1 - below(edge))
 
 
-def as_job(workload: Workload, *, model: str, dtype: str, threads: int, **more: Any) -> dict[str, Any]:
-    """What a runner reads."""
+def as_job(workloads: Sequence[Workload], *, model: str, dtype: str, threads: int, **more: Any) -> dict[str, Any]:
+    """What a runner reads; each request says which of the works it means."""
     return {
         "model": model,
         "dtype": dtype,
         "threads": threads,
         "temperature": 1.0,
-        "prompts": workload.prompts,
-        "lengths": workload.lengths,
+        "works": [{"prompts": work.prompts, "lengths": work.lengths} for work in workloads],
         "settings": {},
         **more,
     }

@@ -13,6 +13,10 @@ from posttrain.data.rows import DataError
 HINT = "use an instruct model's tokenizer (model.tokenizer_path), or prompts that are plain strings."
 
 
+class TemplateError(DataError):
+    """A chat template that raised on a row."""
+
+
 def unheard(tokenizer: Any, system_prompt: str | None, template_kwargs: Mapping[str, Any]) -> list[str]:
     """Sentences about settings that the chat template makes nothing of."""
     found, template = [], tokenizer.chat_template
@@ -82,7 +86,7 @@ class ChatRenderer:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
-            raise DataError(f"The chat template refused the prompt of {where}: {error}") from error
+            raise TemplateError(f"The chat template refused the prompt of {where}: {error}") from error
         return messages, str(text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -16,6 +16,9 @@ Messages = list[dict[str, Any]]
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio", "multi_modal_data")
 NAMED_COLUMNS = ("ground_truth", "data_source", "extra_info")
 """Columns that reach a reward under their own names; all others travel in `extra_info`."""
+PROMPT_KEY = "data.prompt_key"
+_SHAREGPT = "rename 'from' to 'role' (human to user, gpt to assistant) and 'value' to 'content'"
+"""What makes messages of ShareGPT's."""
 
 
 @dataclass
@@ -75,15 +78,18 @@ def _extra_info(values: dict[str, Any], prompt_key: str) -> dict[str, Any] | Non
     return {**others, **(own or {})} or None
 
 
-def prompt_of(table: RowTable, row: int, prompt_key: str) -> str | Messages:
-    """The text or the messages in the column `prompt_key`, checked."""
+def prompt_of(
+    table: RowTable, row: int, prompt_key: str, setting: str = PROMPT_KEY, conversations: str = PROMPT_KEY
+) -> str | Messages:
+    """The text or the messages in the column `prompt_key`, checked; for errors the settings that name this column, and
+    one of whole conversations."""
     values = table.rows[row]
     prompt = values.get(prompt_key)
     if is_missing(prompt) or prompt in ("", []):
         what = "is missing" if prompt_key not in values else "is null" if is_missing(prompt) else "is empty"
         raise DataError(
-            f"The prompt of {table.where(row)} {what}: column '{prompt_key}' (data.prompt_key), which every row needs. "
-            f"The row has: {', '.join(values) or 'no columns'}."
+            f"The prompt of {table.where(row)} {what}: column '{prompt_key}' ({setting}), which every row needs. "
+            f"The row has: {', '.join(values) or 'no columns'}.{_conversation_elsewhere(values, conversations)}"
         )
     if isinstance(prompt, str):
         return prompt
@@ -95,6 +101,21 @@ def prompt_of(table: RowTable, row: int, prompt_key: str) -> str | Messages:
     )
 
 
+def _conversation_elsewhere(values: dict[str, Any], setting: str) -> str:
+    """What to do where another column holds a conversation; empty where none does."""
+    for name, value in values.items():
+        if isinstance(value, list) and value and is_messages(value):
+            if _is_sharegpt(value[0]):
+                return f" Column '{name}' holds conversations: {_SHAREGPT}, and set {setting}={name}."
+            if "role" in value[0]:
+                return f" Column '{name}' holds conversations: set {setting}={name} if they are meant."
+    return ""
+
+
+def _is_sharegpt(message: dict[str, Any]) -> bool:
+    return {"from", "value"} <= message.keys()
+
+
 def is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
@@ -103,8 +124,9 @@ def _message(table: RowTable, row: int, number: int, message: dict[str, Any]) ->
     """The message without the nulls that parquet fills in, its text parts joined."""
     message = {name: value for name, value in message.items() if value is not None}
     if not isinstance(message.get("role"), str):
+        advice = f" These are ShareGPT's names: {_SHAREGPT}." if _is_sharegpt(message) else ""
         raise DataError(
-            f"Message {number} of the prompt of {table.where(row)} has no 'role' (system, user, assistant)."
+            f"Message {number} of the prompt of {table.where(row)} has no 'role' (system, user, assistant).{advice}"
         )
     content = message.get("content")
     if isinstance(content, list):

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from posttrain.config.reward_trainer import PairDataConfig
-from posttrain.data.chat import HINT, ChatRenderer
+from posttrain.data.chat import HINT, ChatRenderer, TemplateError
 from posttrain.data.fields import Messages, is_missing, prompt_of, refuse_media
 from posttrain.data.limits import Limit
 from posttrain.data.rows import DataError, RowTable, read_table
@@ -100,7 +100,7 @@ class PairDataset:
         try:
             return str(self._chat.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
-            raise DataError(f"The chat template refused '{key}' of {where}: {error}") from error
+            raise TemplateError(f"The chat template refused '{key}' of {where}: {error}") from error
 
     def _plain(self, prompt: str | Messages | None, answer: str | Messages, where: str) -> str:
         if not isinstance(answer, str) or not (prompt is None or isinstance(prompt, str)):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from posttrain.data.chat import TemplateError
 from posttrain.data.fields import Messages
 from posttrain.data.rows import DataError
 
@@ -55,7 +56,7 @@ class SpanFinder:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
-            raise DataError(f"The chat template refused {where}: {error}") from error
+            raise TemplateError(f"The chat template refused {where}: {error}") from error
 
     def _probe(self) -> None:
         """Refuses a template that begins assistant turns with more than its generation prompt."""

@@ -16,6 +16,7 @@ from posttrain.data.rows import DataError, RowTable, read_table
 from posttrain.data.spans import ASSISTANT, SpanFinder, TrainedRow
 
 PROGRESS_FROM_ROWS = 5_000
+MESSAGES_KEY = "data.multiturn.messages_key"
 
 
 class SFTDataset:
@@ -68,7 +69,7 @@ class SFTDataset:
         refuse_media(table, row)
         where = table.where(row)
         if self.multiturn:
-            messages = prompt_of(table, row, self.config.multiturn.messages_key)
+            messages = prompt_of(table, row, self.config.multiturn.messages_key, MESSAGES_KEY, MESSAGES_KEY)
             if isinstance(messages, str):
                 raise DataError(f"The conversation of {where} is a string; it must be a list of messages.")
             return self._conversation(messages, where, _tools(table, row, self.config.multiturn.tools_key))
@@ -86,7 +87,7 @@ class SFTDataset:
     def _prompt(self, table: RowTable, row: int) -> str | Messages:
         if self.config.prompt_dict_keys:
             return _text_at(table, row, "prompt", self.config.prompt_key, self.config.prompt_dict_keys)
-        return prompt_of(table, row, self.config.prompt_key)
+        return prompt_of(table, row, self.config.prompt_key, conversations=MESSAGES_KEY)
 
     def _plain(self, prompt: str | Messages, response: str, where: str) -> TrainedRow:
         """Without a template: the prompt as it is, the response behind it, and the token that ends a text."""

@@ -20,9 +20,9 @@ from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
-from posttrain.models.arena import can_lay_out_anew
+from posttrain.models.arena import FUSED, base_layer, can_lay_out_anew
 from posttrain.models.decoder import KNOWN
-from posttrain.models.forward import decoder_of, hidden_states, token_log_probs, without_adapters
+from posttrain.models.forward import LAYERS, decoder_of, hidden_states, token_log_probs, without_adapters
 from posttrain.models.recompute import recompute_layers
 from posttrain.models.scorer import head_scores, widened
 from posttrain.models.value import ValueModel
@@ -41,6 +41,8 @@ class ModelBytes:
     """AdamW's two moments, and float32 masters of weights in lower precision."""
     largest: int
     """The largest trained tensor, in the masters' precision."""
+    masters: int
+    """Float32 copies of trained weights in lower precision, a part of `optimizer`."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ModelBytes:
@@ -49,12 +51,21 @@ class ModelBytes:
         wide = [p.numel() * max(4, p.itemsize) for p in trained]
         masters = sum(4 * p.numel() for p in trained if p.itemsize < 4)
         weights = sum(getattr(p, "held_bytes", p.numel() * p.itemsize) for p in parameters)
-        return cls(weights, sum(wide), 2 * sum(wide) + masters, max(wide, default=0))
+        return cls(weights, sum(wide), 2 * sum(wide) + masters, max(wide, default=0), masters)
 
 
 def unpacked_bytes(model: torch.nn.Module) -> int:
     """Room for the largest 4-bit matrix in the compute type, in which it is multiplied; 0 where there is none."""
     return max((p.numel() * p.itemsize for p in model.parameters() if hasattr(p, "held_bytes")), default=0)
+
+
+def joined_bytes(model: torch.nn.Module) -> int:
+    """Room to lay the largest matrices end to end that a layer multiplies the same tokens with (`join_weights`)."""
+    layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
+    if not layers or unpacked_bytes(model):
+        return 0
+    parts = [[base_layer(getattr(getattr(layers[0], home), name)) for name in names] for _, home, names in FUSED]
+    return max(sum(part.weight.numel() * part.weight.itemsize for part in group) for group in parts)
 
 
 class LiveBytes(TorchDispatchMode):

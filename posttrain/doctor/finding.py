@@ -13,7 +13,8 @@ ERROR, WARNING, NOTE = "error", "warning", "note"
 """The run would stop or could not learn; it would do something that is hardly meant; worth knowing."""
 CONFIGURATION = "configuration"
 _MISSING = re.compile(r"the (?:file|folder) (.+?) does not exist\.")
-"""As the checks of the settings say it, first of all."""
+_BROKEN = re.compile(r": in (?P<folder>\S+), (?P<words>.+)\.$")
+"""As the checks of the settings say it, first of all: a path that is not there, a model's file that is broken."""
 STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}
 """Level -> exit status of the command."""
 
@@ -52,22 +53,25 @@ class Report:
     def add(self, findings: Iterable[Finding]) -> None:
         """New ones; the same words twice say nothing more, and what is missing is named once."""
         for finding in findings:
-            if absent := self._is_about_missing(finding):
-                self._not_looked_at(finding.area, absent)
+            if cause := self._known_cause(finding):
+                self._not_looked_at(finding.area, cause)
             elif not any((known.level, known.what) == (finding.level, finding.what) for known in self.findings):
                 self.findings.append(finding)
 
-    def _is_about_missing(self, finding: Finding) -> str | None:
-        """The file or folder that the settings' check has named as missing, and that this error stumbled over."""
+    def _known_cause(self, finding: Finding) -> str | None:
+        """What the settings' check has named before, if this error stumbled over it: a path, or a broken file."""
         if finding.level != ERROR or (finding.area == CONFIGURATION and finding.where):
             return None
-        named = (_MISSING.search(known.what) for known in self.findings if known.area == CONFIGURATION)
-        paths = [match[1] for match in named if match]
-        stumbled = (rf"(?:file |folder |=)(?:/\S*/)?{re.escape(path)}(?!\w)" for path in paths)
-        return next((path for path, words in zip(paths, stumbled, strict=True) if re.search(words, finding.what)), None)
+        for known in (known.what for known in self.findings if known.area == CONFIGURATION):
+            if found := _MISSING.search(known):
+                if re.search(rf"(?:file |folder |=)(?:/\S*/)?{re.escape(found[1])}(?!\w)", finding.what):
+                    return f"{found[1]} does not exist"
+            elif (found := _BROKEN.search(known)) and all(part in finding.what for part in found.groups()):
+                return found["words"]
+        return None
 
-    def _not_looked_at(self, area: str, absent: str) -> None:
-        words = f"Not looked at, as {absent} does not exist."
+    def _not_looked_at(self, area: str, cause: str) -> None:
+        words = f"Not looked at, as {cause}."
         if words not in self.facts.get(area, []):
             self.fact(area, words)
 

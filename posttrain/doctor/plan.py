@@ -92,6 +92,7 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
     critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
     roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
     held = {role: counter(config, device, role, ModelBytes.of) for role in roles}
+    plan.stages["load"] = {}
     plan.stages["generate"] = _generate(config, device, plan.shape, counter, held["actor"])
     if config.reward_model.enable:
         plan.stages["reward model"] = {"temporary tensors": _rewarding(config, device, plan.shape, counter)}
@@ -119,7 +120,17 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         moves = config.reward_model.fsdp_config.param_offload
         weights = counter(config, device, "reward model", ModelBytes.of).weights
         place(plan, "reward model weights", weights, ("reward model",) if moves else None)
+    _before_the_first_step(plan, held, counter(config, device, "actor", counting.joined_bytes))
     return plan
+
+
+def _before_the_first_step(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
+    """While models are loaded: all weights and masters are made on the device, also those that are moved away then.
+    Before the actor's masters are made its matrices are joined; moments come with the first step."""
+    weights = {part: plan.largest(part) for part in plan.stages["update"] if part.endswith(" weights")}
+    masters = {f"{role} optimizer": math.ceil(one.masters / plan.shape.workers) for role, one in held.items()}
+    room = {"temporary tensors": max(0, joined - held["actor"].masters)}
+    plan.stages["load"] = {**weights, "rollout weights": plan.largest("rollout weights"), **masters, **room}
 
 
 def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:

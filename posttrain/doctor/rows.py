@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from posttrain.config.schema import lookup
+from posttrain.data.chat import TemplateError
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.fields import is_missing
 from posttrain.data.pairs import PairDataset
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
+from posttrain.doctor import template
 from posttrain.doctor.case import SPLITS, Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.doctor.prompts import check_prompts, check_truths_in_prompts
@@ -56,7 +58,10 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
     try:
         data = make(looked, case.tokenizer, case.config.data, split=split)
     except UserError as error:
-        yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
+        if isinstance(error, TemplateError) and template.refuses_all(case):
+            yield Finding(ERROR, template.AREA, str(error), template.place(case), "mend it, or take another tokenizer")
+        else:
+            yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
         return
     share = len(data) / len(looked)
     case.counts[split] = int(share * len(table))
@@ -169,11 +174,14 @@ def _pairs(case: Case, split: str) -> Iterator[Finding]:
 
 def _repeated(case: Case) -> Iterator[Finding]:
     """The same rows many times; one prompt with several truths."""
-    rows = case.rows.get("train", [])
-    if not rows or case.is_pairs:
+    if case.is_pairs:
+        return
+    keyed = [(_prompt_key(case, row), _key(_target(case, row))) for row in case.rows.get("train", [])]
+    rows = [(prompt, truth) for prompt, truth in keyed if prompt is not None]
+    if not rows:
         return
     where = case.where("data.train_files")
-    whole = Counter((_prompt_key(case, row), _key(_target(case, row))) for row in rows)
+    whole = Counter(rows)
     if len(whole) < FEW_DISTINCT * len(rows):
         what = f"The {len(rows)} training rows are {len(whole)} different ones: the same prompts would come "
         what += f"{len(rows) / len(whole):.2g} times per epoch."
@@ -192,7 +200,7 @@ def _repeated(case: Case) -> Iterator[Finding]:
 
 def _shared(case: Case) -> Iterator[Finding]:
     """Validation rows among the training rows."""
-    seen = {_prompt_key(case, row) for row in case.rows.get("train", [])}
+    seen = {_prompt_key(case, row) for row in case.rows.get("train", [])} - {None}
     val = case.rows.get("val", [])
     shared = sum(_prompt_key(case, row) in seen for row in val)
     if shared:
@@ -202,17 +210,19 @@ def _shared(case: Case) -> Iterator[Finding]:
         yield Finding(WARNING, AREA, what, case.where("data.train_files", "data.val_files"), do)
 
 
-def _prompt_key(case: Case, row: Row) -> str:
+def _prompt_key(case: Case, row: Row) -> str | None:
+    """A text that is the same for the same prompts; None where the row has none, which is told elsewhere."""
     data = case.config.data
     value = row.get(data.prompt_key)
     if value is None and hasattr(data, "multiturn"):
         value = row.get(data.multiturn.messages_key)
     if is_missing(value) and case.is_pairs:
-        value = [row.get(data.chosen_key), row.get(data.rejected_key)]
+        both = [row.get(data.chosen_key), row.get(data.rejected_key)]
+        value = both if any(not is_missing(answer) for answer in both) else None
     if isinstance(value, list) and len(value) == 1:
         only: Any = value[0]
         value = only["content"] if _role(only) == "user" and "content" in only else value  # the same as the text alone
-    return _key(value)
+    return None if is_missing(value) else _key(value)
 
 
 def _target(case: Case, row: Row) -> Any:

@@ -117,7 +117,7 @@ def _table(plan: Plan) -> list[str]:
     for row in names:
         cells.append([row, *(f"{parts[row] / size:.2f}" if parts.get(row) else "-" for parts in plan.stages.values())])
         if row == "rollout weights" and not plan.largest(row):
-            cells[-1][1] = "shared"  # the engine reads the actor's own tensors
+            cells[-1][1 + list(plan.stages).index("generate")] = "shared"  # the engine reads the actor's own tensors
     cells.append(["peak", *(f"{plan.peak(stage) / size:.2f}" for stage in plan.stages)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return [

@@ -30,12 +30,16 @@ def check_template(case: Case) -> Iterator[Finding]:
         case.report.fact(AREA, "The tokenizer has no chat template: prompts are used as they are.")
         yield from _ends(case, tokenizer, None)
         return
-    where = f"the chat template of {case.model.tokenizer_path or case.model.path}"
+    where = place(case)
     yield from _generation_prompt(case, where)
     yield from _unheard(case, where)
     yield from _clock(case, where)
     yield from _ends(case, tokenizer, where)
     yield from _prefix(case, where)
+
+
+def place(case: Case) -> str:
+    return f"the chat template of {case.model.tokenizer_path or case.model.path}"
 
 
 def _render(case: Case, *turns: str, generation: bool = False) -> str | None:
@@ -49,10 +53,16 @@ def _render(case: Case, *turns: str, generation: bool = False) -> str | None:
         return None
 
 
+def refuses_all(case: Case) -> bool:
+    """Whether the template fails on the plainest prompt there is: what it says of a row is its own fault."""
+    return _render(case, "1 + 1 = ?", generation=True) is None
+
+
 def _generation_prompt(case: Case, where: str) -> Iterator[Finding]:
     plain, asked = _render(case, "1 + 1 = ?"), _render(case, "1 + 1 = ?", generation=True)
     if plain is None or asked is None:
-        yield Finding(WARNING, AREA, "The chat template refuses a conversation of one user turn.", where)
+        if not any((found.level, found.area) == (ERROR, AREA) for found in case.report.findings):
+            yield Finding(WARNING, AREA, "The chat template refuses a conversation of one user turn.", where)
         return
     if plain == asked:
         what = "The chat template writes no generation prompt: nothing tells the model that it is to answer."

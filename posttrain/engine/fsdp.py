@@ -165,7 +165,7 @@ class FSDPEngine(TrainEngine):
     def trial_pass(self, data: DataProto, loss: LossFn, *, passes: Passes | None = None) -> None:
         assert self.optimizer is not None, "a frozen engine has no backward pass"
         self._backward(data, loss, 1.0, passes)
-        self.optimizer.adam.zero_grad(set_to_none=True)
+        self.optimizer.clear_gradients()
 
     def _backward(self, data: DataProto, loss: LossFn, temperature: float, passes: Passes | None = None) -> bool:
         """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
@@ -175,6 +175,8 @@ class FSDPEngine(TrainEngine):
         passes = self._plan(data) if passes is None else passes
         ordered = data[_order(passes)]
         there = ordered[:].to(self.settings.device)
+        if self.settings.ranks is None and self.settings.device.type == "cuda":
+            self.optimizer.open_sums()
         for number, (units, here) in enumerate(self._counted(passes)):
             if self.settings.ranks is not None:
                 last_backward(self.forward_pass, number == len(passes) - 1)

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from posttrain.config.optim import OptimConfig
+from posttrain.kernels.gradient_sums import close_sums, open_sums
 
 STEPS = "optim.steps_done"
 
@@ -35,7 +36,7 @@ class Optimizer:
     """AdamW whose masters are float32 copies of low-precision weights, or the weights themselves.
 
     Gradients are gathered in the masters' precision after every micro-batch, so that bfloat16 weights do not round
-    the sum differently for every split.
+    the sum differently for every split; or, where `open_sums` was called, by the products that make them.
     """
 
     def __init__(self, named_weights: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> None:
@@ -53,6 +54,16 @@ class Optimizer:
         groups = [group for group in groups if group["params"]]
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
         self.steps_done = 0
+
+    def open_sums(self) -> None:
+        """Let products add the gradients of matrices that have masters up in the masters' precision themselves."""
+        pairs = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if m is not w and w.ndim == 2]
+        for (_, master), total in zip(pairs, open_sums([weight for weight, _ in pairs]), strict=True):
+            master.grad = total
+
+    def clear_gradients(self) -> None:
+        close_sums(self.weights)
+        self.adam.zero_grad(set_to_none=True)
 
     def gather_gradients(self) -> None:
         """Add the gradients of a micro-batch to the masters' and clear them."""
@@ -81,7 +92,7 @@ class Optimizer:
             self.adam.step()
             self._write_back()
         self.steps_done += 1
-        self.adam.zero_grad(set_to_none=True)
+        self.clear_gradients()
         return {"grad_norm": float(norm), "lr": rate, "skipped": float(not finite)}
 
     def _follow_masters(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from posttrain.kernels import cuda
+from posttrain.kernels.gradient_sums import add_product
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
 DEVICE_SHARE = 1 / 64  # of a CUDA device's memory for the logits of a chunk: products of few tokens waste it
@@ -96,15 +97,16 @@ class _CudaHead(torch.autograd.Function):
             if keep:
                 ctx.kept.append(logits)
         logp_N, entropy_N, logsum_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.chunks, ctx.temperature = chunks, temperature
-        ctx.save_for_backward(hidden_NE, weight_VE, labels_N, logsum_N, entropy_N)
+        ctx.chunks, ctx.temperature, ctx.weight_VE = chunks, temperature, weight_VE
+        ctx.save_for_backward(hidden_NE, labels_N, logsum_N, entropy_N)
         return logp_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logp_N, grad_entropy_N):  # pyright: ignore[reportIncompatibleMethodOverride]
         from posttrain.kernels.cuda.logprob import gradient
 
-        hidden_NE, weight_VE, labels_N, logsum_N, entropy_N = ctx.saved_tensors
+        hidden_NE, labels_N, logsum_N, entropy_N = ctx.saved_tensors
+        weight_VE = ctx.weight_VE
         grad_hidden = torch.empty_like(hidden_NE) if ctx.needs_input_grad[0] else None
         grad_weight = None
         for number, part in enumerate(ctx.chunks):
@@ -113,7 +115,7 @@ class _CudaHead(torch.autograd.Function):
             grad = gradient(logits, columns, ctx.temperature, hidden_NE.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight_VE, out=grad_hidden[part])
-            if ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[1] and not add_product((weight_VE,), grad, hidden_NE[part]):
                 share = wide_product(grad.T, hidden_NE[part])
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
         ctx.kept = []

@@ -13,12 +13,14 @@ Shapes: T packed tokens, E width of the model, C columns of queries, keys and va
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from posttrain.kernels import train
 from posttrain.kernels.decode import silu_mul
+from posttrain.kernels.gradient_sums import add_product
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import end_to_end, join_products
@@ -150,7 +152,7 @@ class _FusedLayer(torch.autograd.Function):
         back.both((4, 5), grad_gate_up, (gate, up), gated_TE, grad_gated)
         grad_middle, grad_between = train.norm_backward(grad_gated, middle_TE, between, middle_inverse_T, grad_TE)
         attended = _wanted(attended_THD.flatten(1), wanted)
-        weights = [grad_middle.T @ attended, grad_between] if trained else []
+        weights = [*_weight_grads((out,), grad_middle, attended), grad_between] if trained else []
         grad_attended = grad_middle @ out
         back.both((3,), grad_middle, (out,), attended, grad_attended)
         grad_attended = _all_tokens(grad_attended, wanted, len(x_TE)).view_as(attended_THD)
@@ -163,11 +165,11 @@ class _FusedLayer(torch.autograd.Function):
         grad_x, grad_before = train.norm_backward(grad_normed, x_TE, before, inverse_T, grad_middle)
         if not trained:
             return (grad_x, *(None,) * (_ADAPTERS - 1), None, *back.found)
-        rows = [len(part) for part in (q, k, v)]
-        biases = grad_qkv.sum(0).split(rows) if ctx.has_bias else (None, None, None)
+        biases = grad_qkv.sum(0).split([len(part) for part in (q, k, v)]) if ctx.has_bias else (None, None, None)
         return (
-            grad_x, None, None, None, None, grad_before, *(grad_qkv.T @ normed_TE).split(rows), *biases, *grad_norms,
-            *weights, *(grad_gate_up.T @ gated_TE).split(len(gate)), grad_TE.T @ product_TI, None, *back.found,
+            grad_x, None, None, None, None, grad_before, *_weight_grads((q, k, v), grad_qkv, normed_TE), *biases,
+            *grad_norms, *weights, *_weight_grads((gate, up), grad_gate_up, gated_TE),
+            *_weight_grads((down,), grad_TE, product_TI), None, *back.found,
         )  # fmt: skip
 
 
@@ -230,6 +232,13 @@ def _product(x_TE: torch.Tensor, weights: tuple, biases: tuple = (None,)) -> tor
 def _product_back(grad_TC: torch.Tensor, weights: tuple) -> torch.Tensor:
     whole = end_to_end(weights)
     return grad_TC @ (torch.cat(weights) if whole is None else whole)
+
+
+def _weight_grads(weights: tuple, grad_TC: torch.Tensor, x_TE: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """Gradients of weights whose products lie side by side; none, where sums take them."""
+    if add_product(weights, grad_TC, x_TE):
+        return (None,) * len(weights)
+    return (grad_TC.T @ x_TE).split([len(weight) for weight in weights])
 
 
 def _norm_heads(qkv_TC: torch.Tensor, norms: tuple, counts: tuple[int, int], size: int, epsilon: float) -> list:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 
 Stage = Literal["weights", "cache"]
@@ -60,10 +61,10 @@ class Output:
 
     id: Hashable
     token_ids: list[int]
-    log_probs: list[float]
+    log_probs: Sequence[float] | np.ndarray
     finish_reason: str  # "stop", "length" or "abort"
     versions: list[tuple[int, int]] = field(default_factory=list)
-    sampling_log_probs: list[float] | None = None
+    sampling_log_probs: Sequence[float] | None = None
     """Log-probs in the distribution that was sampled from, after penalties and filters; None where `log_probs` are."""
 
 

@@ -65,12 +65,12 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
     prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
     responses = [output.token_ids for output in outputs]
     response_BR, response_mask_BR = _pad(responses, pad_token_id, left=False)
-    log_probs_BR, _ = _pad([output.log_probs for output in outputs], 0.0, left=False, dtype=np.float32)
+    log_probs_BR = _like([output.log_probs for output in outputs], response_mask_BR)
     attention_mask = torch.cat([prompt_mask_BP, response_mask_BR], -1)
     drawn: dict[str, torch.Tensor] = {}
     if any(output.sampling_log_probs is not None for output in outputs):
-        rows = [output.sampling_log_probs or output.log_probs for output in outputs]
-        drawn["sampling_log_probs"] = _pad(rows, 0.0, left=False, dtype=np.float32)[0]
+        rows = [x.log_probs if x.sampling_log_probs is None else x.sampling_log_probs for x in outputs]
+        drawn["sampling_log_probs"] = _like(rows, response_mask_BR)
     return DataProto.from_dict(
         tensors={
             **drawn,
@@ -95,13 +95,18 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     return array
 
 
-def _pad(
-    rows: Sequence[Sequence[Any]], value: Any, *, left: bool, dtype: Any = np.int64
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _like(rows: Sequence[Any], mask_BR: torch.Tensor) -> torch.Tensor:
+    """Numbers of each response where its tokens are, and 0 elsewhere."""
+    padded = np.zeros(mask_BR.shape, np.float32)
+    padded[mask_BR.numpy().astype(bool)] = np.concatenate([np.asarray(row, np.float32) for row in rows])
+    return torch.from_numpy(padded)
+
+
+def _pad(rows: Sequence[Sequence[int]], value: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     width = int(lengths.max())
     places = np.arange(width)
     real = places >= width - lengths[:, None] if left else places < lengths[:, None]
-    padded = np.full(real.shape, value, dtype)
-    padded[real] = np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum()))
+    padded = np.full(real.shape, value, np.int64)
+    padded[real] = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
     return torch.from_numpy(padded), torch.from_numpy(real.astype(np.int64))

@@ -11,6 +11,7 @@ import pytest
 from forked import Forked
 
 from posttrain import cli
+from posttrain.rollout.base import Output
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,20 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     assert ours["packages"]["torch"] and ours["python"] and ours["settings"]["engine"].startswith("hf")
     assert [run["tokens"] for run in ours["runs"]] == [16] and ours["runs"][0]["log_probs"]
     assert ours["best"] == ours["median"] == pytest.approx(16 / ours["runs"][0]["seconds"])
+
+
+def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, capsys):
+    file = tmp_path / "rollout.json"
+    sizes = ("--n", "2", "--tokens", "4", "--prompt-tokens", "3", "--repeat", "1", "--threads", "1")
+    command = ("rollout", "--only", "hf", "--model", str(tiny), "--work", "small,group", *sizes, "--json", str(file))
+    status, out, err = run(capsys, *command)
+    assert status == 0 and err.count("hf: loading") == 1
+    assert out.count("64 prompts") == 1 and out.count("128 prompts") == 1 and len(re.findall(r"^hf ", out, re.M)) == 2
+    works = json.loads(file.read_text())["works"]
+    runs = {name: [run["tokens"] for run in work["systems"]["hf"]["runs"]] for name, work in works.items()}
+    assert runs == {"small": [64 * 2 * 4], "group": [128 * 2 * 4]}
+    status, _, err = run(capsys, "rollout", "--model", str(tiny), "--work", "small,tail", "--only", "hf")
+    assert status == 2 and "slots differ" in err
 
 
 def test_generate_computes_to_the_longest_row_and_only_useful_tokens_count(tiny: Path, tmp_path: Path, capsys):
@@ -101,17 +116,58 @@ def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Pa
     assert shared["moved"] == 0 and copied["moved"] == copied["bytes"] == shared["bytes"] > 0
 
 
-def test_sweep_writes_points_and_a_picture(tiny: Path, tmp_path: Path, capsys):
+def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
+    """Long rows are fewer and begin after a given prefix; models are compared at one point, which is measured once."""
     file, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
-    sizes = ("--rows", "1,2", "--lengths", "2,4", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
+    sizes = ("--rows", "1,2", "--lengths", "2,4,32", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
+    long = ("--whole", "4", "--tail", "3", "--most-tokens", "32", "--models", "1m")
     files = ("--json", str(file), "--svg", str(picture))
-    status, out, _ = run(capsys, "sweep", "--engine", "hf", "--model", str(tiny), *sizes, *files)
+    status, out, _ = run(capsys, "sweep", "--engine", "hf", "--model", "1m", *sizes, *long, *files)
     assert status == 0 and "GFLOP/s" in out and "by length of the response" in out
+    assert "measured after a given prefix, of 32: the last 3 tokens" in out and re.search(r"^ +1m +2 +2 ", out, re.M)
     found = json.loads(file.read_text())
     assert [point["rows"] for point in found["by_rows"]] == [1, 2]
-    assert [point["tokens"] for point in found["by_length"]] == [2, 4]
-    assert all(0 < point["floor_us"] < point["us_per_token"] for point in found["by_rows"] + found["by_length"])
-    assert picture.read_text().startswith("<svg") and "floor of this machine" in picture.read_text()
+    assert [(point["rows"], point["tokens"], point.get("prefix")) for point in found["by_length"]] == [
+        (2, 2, None), (2, 4, None), (1, 32, 29)
+    ]  # fmt: skip
+    (of_model,) = found["by_model"]
+    assert of_model["seconds"] == found["by_rows"][1]["seconds"] and of_model["parameters"] == 1_069_184
+    points = found["by_rows"] + found["by_length"] + found["by_model"]
+    assert all(0 < point["floor_us"] < point["us_per_token"] for point in points)
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg") and "floor of this machine" in drawn and ">1 rows<" in drawn and ">1m<" in drawn
+
+
+def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompts(tmp_path: Path, monkeypatch):
+    from posttrain.bench.ours import sweep
+
+    class Engine:
+        """Two rows that are let in one after the other and make a token in every step."""
+
+        def __init__(self):
+            self.rows, self.waiting = {}, []
+
+        def submit(self, request):
+            assert len(request.prompt_ids) == 5
+            self.waiting.append(request)
+
+        def has_work(self):
+            return bool(self.rows or self.waiting)
+
+        def running_tokens(self):
+            return sum(self.rows.values())
+
+        def step(self):
+            if self.waiting:
+                self.rows[self.waiting.pop(0).id] = 1
+                return []
+            self.rows = {row: count + 1 for row, count in self.rows.items()}
+            ended = [row for row, count in self.rows.items() if count == 4]
+            return [Output(row, [0] * self.rows.pop(row), [0.0], "length") for row in ended]
+
+    monkeypatch.setattr(sweep, "_drawn", lambda job: (Engine(), "an engine"))
+    _, ask = sweep.start({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
+    assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
 
 
 @pytest.mark.parametrize(

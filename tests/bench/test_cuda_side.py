@@ -12,6 +12,7 @@ import pytest
 from posttrain.bench.chips import Place, chip_called, find_place
 from posttrain.bench.contest import Contest, Entry
 from posttrain.bench.floor import decoding_floor, shape_of, update_flops
+from posttrain.bench.ours.step import peak
 from posttrain.bench.presets import PRESETS
 from posttrain.bench.progress import Line
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
@@ -165,3 +166,8 @@ def test_a_device_that_is_not_there_is_said():
     assert find_place("auto").kind == "cpu"
     with pytest.raises(UserError, match="--device cuda: torch sees no CUDA device here; give --device cpu"):
         find_place("cuda")
+
+
+def test_the_peak_of_a_contest_of_steps_is_that_of_its_fullest_step_in_binary_units():
+    lines = [{"perf/memory_gb": 3.0}, {"perf/memory_gb": 8.589934592}, {"perf/memory_gb": 5.0}]
+    assert peak(lines) == pytest.approx(8.0, abs=1e-9)

@@ -120,6 +120,13 @@ def test_more_processes_of_torchrun_than_this_machine_has_cores_name_its_own_fla
     assert "asks for 8 workers" in said and "set --nproc_per_node to 2 or less" in said
 
 
+def test_many_workers_on_a_machine_without_a_gpu_are_told_of_one_and_never_of_none(problems, monkeypatch):
+    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
+    said = problems("trainer.device=cuda", "trainer.n_gpus_per_node=4", environment=True)
+    assert "this machine has 0 GPU(s)" in said and "set trainer.n_gpus_per_node to 1 or less" in said
+    assert "asks for" not in problems("trainer.device=cuda", environment=True)
+
+
 def test_D_24_module_and_command_start_the_same_program():
     """`--cfg job` of the module and of `posttrain train` give the same tree for the same keys."""
     keys = ["preset=embedded", "trainer.seed=5", "--cfg", "job"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def python_of(readme: str) -> str:
     return blocks[0]
 
 
-def test_the_python_snippet_runs_as_printed(tmp_path, own_cache):
+def test_the_python_snippet_runs_as_printed(tmp_path, own_cache, forked):
     """With a tiny model in the embedded one's place and 2 steps in place of 20; nothing else is changed."""
     folder = embedded_folder()
     write_files(folder, arithmetic_rows(max_operand=10))
@@ -34,7 +33,7 @@ def test_the_python_snippet_runs_as_printed(tmp_path, own_cache):
     assert code.count('"trainer.total_training_steps": 20}') == 1
     (tmp_path / "snippet.py").write_text(code.replace('steps": 20}', 'steps": 2, "data.train_batch_size": 20}'))
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "snippet.py"], cwd=tmp_path, capture_output=True, text=True, env=env)
+    done = subprocess.run([forked.python, "snippet.py"], cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     last, number = done.stdout.splitlines()[-2:]
     assert re.fullmatch(r"finished at step 2, val/math_reasoning/mean@1 [\d.]+: outputs/embedded/grpo-1", last)

@@ -58,6 +58,44 @@ def test_what_is_wrong_in_several_areas_is_said_once_without_advice_that_is_refu
     assert len(said) == 2 and "shows no GPU" in said[0] and "posttrain plan --gpu_gb" in said[1], said
 
 
+def renamed(desk: Desk, column: str, to: str) -> None:
+    for rows in (desk.train, desk.val):
+        for row in rows:
+            row[to] = row.pop(column)
+
+
+def test_rows_without_a_prompt_are_told_of_and_not_taken_for_the_same_row_again_and_again(desk):
+    renamed(desk, "prompt", "question")
+    assert len(said := look(desk, QUICK)) == 2 and all("column 'prompt'" in text for text in said), said
+
+
+@pytest.mark.parametrize("program", ["train", "sft"])
+def test_conversations_of_sharegpt_come_with_what_to_do(desk, program):
+    if program == "sft":
+        sound_runs.ALL["sft on prompts with responses"](desk)
+    renamed(desk, "prompt", "conversations")
+    for row in (*desk.train, *desk.val):
+        row["conversations"] = [{"from": "human", "value": row["conversations"]}]
+    first = look(desk, ["data"])[0]
+    key = "data.multiturn.messages_key" if program == "sft" else "data.prompt_key"
+    assert "'from' to 'role'" in first and "'value' to 'content'" in first and f"set {key}=conversations" in first
+
+
+def test_a_template_that_fails_on_any_prompt_is_one_error_of_the_template(desk):
+    desk.template = "{{ raise_exception('no') }}"
+    (said,) = {text.split("row 1")[0] for text in look(desk, QUICK)}
+    assert said.startswith("error, template: The chat template refused the prompt of ")
+
+
+def test_a_missing_file_of_the_weights_is_one_error_however_many_checks_stumble_over_it(desk):
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    desk.spoil.append(lambda desk: (desk.model / "model.safetensors.index.json").write_text(json.dumps(index)))
+    report = examine(desk.lay(), [*QUICK, "memory"])
+    (error,) = [finding.what for finding in report.findings if finding.level == ERROR]
+    assert "model-00002-of-00002.safetensors" in error
+    assert any("names files that are not there" in fact for fact in report.facts["template"])
+
+
 @pytest.mark.parametrize("name", sound_runs.ALL)
 def test_nothing_is_invented_on_a_sound_run(desk, name):
     sound_runs.ALL[name](desk)

@@ -48,10 +48,19 @@ def test_peaks_of_a_step_are_those_that_were_measured(tmp_path, name, measured):
 def test_a_kept_cache_and_captured_steps_stay_in_every_stage_and_a_large_cache_does_not(tmp_path):
     kept = plan(tmp_path, "0.5b")
     for part in ("KV cache", CAPTURED):
-        assert len({parts[part] for parts in kept.stages.values()}) == 1 and kept.largest(part) > 0
+        assert part not in kept.stages["load"] and kept.largest(part) > 0
+        assert len({parts[part] for stage, parts in kept.stages.items() if stage != "load"}) == 1
     small = Device("cuda", 24 * GIB, "a GPU of 24 GiB")  # 3.5 GiB of cache are more than an eighth of it
     given_back = plan(tmp_path, "0.5b", small)
     assert given_back.stages["generate"]["KV cache"] > 3 * GIB and "KV cache" not in given_back.stages["update"]
+
+
+def test_while_models_are_loaded_there_are_weights_and_masters_and_of_adapters_room_to_join_matrices(tmp_path):
+    whole, adapted = plan(tmp_path, "0.5b"), plan(tmp_path, "0.5b", actor_rollout_ref__model__lora_rank=32)
+    weights = whole.largest("actor weights")
+    assert whole.peak("load") == weights + 2 * weights, "bfloat16, and float32 masters of it"
+    joined = 2 * 4864 * 896 * 2  # gate and up
+    assert adapted.peak("load") == adapted.largest("actor weights") + joined
 
 
 def test_nothing_is_gathered_where_a_kernel_reads_the_cache(tmp_path):

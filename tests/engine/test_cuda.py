@@ -35,6 +35,29 @@ def test_gradient_is_the_same_packed_padded_shared_and_split(cuda_engine, dtype,
         assert float((part - whole).norm() / whole.norm()) < limit, layout
 
 
+def test_matrices_in_bfloat16_get_their_gradients_added_up_in_float32_by_the_products(cuda_engine, monkeypatch):
+    from posttrain.engine.optim import Optimizer
+
+    batch = ragged_batch(dtype=torch.float32, prompts=5)
+    gathered = Optimizer.gather_gradients
+    left = set()
+
+    def gather(self):
+        left.update(name for name, weight in zip(self.names, self.weights, strict=True) if weight.grad is not None)
+        gathered(self)
+
+    monkeypatch.setattr(Optimizer, "gather_gradients", gather)
+    exact = gradient(cuda_engine(torch.float32, max_rows=1), batch, objective())
+    left.clear()
+    added = gradient(cuda_engine(torch.bfloat16, max_rows=1), batch, objective())
+    assert not any("proj.weight" in name for name in left)
+    monkeypatch.setattr(Optimizer, "open_sums", lambda self: None)
+    rounded = gradient(cuda_engine(torch.bfloat16, max_rows=1), batch, objective())
+    assert any("proj.weight" in name for name in left)
+    off = [float((found.float() - exact).norm() / exact.norm()) for found in (added, rounded)]
+    assert off[0] < 1.05 * off[1] < 0.1
+
+
 def test_S4_20_S4_21_S3_56_offload_frees_the_device_and_changes_no_number(cuda_engine):
     batch = ragged_batch(dtype=torch.float32, prompts=5)
     plain, away = cuda_engine(torch.float32), cuda_engine(torch.float32, param_offload=True, optimizer_offload=True)

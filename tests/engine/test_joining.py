@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.engine import facts as facts_module
-from posttrain.engine.facts import JOINING, facts_of
+from posttrain.engine.facts import WIDTH, facts_of, joining_cost
 from posttrain.engine.packing import plan_passes
 from posttrain.models.loading import load_causal_lm
 from posttrain.rollout.base import Output
@@ -39,18 +39,19 @@ def tokens(data, facts) -> int:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "shared"),
+    ("width", "prompt", "response", "shared"),
     [
-        (128, 512, False),  # 4,224 tokens instead of 5,120: a sixth, less than joining costs
-        (128, 256, True),  # 2,176 instead of 3,072
-        (512, 128, True),
-        (16, 512, False),
+        (WIDTH, 128, 512, True),  # 4,224 tokens instead of 5,120
+        (WIDTH, 512, 128, True),
+        (WIDTH, 16, 512, False),
+        (WIDTH // 2, 48, 512, False),  # 4,144 tokens instead of 4,480: a thirteenth, less than joining costs
+        (2 * WIDTH, 48, 512, True),
     ],
 )
-def test_prompts_are_shared_where_that_saves_more_than_joining_costs(facts, prompt, response, shared):
-    data, joined = batch(prompt, response), replace(facts, joining=JOINING)
+def test_prompts_are_shared_where_that_saves_more_than_joining_costs(facts, width, prompt, response, shared):
+    data, joined = batch(prompt, response), replace(facts, joining=joining_cost(width))
     together, apart = prompt + 8 * response, 8 * (prompt + response)
-    assert (together * (1 + JOINING) <= apart) == shared
+    assert (together * (1 + joining_cost(width)) <= apart) == shared
     assert tokens(data, joined) == (together if shared else apart)
     assert tokens(data, facts) == together, "where nothing is joined a shared prompt is always cheaper"
 
@@ -58,4 +59,4 @@ def test_prompts_are_shared_where_that_saves_more_than_joining_costs(facts, prom
 def test_joining_costs_something_on_a_cuda_device_alone(facts, module, monkeypatch):
     assert facts.joining == 0.0
     monkeypatch.setattr(facts_module, "on_cuda", lambda weight: True)
-    assert facts_of(module, packed=True).joining == JOINING > 0
+    assert facts_of(module, packed=True).joining == joining_cost(module.config.hidden_size) > 0

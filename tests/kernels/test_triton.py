@@ -211,11 +211,39 @@ def test_pieces_of_shared_prompts_for_flash_attention():
     sight = Sight.of([8, 4, 4], segment)
     found = Pieces.of(sight.unit_starts, sight.prompts, sight.first, torch.device(DEVICE))
     assert found.own.tolist() == [0, 3, 5, 8, 12, 14, 15, 16], "a prompt with a single response is one plain row"
+    assert found.response_R.tolist() == [3, 4, 5, 6, 7, 14, 15]
+    assert found.prompt_P.tolist() == [0, 1, 2, 0, 1, 2, 12, 13, 12, 13], "a copy for each response"
+    queries, keys, longest_query, longest_key = found.over
+    assert queries.tolist() == [0, 2, 5, 6, 7] and keys.tolist() == [0, 3, 6, 8, 10]
+    assert (longest_query, longest_key) == (3, 3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = Pieces.of(sight.unit_starts, sight.prompts, sight.first, torch.device(DEVICE))
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert found.response_R.tolist() == [3, 4, 5, 6, 7, 14, 15] and found.prompt_P.tolist() == [0, 1, 2, 12, 13]
     queries, keys, longest_query, longest_key = found.over
     assert queries.tolist() == [0, 5, 7] and keys.tolist() == [0, 3, 5] and (longest_query, longest_key) == (5, 3)
+    long = Sight.of([9], np.array([0] * 6 + [1, 1, 2]))
+    found = Pieces.of(long.unit_starts, long.prompts, long.first, torch.device(DEVICE))
+    assert found.prompt_P.tolist() == [*range(6)], "copies of 12 tokens would be more than the pass of 9"
     plain = Sight.of([3, 4], None)
     assert Pieces.of(plain.unit_starts, plain.prompts, plain.first, torch.device(DEVICE)).over is None
+
+
+@each_dtype
+def test_parts_of_an_attention_are_joined_by_their_sums(dtype):
+    from posttrain.kernels.cuda.join_parts import join_parts
+
+    out, over = draw(9, 3, 40, dtype=dtype, seed=6), draw(4, 3, 40, dtype=dtype)
+    logsum, over_logsum, places = draw(3, 9), 2 * draw(3, 4), torch.tensor([1, 2, 5, 8]).to(DEVICE)
+    both = torch.logaddexp(logsum[:, places], over_logsum)
+    wanted, sums = out.float(), logsum.clone()
+    shares = [(x - both).exp().T[..., None] for x in (logsum[:, places], over_logsum)]
+    wanted[places], sums[:, places] = out[places].float() * shares[0] + over.float() * shares[1], both
+    join_parts(out, logsum, over, over_logsum, places)
+    near(out, wanted)
+    near(logsum, sums)
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="torch's flash attention needs a CUDA device")

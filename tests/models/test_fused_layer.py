@@ -1,14 +1,16 @@
 """The fused training layer against transformers' own, in value and gradient, and where it must not be used."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
+from posttrain.engine import fsdp
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.kernels import compiled, packed_attention, train
+from posttrain.kernels import compiled, gradient_sums, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_layer
 from posttrain.models.forward import hidden_states
@@ -81,6 +83,25 @@ def test_equals_transformers_in_value_and_gradient(kind, shared, end_to_end, mon
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
+@needs_compiler
+@pytest.mark.parametrize("order", [1, -1], ids=["end to end", "in pieces"])
+def test_gradients_of_matrices_are_added_to_sums_that_wait_for_them(order, monkeypatch):
+    model = tiny("qwen3")
+    fuse_layers(model)
+    place = layout()
+    _, plain, _ = passes(model, place, fused=True, monkeypatch=monkeypatch)
+    taken = {name: weight for name, weight in model.named_parameters() if "proj.weight" in name}
+    sums = gradient_sums.open_sums(list(taken.values())[::order])
+    for _ in range(2):
+        _, left, _ = passes(model, place, fused=True, monkeypatch=monkeypatch)
+        assert not taken.keys() & left.keys() and plain.keys() == taken.keys() | left.keys()
+    for name, total in zip(list(taken)[::order], sums, strict=True):
+        torch.testing.assert_close(total, 2 * plain[name], rtol=1e-5, atol=1e-6)
+    gradient_sums.close_sums(list(taken.values()))
+    _, again, _ = passes(model, place, fused=True, monkeypatch=monkeypatch)
+    assert again.keys() == plain.keys()
+
+
 def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them_so(monkeypatch):
     model = tiny("qwen2")
     before = {name: weight.clone() for name, weight in model.named_parameters()}
@@ -93,6 +114,14 @@ def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
     y = fused_layer._product(x, tuple(part.weight for part in parts), tuple(part.bias for part in parts))
     assert y.shape[1] == sum(part.out_features for part in parts) and not joined
+
+
+def test_weights_that_are_cut_over_ranks_stay_where_they_were_mapped(monkeypatch):
+    model = tiny("qwen2")
+    places = [weight.data_ptr() for weight in model.parameters()]
+    monkeypatch.setattr(fsdp, "shard", lambda *args: None)
+    FSDPEngine(model, EngineSettings(device=torch.device("cpu"), ranks=SimpleNamespace(sequence_size=1)))
+    assert [weight.data_ptr() for weight in model.parameters()] == places
 
 
 @needs_compiler

@@ -43,6 +43,23 @@ def test_a_line_that_moved_away_is_named(mutants):
     assert "there is no test" in replace(mutants[0], test="tests/algorithms/test_losses.py::test_gone").problem()
 
 
+def test_a_verdict_goes_into_the_page_as_it_comes_and_the_others_stay_unless_they_are_to_be_forgotten(
+    script, mutants, tmp_path, monkeypatch
+):
+    page = tmp_path / "mutants.md"
+    page.write_text(f"# A page\n{script.MARK}\nold")
+    monkeypatch.setattr(script, "TABLE", page)
+    first, second = mutants[:2]
+    script.write_page([(first, "caught")])
+    script.write_page([(second, "SURVIVED")])
+    known = script.known_verdicts(page.read_text())
+    assert known[first.row()] == "caught" and known[second.row()] == "SURVIVED"
+    assert f"{len(mutants)} mutants, 1 caught." in page.read_text() and page.read_text().startswith("# A page")
+    script.write_page([], forget=True)
+    known = script.known_verdicts(page.read_text())
+    assert {known[mutant.row()] for mutant in mutants} == {"not tried"}
+
+
 def test_every_setting_has_a_mutant_or_a_reason_to_have_none(script, mutants):
     from posttrain.config.reward_trainer import RewardTrainerConfig
     from posttrain.config.root import PPOConfig

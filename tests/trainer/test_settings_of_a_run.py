@@ -14,11 +14,14 @@ from light_rewards import always_right
 from runs import metrics_of, run, settings
 
 import posttrain
+from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
+from posttrain.rewards import resolve_reward
 from posttrain.tracking.by_step import TIMELINE, read_lines
 from posttrain.tracking.samples import sample_files, validation_files
 from posttrain.tracking.vocabulary import read_vocabulary
+from posttrain.trainer.evaluation.scoring import Scoring
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs, tolerance
@@ -279,6 +282,15 @@ def test_the_reward_settings_of_a_run_decide_the_scores(tiny_model, sums, tmp_pa
     late = [row for row in rows if row["score"] == -3.0]
     assert all(sum(map(ord, row["response"])) % 4 == 0 and "0.4" in row["error"] for row in late)
     assert workers == [3] and len(list(tmp_path.glob("worker_*"))) >= 3
+
+
+def test_unless_said_there_is_a_reward_worker_for_each_core_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 5}, raising=False)
+    with Scoring(PPOConfig(), ["math_reasoning"], print) as scoring:
+        assert scoring._pool._crew._size == 2
+    with runner._reward_pool(resolve_reward(CustomRewardConfig()), RewardConfig(), {"math_reasoning"}) as pool:
+        assert pool._crew._size == 2
 
 
 def test_several_rewards_of_a_run_are_summed_by_weight(tiny_model, sums, tmp_path):

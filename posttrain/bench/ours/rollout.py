@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.bench.peers.wire import rollout_answer, serve, timed
+from posttrain.bench.peers.wire import rollout_answer, rows_of, serve, timed
 from posttrain.trainer.constants_ppo import apply_environment
 
 
@@ -29,18 +29,19 @@ def start(job: dict[str, Any]):
     from posttrain.rollout.generate import generate
 
     engine, name = load(job)
-    samplings = [Sampling(max_tokens=n, temperature=job["temperature"]) for n in job["lengths"]]
 
-    def batch(seed: int) -> list[Any]:
+    def batch(prompts: list[list[int]], samplings: list[Sampling], seed: int) -> list[Any]:
         engine.wake()
-        outputs = generate(engine, job["prompts"], samplings, [seed * 1_000_003 + row for row in range(len(samplings))])
+        outputs = generate(engine, prompts, samplings, [seed * 1_000_003 + row for row in range(len(samplings))])
         engine.sleep()
         return outputs
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, outputs = timed(lambda: batch(request["seed"]))
+        prompts, lengths = rows_of(job, request)
+        samplings = [Sampling(max_tokens=n, temperature=job["temperature"]) for n in lengths]
+        seconds, outputs = timed(lambda: batch(prompts, samplings, request["seed"]))
         made = [len(output.token_ids) for output in outputs]
-        return rollout_answer(seconds, job["lengths"], made, [len(output.log_probs) for output in outputs])
+        return rollout_answer(seconds, lengths, made, [len(output.log_probs) for output in outputs])
 
     return {"engine": name}, run
 

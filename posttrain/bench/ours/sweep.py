@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from posttrain.bench.ours.rollout import load
-from posttrain.bench.peers.wire import serve, timed
+from posttrain.bench.peers.wire import serve
 from posttrain.bench.workload import make_workload
 from posttrain.trainer.constants_ppo import apply_environment
 
@@ -13,32 +14,58 @@ from posttrain.trainer.constants_ppo import apply_environment
 def start(job: dict[str, Any]):
     from posttrain.bench.machine import bandwidths, peak_flops
     from posttrain.models.loading import DTYPES
-    from posttrain.rollout.base import Sampling
-    from posttrain.rollout.generate import generate
+    from posttrain.rollout.base import Request, Sampling
+    from posttrain.rollout.generate import advance
 
-    engine, name = load(job)
+    engine, name = _drawn(job) if job["drawn"] else load(job)
 
     def machine() -> dict[str, Any]:
         where = job["device"]
         return {"peak_flops": peak_flops(DTYPES[job["dtype"]], device=where), "bandwidth": bandwidths(device=where)}
 
-    def point(rows: int, tokens: int, seed: int) -> dict[str, Any]:
+    def point(rows: int, tokens: int, seed: int, prefix: int | None) -> dict[str, Any]:
+        """Seconds and tokens of `rows` responses; after a `prefix` they count once all of them have begun."""
+        prompt = prefix or job["prompt_tokens"]
         work = make_workload(
-            prompts=rows,
-            n=1,
-            prompt_tokens=job["prompt_tokens"],
-            tokens=tokens,
-            kind="fixed",
-            vocab_size=job["vocab_size"],
+            prompts=rows, n=1, prompt_tokens=prompt, tokens=tokens, kind="fixed", vocab_size=job["vocab_size"]
         )
-        sampling = [Sampling(max_tokens=tokens)] * rows
-        seconds, outputs = timed(lambda: generate(engine, work.prompts, sampling, list(range(seed, seed + rows))))
-        return {"seconds": seconds, "tokens": sum(len(output.token_ids) for output in outputs)}
+        before, started, made = 0, time.perf_counter(), 0
+        for row, ids in enumerate(work.prompts):
+            engine.submit(Request(row, ids, Sampling(max_tokens=tokens), seed + row))
+        if prefix:
+            made = sum(
+                len(output.token_ids) for output in advance(engine, until=lambda: engine.running_tokens() >= rows)
+            )
+            before, started = made + engine.running_tokens(), time.perf_counter()
+        while engine.has_work():
+            made += sum(len(output.token_ids) for output in advance(engine))
+        seconds = time.perf_counter() - started
+        if made != rows * tokens or made == before:
+            raise RuntimeError(f"{made} tokens were made instead of {rows * tokens}, {before} of them with the prompts")
+        return {"seconds": seconds, "tokens": made - before}
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        return machine() if request.get("machine") else point(request["rows"], request["tokens"], request["seed"])
+        if request.get("machine"):
+            return machine()
+        return point(request["rows"], request["tokens"], request["seed"], request["prefix"])
 
     return {"engine": name}, run
+
+
+def _drawn(job: dict[str, Any]) -> tuple[Any, str]:
+    """As `load`, over random weights that are drawn here instead of being read."""
+    import torch
+
+    from posttrain.bench.presets import draw
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.rollout import RolloutConfig
+    from posttrain.models.loading import DTYPES, load_tokenizer, proved
+    from posttrain.rollout.engines import build_engine
+
+    torch.set_num_threads(job["threads"])
+    module = proved(draw(job["model"], DTYPES[job["dtype"]], job["device"]).eval(), f"--model {job['model']}")
+    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["slots"], **job["settings"])
+    return build_engine(settings, module, load_tokenizer(ModelConfig(path=job["model"])))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wire import rollout_answer, serve, timed  # pyright: ignore
+from wire import largest, rollout_answer, rows_of, serve, shares_prompts, timed  # pyright: ignore
 
 
 def start(job: dict[str, Any]):
@@ -14,19 +14,18 @@ def start(job: dict[str, Any]):
     torch.set_num_threads(job["threads"])
     model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=job["dtype"], attn_implementation="sdpa")
     model = model.eval().to(job["device"])
-    longest = max(len(prompt) + n for prompt, n in zip(job["prompts"], job["lengths"], strict=True))
-    rows = len(job["prompts"])
+    rows, longest = largest(job)
     page = 32
     settings = {
         "page_size": page,
         "num_blocks": rows * (longest // page + 2),
         "max_batch_tokens": max(1024, rows),
         "max_requests_per_batch": rows,
-        "allow_block_sharing": len({tuple(prompt) for prompt in job["prompts"]}) < rows,
+        "allow_block_sharing": shares_prompts(job),
         **job["settings"],
     }
     sampling = GenerationConfig(
-        do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0, max_new_tokens=max(job["lengths"])
+        do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0, max_new_tokens=longest
     )
     sampling.eos_token_id = -1
     manager = model.init_continuous_batching(
@@ -35,13 +34,13 @@ def start(job: dict[str, Any]):
     )
     manager.start()
 
-    def batch() -> dict[str, Any]:
+    def batch(prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
         names = [
             manager.add_request(list(prompt), max_new_tokens=n, eos_token_id=-1)
-            for prompt, n in zip(job["prompts"], job["lengths"], strict=True)
+            for prompt, n in zip(prompts, lengths, strict=True)
         ]
         done: dict[str, Any] = {}
-        while len(done) < rows:
+        while len(done) < len(prompts):
             result = manager.get_result(timeout=1)
             if result is not None and result.error:
                 raise RuntimeError(result.error)
@@ -52,9 +51,10 @@ def start(job: dict[str, Any]):
         return {name: done[name] for name in names}
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, done = timed(batch)
+        prompts, lengths = rows_of(job, request)
+        seconds, done = timed(lambda: batch(prompts, lengths))
         tokens = [len(result.generated_tokens) for result in done.values()]
-        return rollout_answer(seconds, job["lengths"], tokens, [len(result.logprobs) for result in done.values()])
+        return rollout_answer(seconds, lengths, tokens, [len(result.logprobs) for result in done.values()])
 
     return settings, run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wire import rollout_answer, serve, timed  # pyright: ignore
+from wire import largest, rollout_answer, rows_of, serve, shares_prompts, timed  # pyright: ignore
 
 
 def on_cuda(slots: int, longest: int) -> dict[str, Any]:
@@ -26,9 +26,8 @@ def on_cuda(slots: int, longest: int) -> dict[str, Any]:
 def start(job: dict[str, Any]):
     from vllm import LLM, SamplingParams  # pyright: ignore
 
-    rows = len(job["prompts"])
-    shared = len({tuple(prompt) for prompt in job["prompts"]}) < rows
-    longest = max(len(prompt) + n for prompt, n in zip(job["prompts"], job["lengths"], strict=True))
+    rows, longest = largest(job)
+    shared = shares_prompts(job)
     settings = {
         "dtype": job["dtype"],
         "max_num_seqs": job["slots"] or rows,
@@ -42,21 +41,19 @@ def start(job: dict[str, Any]):
         **job["settings"],
     }
     llm = LLM(model=job["model"], seed=0, **settings)
-    prompts: Any = [{"prompt_token_ids": list(prompt)} for prompt in job["prompts"]]
-    sampling = [
-        SamplingParams(
+
+    def sampling(tokens: int) -> Any:
+        return SamplingParams(
             temperature=job["temperature"],
             top_p=1.0,
             top_k=0,
-            max_tokens=n,
+            max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
             logprobs=0,
         )
-        for n in job["lengths"]
-    ]
 
-    def batch():
+    def batch(prompts: Any, sampling: list[Any]):
         outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
         log_probs = [
             [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
@@ -67,8 +64,10 @@ def start(job: dict[str, Any]):
     def run(request: dict[str, Any]) -> dict[str, Any]:
         if shared:
             llm.reset_prefix_cache()
-        seconds, (tokens, log_probs) = timed(batch)
-        return rollout_answer(seconds, job["lengths"], [*map(len, tokens)], [*map(len, log_probs)])
+        rows, lengths = rows_of(job, request)
+        prompts, samplings = [{"prompt_token_ids": row} for row in rows], [sampling(n) for n in lengths]
+        seconds, (tokens, log_probs) = timed(lambda: batch(prompts, samplings))
+        return rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
 
     return settings, run
 

@@ -64,6 +64,26 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
+def rows_of(job: Job, request: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+    """(prompts, response lengths) of the work that is asked for; while warming up, of at most `most` tokens."""
+    work = job["works"][request.get("work", 0)]
+    most = request.get("most")
+    return work["prompts"], work["lengths"] if most is None else [min(n, most) for n in work["lengths"]]
+
+
+def largest(job: Job) -> tuple[int, int]:
+    """(rows, tokens of the longest row with its prompt) of the largest work."""
+    longest = [
+        len(prompt) + n for work in job["works"] for prompt, n in zip(work["prompts"], work["lengths"], strict=True)
+    ]
+    return max(len(work["prompts"]) for work in job["works"]), max(longest)
+
+
+def shares_prompts(job: Job) -> bool:
+    """Whether some prompt has several rows."""
+    return any(len({tuple(prompt) for prompt in work["prompts"]}) < len(work["prompts"]) for work in job["works"])
+
+
 def rollout_answer(
     seconds: float, wanted: Sequence[int], made: Sequence[int], log_probs: Sequence[int]
 ) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import triton.language as tl
 
 KEYS_AT_ONCE = 64
 PROGRAMS = 1024  # programs that keep the device busy; fewer rows than that are cut into pieces
+NONE = tl.constexpr(-1e30)  # the score of a place that nobody sees; finite, and any real score makes its weight 0
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -36,32 +38,40 @@ def _decode(
     length = tl.load(LENGTHS + row)  # places of the row, the prompt's empty ones included
     prompt = tl.load(PROMPTS + row)
     full = (prompt + BLOCK - 1) // BLOCK * BLOCK
-    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    g, d, n = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
     base = row.to(tl.int64) * (KV * G * D) + head * G * D
     q = tl.load(Q + base + g[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
-    best = tl.full([GP], float("-inf"), tl.float32)
+    best = tl.full([GP], NONE, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     each = (length + SPLITS * N - 1) // (SPLITS * N) * N
     begin = split * each
     end = tl.minimum(begin + each, length)
     newest = length - 1 - (full - prompt)
+    inside = (n % BLOCK)[:, None] * D + d[None, :]
     for start in range(begin, end, N):
-        place = start + tl.arange(0, N)
+        place = start + n
         live = (place < end) & ((place < prompt) | (place >= full))
         if WINDOW:
             position = tl.where(place < full, place, place - full + prompt)
             live = live & (newest - position < window)
-        block = tl.load(TABLE + row * width + place // BLOCK, mask=place < end, other=0).to(tl.int64)
-        at = (block * KV + head) * (BLOCK * D) + (place % BLOCK) * D
-        scores = _block_scores(q, KEYS, at, live, scale, D, DP, EXACT)
-        scores = tl.where(live[None, :], scores, float("-inf"))
+        if N == BLOCK:
+            block = tl.load(TABLE + row * width + start // BLOCK).to(tl.int64)
+            at = (block * KV + head) * (BLOCK * D) + inside
+        else:
+            block = tl.load(TABLE + row * width + place // BLOCK, mask=place < end, other=0).to(tl.int64)
+            at = ((block * KV + head) * (BLOCK * D))[:, None] + inside
+        k = tl.load(KEYS + at, mask=(d < D)[None, :], other=0.0)
+        if EXACT:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(k))
+        scores = tl.where(live[None, :], scores * (scale * LOG2_E), NONE)
         higher = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp(scores - safe[:, None])
-        fade = tl.exp(best - safe)
+        p = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(best - higher)
         total = total * fade + tl.sum(p, 1)
-        v = tl.load(VALUES + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(VALUES + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
         if EXACT:
             acc = acc * fade[:, None] + tl.dot(p, v, input_precision="ieee")
         else:
@@ -84,7 +94,7 @@ def _join(PART, PART_MAX, PART_SUM, OUT, H: tl.constexpr, D: tl.constexpr, DP: t
     s, d = tl.arange(0, SPLITS), tl.arange(0, DP)
     part = (row * SPLITS + s) * H + head
     best = tl.load(PART_MAX + part)
-    weight = tl.exp(best - tl.max(best, 0))
+    weight = tl.exp2(best - tl.max(best, 0))
     total = tl.sum(weight * tl.load(PART_SUM + part), 0)
     acc = tl.load(PART + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     out = tl.sum(acc * weight[:, None], 0) / total
@@ -124,11 +134,14 @@ def decode_attention(
     if splits > 1:
         part = query_BHD.new_empty(rows, splits, heads, size, dtype=torch.float32)
         best, total = (query_BHD.new_empty(rows, splits, heads, dtype=torch.float32) for _ in range(2))
-    keys = KEYS_AT_ONCE if size <= 64 else KEYS_AT_ONCE // 2
+    # Small heads: a block at a time by one warp, of which many run beside each other.
+    keys, warps = (block, 1) if size <= 64 and not exact else (KEYS_AT_ONCE, 2)
+    if exact and size > 64:
+        keys = KEYS_AT_ONCE // 2
     _decode[(rows, key_heads, splits)](
         query_BHD, *cache, out, part, best, total, lengths_B, prompts_B, table_BN, scale, table_BN.shape[1],
         window or 0, *sizes, block, keys, splits, window is not None, exact,
-        num_warps=2, num_stages=1 if exact else 3,
+        num_warps=warps, num_stages=1 if exact else 2,
     )  # fmt: skip
     if splits > 1:
         _join[(rows, heads)](part, best, total, out, heads, size, triton.next_power_of_2(size), splits, num_warps=1)

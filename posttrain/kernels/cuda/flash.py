@@ -1,9 +1,9 @@
 """Attention of packed rows in training, by torch's own variable-length flash attention.
 
 Plain rows are one call, or cuDNN's where all of them are long (`long_rows.py`). Responses that share a prompt are two:
-every prompt and every response on its own, causally, and all responses of a unit over their prompt; the two are joined
-by the logarithms of their sums. On the way back each call is given the joined outputs and logarithms, and its gradients
-are then those of its own keys.
+every prompt and every response on its own, causally, and responses over their prompt; the two are joined by the
+logarithms of their sums. On the way back each call is given the joined outputs and logarithms, and its gradients are
+then those of its own keys.
 
 Shapes: T packed tokens, H heads, D head size, R tokens of responses that share a prompt, P tokens of those prompts.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import long_rows, to_device
+from posttrain.kernels.cuda.join_parts import join_parts
 
 _aten = torch.ops.aten
 
@@ -40,24 +41,43 @@ class Pieces:
         keep = (starts == unit_starts[unit]) | (responses[unit] > 1)
         own = np.append(starts[keep], unit_starts[-1]).astype(np.int32)
         found = cls(to_device(torch.from_numpy(own), device), np.diff(own).tolist())
-        shared = np.flatnonzero((prompts > 0) & (responses > 1))
-        if not len(shared):
-            return found
-        begin, middle, end = unit_starts[shared], unit_starts[shared] + prompts[shared], unit_starts[shared + 1]
-        places = np.arange(unit_starts[-1])
-        of_unit = np.searchsorted(unit_starts, places, side="right") - 1
-        is_shared = np.isin(of_unit, shared)
-        answers = places >= (unit_starts[:-1] + prompts)[of_unit]
-        queries, keys = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (end - middle, middle - begin))
-        found.response_R = to_device(torch.from_numpy(places[is_shared & answers]), device)
-        found.prompt_P = to_device(torch.from_numpy(places[is_shared & ~answers]), device)
-        ends = (to_device(torch.from_numpy(x), device) for x in (queries, keys))
-        found.over = (*ends, int((end - middle).max()), int((middle - begin).max()))  # pyright: ignore
+        if (over := _over_prompts(unit_starts, prompts, starts, unit, responses)) is not None:
+            response_R, prompt_P, queries, keys = over
+            found.response_R = to_device(torch.from_numpy(response_R), device)
+            found.prompt_P = to_device(torch.from_numpy(prompt_P), device)
+            ends = (np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (queries, keys))
+            ends = (to_device(torch.from_numpy(x), device) for x in ends)
+            found.over = (*ends, int(queries.max()), int(keys.max()))  # pyright: ignore
         return found
 
     @property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         return self.own, self.own, max(self.lengths), max(self.lengths)
+
+
+def _over_prompts(unit_starts: np.ndarray, prompts: np.ndarray, starts: np.ndarray, unit: np.ndarray, responses):
+    """(places of all tokens of responses that share a prompt, of the prompts they see, lengths of both by sequence).
+
+    Every response is a sequence of its own over a copy of its prompt: the way back has a program for each block of keys
+    of each sequence, and few would leave the device idle. Where prompts are so long that their copies would be more
+    than the pass itself, or sums must come in one order, the responses of a unit are one sequence.
+    """
+    mine = (prompts[unit] > 0) & (responses[unit] > 1) & (starts > unit_starts[unit])
+    if not mine.any():
+        return None
+    begin, of = starts[mine], unit[mine]
+    end = np.append(starts, unit_starts[-1])[1:][mine]
+    whole = torch.are_deterministic_algorithms_enabled() or prompts[of].sum() > unit_starts[-1]
+    if whole:
+        first = np.flatnonzero(np.diff(of, prepend=-1))
+        begin, of = begin[first], of[first]
+        end = unit_starts[of + 1]
+    return (
+        np.concatenate([np.arange(a, b) for a, b in zip(begin, end, strict=True)]),
+        np.concatenate([np.arange(unit_starts[u], unit_starts[u] + prompts[u]) for u in of]),
+        end - begin,
+        prompts[of],
+    )
 
 
 def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, scale):
@@ -78,12 +98,7 @@ def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: floa
     query = query_THD.index_select(0, pieces.response_R)
     key, value = (x.index_select(0, pieces.prompt_P) for x in (key_TKD, value_TKD))
     over_RHD, over_HR, *_ = _forward(query, key, value, *pieces.over, False, scale)
-    own_HR = logsum_HT.index_select(1, pieces.response_R)
-    both_HR = torch.logaddexp(own_HR, over_HR)
-    own_share, over_share = ((x - both_HR).exp().T[..., None] for x in (own_HR, over_HR))
-    joined = out.index_select(0, pieces.response_R) * own_share + over_RHD * over_share
-    out = out.index_copy(0, pieces.response_R, joined.to(out.dtype))
-    logsum_HT = logsum_HT.index_copy(1, pieces.response_R, both_HR)
+    join_parts(out, logsum_HT, over_RHD, over_HR, pieces.response_R)
     return out, logsum_HT, state
 
 
@@ -107,10 +122,12 @@ def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_
     key, value = (x.index_select(0, pieces.prompt_P) for x in (key_TKD, value_TKD))
     logsum = logsum_HT.index_select(1, pieces.response_R).contiguous()
     over = back(grad, query, key, value, out, logsum, pieces.over, False)
-    grad_query, grad_key, grad_value = grads
-    grad_query = grad_query.index_add(0, pieces.response_R, over[0])
-    return (
-        grad_query,
-        grad_key.index_add(0, pieces.prompt_P, over[1]),
-        grad_value.index_add(0, pieces.prompt_P, over[2]),
-    )
+    grad_query, *others = grads
+    grad_query.index_add_(0, pieces.response_R, over[0])
+    keys = (_added(own, pieces.prompt_P, more) for own, more in zip(others, over[1:], strict=True))
+    return grad_query, *keys
+
+
+def _added(own_TKD: torch.Tensor, prompt_P: torch.Tensor, more_PKD: torch.Tensor) -> torch.Tensor:
+    """Gradients of keys with those from the copies of prompts, in float32: a prompt may have many."""
+    return own_TKD.float().index_add_(0, prompt_P, more_PKD.float()).to(own_TKD.dtype)

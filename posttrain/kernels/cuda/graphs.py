@@ -22,7 +22,7 @@ from posttrain.kernels.cuda.attention import decode_attention, splits_for
 from posttrain.kernels.cuda.sampling import CHUNK, _chunk_sums, _pick, chunk_room
 from posttrain.kernels.whole_step import DecodeRows
 
-MOST_STEPS = 64
+MOST_STEPS = 256  # of one call: some seconds with a large model, in which nobody hears of progress
 
 
 @dataclass

@@ -18,7 +18,8 @@ from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
-MOST, UNSEEN = 64, 16  # tokens of a row in one step: at most, and on a CUDA device where it may end meanwhile
+MOST = 64  # tokens of a row in one step
+MOST_CAPTURED, UNSEEN = 256, 16  # on a CUDA device: at most, and where a row may end meanwhile
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 
 
@@ -44,7 +45,7 @@ def build_native(
     limit = cache_limit(config, device.type, device_memory(device))
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
     captured = fast and _on_triton(weight.dtype, device)
-    together = MOST if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
+    together = MOST_CAPTURED if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     engine = NativeEngine(
         decoder,
         pool,

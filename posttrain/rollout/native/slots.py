@@ -147,7 +147,7 @@ class Slots:
         """What these rows have made; each with the reason why it ended."""
         slots = list(ended)
         counts = self.count[slots].tolist()
-        tokens, log_probs = (array[slots, : max(counts)].tolist() for array in (self.tokens, self.log_probs))
+        tokens, log_probs = self.tokens[slots, : max(counts)].tolist(), self.log_probs[slots, : max(counts)]
         found = []
         for slot, reason, count, ids, values in zip(slots, ended.values(), counts, tokens, log_probs, strict=True):
             request = self.requests[slot]

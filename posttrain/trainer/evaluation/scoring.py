@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Self
@@ -44,7 +43,7 @@ class Scoring:
         limits = self._limits
         pool = RewardPool(
             self._spec,
-            num_workers=limits.num_workers or max(1, min(8, os.cpu_count() or 1)),
+            num_workers=limits.num_workers,
             timeout_s=limits.timeout_s,
             failure_score=limits.failure_score,
             on_print=self._say,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -128,9 +127,12 @@ def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None
         say(f"note: {note}")
     if spec.kind == "combined":
         say(f"Reward: {spec.label}")
-    workers = limits.num_workers or max(1, min(8, os.cpu_count() or 1))
     return RewardPool(
-        spec, num_workers=workers, timeout_s=limits.timeout_s, failure_score=limits.failure_score, on_print=say
+        spec,
+        num_workers=limits.num_workers,
+        timeout_s=limits.timeout_s,
+        failure_score=limits.failure_score,
+        on_print=say,
     )
 
 

@@ -1,0 +1,64 @@
+"""Gradients of half-precision weights, added up in float32 by the very product that makes them.
+
+A weight may carry a sum: whoever makes its gradient as a product adds to that instead of giving the gradient away. The
+matrix units add in float32 anyway, so nothing is rounded between passes, and nothing is written, read and added again.
+Sums of weights that follow each other lie end to end, so that products of several weights stay one.
+
+Shapes: T tokens, E columns of a weight, C rows of one weight or of several side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+_SUM = "gradient_sum"
+
+
+def open_sums(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros in float32 for each of these matrices; what is made from now on is added there."""
+    sizes = [weight.numel() for weight in weights]
+    if not sizes:
+        return []
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].device)
+    starts = accumulate(sizes, initial=0)
+    sums = [flat[at : at + size].view(w.shape) for w, at, size in zip(weights, starts, sizes, strict=False)]
+    for weight, total in zip(weights, sums, strict=True):
+        setattr(weight, _SUM, total)
+    return sums
+
+
+def close_sums(weights: Sequence[torch.Tensor]) -> None:
+    """Gradients are given to autograd again."""
+    for weight in weights:
+        if hasattr(weight, _SUM):
+            delattr(weight, _SUM)
+
+
+def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: torch.Tensor) -> bool:
+    """Add grad' x, the gradient of these weights side by side, to their sums; False if there are none."""
+    sums = [getattr(weight, _SUM, None) for weight in weights]
+    if any(total is None for total in sums):
+        return False
+    start = 0
+    for total in _joined(sums):  # pyright: ignore
+        rows = slice(start, start := start + len(total))
+        if x_TE.dtype is torch.float32:
+            total.addmm_(grad_TC[:, rows].T, x_TE)
+        else:
+            torch.addmm(total, grad_TC[:, rows].T, x_TE, out_dtype=torch.float32, out=total)  # pyright: ignore
+    return True
+
+
+def _joined(sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As few tensors as hold these, in their order: those that lie end to end are one."""
+    found: list[torch.Tensor] = []
+    for total in sums:
+        last = found[-1] if found else None
+        if last is not None and last.data_ptr() + last.numel() * last.element_size() == total.data_ptr():
+            found[-1] = last.as_strided((len(last) + len(total), total.shape[1]), last.stride())
+        else:
+            found.append(total)
+    return found
