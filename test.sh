@@ -7,9 +7,10 @@ source "$ROOT/scripts/env.sh"
 use_checkout
 prepare_python dev
 cd "$ROOT"
-# The whole suite runs in two processes with a core each; what is named runs in one, as plain pytest does.
+# The whole suite runs in three processes of one thread each: on two cores, one works while another waits for a program or a
+# deadline. What is named runs in one, as plain pytest does.
 if [[ $# -eq 0 ]]; then
   export OMP_NUM_THREADS=1
-  set -- -n 2 --dist loadfile
+  set -- -n 3 --dist loadfile
 fi
 exec "$RUN_PYTHON" -m pytest "$@"

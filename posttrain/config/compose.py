@@ -114,12 +114,11 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
     """Hydra's tree for this main file and these group choices; a file without `defaults:` is laid over `main`."""
     import yaml
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     chosen = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
     try:
-        own = OmegaConf.to_container(OmegaConf.load(chosen), resolve=False)
+        own = _own_keys(chosen)
         if not isinstance(own, dict):
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
@@ -140,15 +139,30 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
     return composed
 
 
+_read: dict[tuple[object, ...], Any] = {}
 _built_in: dict[tuple[object, ...], Composed] = {}
+
+
+def _own_keys(file: Path) -> Any:
+    """What the file itself says; one that does not change is read once per process. To be read, not changed."""
+    from omegaconf import OmegaConf
+
+    key = _stamp(file)
+    if key not in _read:
+        _read[key] = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    return _read[key]
+
+
+def _stamp(file: Path) -> tuple[object, ...]:
+    found = file.stat()
+    return file, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path, main: str) -> Composed:
     """As `_hydra`; the built-in tree alone is composed once per process as long as its files do not change."""
     if folders != [PACKAGE_TREE]:
         return _hydra(folders, name, groups, cwd, main)
-    stamps = [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))]
-    key = (name, *groups, *stamps)
+    key = (name, *groups, *(_stamp(file) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))))
     if key not in _built_in:
         _built_in[key] = _hydra(folders, name, groups, cwd, main)
     return copy.deepcopy(_built_in[key])

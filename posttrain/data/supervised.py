@@ -87,7 +87,7 @@ class SFTDataset:
     def _prompt(self, table: RowTable, row: int) -> str | Messages:
         if self.config.prompt_dict_keys:
             return _text_at(table, row, "prompt", self.config.prompt_key, self.config.prompt_dict_keys)
-        return prompt_of(table, row, self.config.prompt_key, conversations=MESSAGES_KEY)
+        return prompt_of(table, row, self.config.prompt_key, conversations=f"data.multiturn.enable=true {MESSAGES_KEY}")
 
     def _plain(self, prompt: str | Messages, response: str, where: str) -> TrainedRow:
         """Without a template: the prompt as it is, the response behind it, and the token that ends a text."""

@@ -78,7 +78,7 @@ def test_conversations_of_sharegpt_come_with_what_to_do(desk, program):
         row["conversations"] = [{"from": "human", "value": row["conversations"]}]
     first = look(desk, ["data"])[0]
     key = "data.multiturn.messages_key" if program == "sft" else "data.prompt_key"
-    assert "'from' to 'role'" in first and "'value' to 'content'" in first and f"set {key}=conversations" in first
+    assert "'from' to 'role'" in first and "'value' to 'content'" in first and f"{key}=conversations" in first
 
 
 def test_a_template_that_fails_on_any_prompt_is_one_error_of_the_template(desk):

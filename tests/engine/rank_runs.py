@@ -45,7 +45,7 @@ from posttrain.rollout.generate import to_batch
 
 CPU = torch.device("cpu")
 WORLDS = (4, 2, 1)
-STEPS = 10
+STEPS = 6
 
 
 class World:

@@ -56,8 +56,10 @@ def test_conversations_are_recognised_by_their_column_or_asked_for():
     renamed = {"chat": TALK["messages"], "response": "unused"}
     asked = MultiturnConfig(enable=True, messages_key="chat")
     assert text([renamed], multiturn=asked) == [["yes<|im_end|>"]]
-    with pytest.raises(DataError, match=r"prompt of row 1 .*missing: column 'prompt'"):
+    with pytest.raises(DataError, match=r"row 1 .*missing: column 'prompt'.* set .*enable=true .*key=messages"):
         dataset([TALK], multiturn=MultiturnConfig(enable=False))
+    with pytest.raises(DataError, match=r"column 'chat' \(data.multiturn.messages_key\).* set \S*key=messages"):
+        dataset([TALK], multiturn=asked)
 
 
 def test_tools_and_system_prompt_reach_the_template():
