@@ -26,7 +26,7 @@ from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.workers.roles import pick_device
@@ -66,7 +66,7 @@ def opened_training(
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        with errors_in_words(run, lambda error: _memory_words(config, error)):
+        with errors_in_words(run, config):
             yield _build(stack, resolved, config, run, reward, data, val_data, trainer_class)
 
 
@@ -171,15 +171,3 @@ def _fill_embedded(config: PPOConfig, data: Any) -> None:
         files.train_files = str(folder / "train.json")
     if files.val_files == "embedded":
         files.val_files = str(folder / "test.json")
-
-
-def _memory_words(config: PPOConfig, error: Exception) -> str:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    return (
-        f"{out_of_memory(error)}"
-        f"  actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} (tokens at once)\n"
-        f"  actor_rollout_ref.rollout.n={rollout.n}, rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
-        f"  actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}\n"
-        f"  actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing} (true recomputes activations)"
-    )
