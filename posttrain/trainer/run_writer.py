@@ -19,6 +19,7 @@ from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import FRESH_S, NAME, write_status
+from posttrain.trainer.run.memory import named_stage
 from posttrain.trainer.run.peaks import StagePeaks
 
 
@@ -87,11 +88,8 @@ class RunWriter:
         started, at = time.perf_counter(), time.time()
         self.peaks.begin()
         try:
-            with self.showing(name):
+            with self.showing(name), named_stage(name):
                 yield
-        except torch.OutOfMemoryError as error:
-            error.add_note(name)
-            raise
         finally:
             spent = time.perf_counter() - started
             self.peaks.end(name)
