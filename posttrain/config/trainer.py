@@ -45,7 +45,7 @@ class RunConfig(Section):
     n_gpus_per_node: int = 1
     """Worker processes per node, one per GPU (or per CPU process)."""
     nnodes: int = 1
-    """Machines."""
+    """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu` or `cuda`."""
     seed: int = 1

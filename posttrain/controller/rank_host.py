@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.controller.wire import Parcel, pack, unpack
+from posttrain.errors import UserError
 
 NEIGHBOURS_S = 0.05
 """Calls of one method with less than this between them are one span of work."""
@@ -38,7 +39,9 @@ class RankHost:
 
     def __init__(self, rank: int, ranks: int, device: str, threads: int, folder: str, paths: list[str]) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
-        os.chdir(folder)
+        self.folder = folder
+        if os.path.isdir(folder):
+            os.chdir(folder)
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
         import torch
 
@@ -47,11 +50,11 @@ class RankHost:
         self.spans: list[list[Any]] = []
         """[method, when it began, its seconds] of the calls since they were last taken."""
 
-    def free_address(self) -> str:
-        """host:port at which this process can be found by the others."""
+    def free_address(self, machine: str = "127.0.0.1") -> str:
+        """host:port at which this process can be found by the others, where `machine` is the address of its own."""
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{probe.getsockname()[1]}"
+            probe.bind((machine, 0))
+            return f"{machine}:{probe.getsockname()[1]}"
 
     def connect(self, address: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Join the other ranks, and do what is to be done before workers are made."""
@@ -62,6 +65,11 @@ class RankHost:
 
         from posttrain.engine.ranks import join_ranks
 
+        if not os.path.isdir(self.folder):
+            raise UserError(
+                f"{socket.gethostname()} has no folder {self.folder}, where the command was given: all machines of a "
+                "run need the same code, model, data and run directory at the same paths, on a disk that they share"
+            )
         join_ranks(self.rank, self.ranks, address, torch.device(self.device))
         prepare = unpack(parcel)
         if prepare is not None:

@@ -18,7 +18,7 @@ import torch
 
 from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens
 from posttrain.kernels.whole_step import DecodeRows
-from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.native.batch import step_tokens, with_rows
 from posttrain.rollout.native.pool import Pool, blocks_for
 from posttrain.rollout.native.prompts import Left, Piece, Prompt, Queue
@@ -76,6 +76,7 @@ class NativeEngine(RolloutEngine):
             raise ValueError("stop strings need an engine that was given `decode`")
         if request.sampling.max_tokens < 1 or not request.prompt_ids:
             raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
+        self.check_awake("cache")
         self.queue.add(request)
         self.steady = False
 
@@ -267,31 +268,33 @@ class NativeEngine(RolloutEngine):
     # -- weights and memory ---------------------------------------------------------------------------------------
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        self.check_awake("weights")
+        pool = self.pool.empty_twin() if "cache" in self.asleep else self.pool  # a twin is gone with the call
         scores: list[torch.Tensor] = []
         if self.copies_pay and sum(map(len, token_ids)) <= FEW:
             self.decoder.make_fast_copies()  # what is scored now will be decoded with next
-        for batch in self._score_batches(token_ids):
-            blocks = [self.pool.take(blocks_for(len(row))) for row in batch]
+        for batch in self._score_batches(token_ids, pool):
+            blocks = [pool.take(blocks_for(len(row))) for row in batch]
             rows = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]
             positions = [np.arange(len(row), dtype=np.int32) for row in batch]
             ids = [np.asarray(row, np.int64) for row in batch]
             none = np.zeros((0, 1), np.int32)
             table = with_rows((none, none), blocks)
-            step = step_tokens(ids, positions, rows, table, self.pool.device)
-            hidden_TE = self.decoder.hidden(step, self.pool.layer)
+            step = step_tokens(ids, positions, rows, table, pool.device)
+            hidden_TE = self.decoder.hidden(step, pool.layer)
             log_probs_T = log_probs_of(self.decoder.logits, hidden_TE[:-1], step.ids_T[1:], temperature).cpu()
             ends = np.cumsum([len(row) for row in batch])
             scores += [log_probs_T[end - len(row) : end - 1] for row, end in zip(batch, ends.tolist(), strict=True)]
             for held in blocks:
-                self.pool.give_back(held)
+                pool.give_back(held)
         return scores
 
-    def _score_batches(self, token_ids: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    def _score_batches(self, token_ids: Sequence[Sequence[int]], pool: Pool) -> Iterator[list[Sequence[int]]]:
         batch, tokens, blocks = [], 0, 0
         for row in token_ids:
-            self.pool.check(len(row), 0)
+            pool.check(len(row), 0)
             more = blocks_for(len(row))
-            if batch and (tokens + len(row) > self.budget or not self.pool.fits(blocks + more)):
+            if batch and (tokens + len(row) > self.budget or not pool.fits(blocks + more)):
                 yield batch
                 batch, tokens, blocks = [], 0, 0
             batch, tokens, blocks = [*batch, row], tokens + len(row), blocks + more
@@ -299,6 +302,7 @@ class NativeEngine(RolloutEngine):
             yield batch
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self.check_awake("weights")
         for slot in self.slots.active.tolist():
             self.slots.note_version(slot, self.version)
         self.queue.forget()
@@ -307,15 +311,18 @@ class NativeEngine(RolloutEngine):
         self.decoder.load(weights)
         self.version = version
 
-    def sleep(self) -> None:
+    def cache_bytes(self) -> int:
+        return self.pool.held_bytes()
+
+    def _give_back(self) -> None:
         if len(self.slots.active):
             raise RuntimeError("the engine still has running requests; abort them before sleep")
         self.queue.forget()
         self.pool.sleep()
         self.decoder.drop_fast_copies()
 
-    def wake(self) -> None:
-        """Memory is taken again when the first request needs it."""
+    def _take(self, stage: Stage) -> None:
+        """Weights are where they were, the trainer's own; the cache grows again when the first request needs it."""
 
 
 def _sources(logits_NV: torch.Tensor | None, decoding: int, prompts: list[Prompt]):

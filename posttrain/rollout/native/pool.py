@@ -6,6 +6,7 @@ running row never has to be thrown out. What is handed out depends on tokens alo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -47,9 +48,17 @@ class Pool:
 
     def sleep(self) -> None:
         """Give memory back; where little of it is held, it is kept."""
-        held = sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
-        if held > kept_bytes(self.device):
+        if self.held_bytes() > kept_bytes(self.device):
             self.clear()
+
+    def held_bytes(self) -> int:
+        return sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+
+    def empty_twin(self) -> Pool:
+        """Another pool of the same kind and limit, which holds nothing yet."""
+        twin = copy.copy(self)
+        twin.clear()
+        return twin
 
     @property
     def used(self) -> int:

@@ -18,6 +18,7 @@ from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardSpec
+from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
@@ -81,6 +82,7 @@ def _build(
 ) -> RayPPOTrainer:
     stored = copy.deepcopy(config)
     _load_external(config)
+    check_engine_name(config.actor_rollout_ref.rollout.name)
     spec = resolve_reward(config.custom_reward_function, functions=config.reward.functions, function=reward)
     device = pick_device(config.trainer.device)
     prepare_torch(config, device)
@@ -146,7 +148,7 @@ def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset
 
 
 def _load_external(config: PPOConfig) -> None:
-    """Import the user's module, which may register estimators, losses or samplers."""
+    """Import the user's module, which may register estimators, losses, samplers or rollout engines."""
     name = config.actor_rollout_ref.model.external_lib
     if name:
         from posttrain.trainer.run.external import import_external
