@@ -64,8 +64,8 @@ def torchrun_workers() -> int:
         if not first:
             raise SystemExit(2)  # the first process of each machine speaks
         what = f"torchrun started {count} processes on several machines; it starts those of one here."
-        do = "use torchrun --nnodes=1 --nproc_per_node=N; for several machines give the command once, without torchrun, to "
-        do += "a Ray cluster (RAY_ADDRESS=HOST:6379, trainer.nnodes=N)"
+        do = "use torchrun --nnodes=1 --nproc_per_node=N; for several machines give the command once, "
+        do += "without torchrun, to a Ray cluster (RAY_ADDRESS=HOST:6379, trainer.nnodes=N)"
         raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
     if not first:
         raise SystemExit(0)
