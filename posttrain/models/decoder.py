@@ -92,6 +92,7 @@ class FastDecoder:
         self.whole: WholeStep | None = None
         self.graphs: Any = None  # on a CUDA device: captured steps
         self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
+        self.adapters_old = True
 
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]
@@ -112,8 +113,7 @@ class FastDecoder:
 
     def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
-        if self.arena.left_behind():
-            self._bind()
+        self._look_at_weights()
         rotation = self._rotation(step.longest, step.device)
         residual_TE = F.embedding(step.ids_T, self.embedding)
         if self.whole is not None:
@@ -146,8 +146,7 @@ class FastDecoder:
         """Steps captured as graphs hold the addresses of weights, cache and rotation; captured anew when one moves."""
         from posttrain.kernels.cuda.graphs import GraphedSteps
 
-        if self.arena.left_behind():
-            self._bind()
+        self._look_at_weights()
         rotation = self._rotation(rows.longest, self.embedding.device)
         found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
         if self.graphs is None:
@@ -202,6 +201,15 @@ class FastDecoder:
             self.rotation = (cosine, sine)
         return self.rotation
 
+    def _look_at_weights(self) -> None:
+        """Follow weights that have moved, and adapters that have changed."""
+        if self.arena.left_behind():
+            self._bind()
+        if self.adapters_old:
+            for projection in self._projections():
+                projection.copy_adapters()
+            self.adapters_old = False
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.arena.load(weights)
 
@@ -224,7 +232,7 @@ class FastDecoder:
 
     def drop_fast_copies(self) -> None:
         """The weights have changed, or the memory is needed."""
-        self.whole = None
+        self.whole, self.adapters_old = None, True
         for projection in self._projections():
             projection.packed = None
 
