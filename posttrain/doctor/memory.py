@@ -20,6 +20,7 @@ from posttrain.doctor.counting import ModelBytes
 from posttrain.errors import UserError
 
 GIB = 2**30
+WORKSPACES = 192 * 2**20  # measured on an H200: 32 MiB for each stream and library
 USABLE = 0.9  # of the device; the rest goes to the CUDA context or the Python process, and to fragmentation
 
 
@@ -137,6 +138,13 @@ def place(plan: Plan, part: str, size: int, only_in: tuple[str, ...] | None) -> 
         parts[part] = share if not moves or name in (only_in or ()) else 0
     if moves:
         plan.host[part] = share
+
+
+def add_workspaces(plan: Plan) -> None:
+    """On a CUDA device the libraries of matrix products hold room of their own, in every stage."""
+    if plan.device.kind == "cuda" and plan.device.bytes > 8 * WORKSPACES:
+        for parts in plan.stages.values():
+            parts["workspaces"] = WORKSPACES
 
 
 def backward_parts(

@@ -17,11 +17,13 @@ from posttrain.doctor.memory import (
     ModelCounter,
     Parts,
     Plan,
+    add_workspaces,
     backward_parts,
     place,
     step_parts,
     without_passes,
 )
+from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
 from posttrain.rollout.base import Sampling
@@ -61,6 +63,18 @@ class Shape:
         """Longest rows in one forward pass of the actor or the critic."""
         most = min(self.mini_rows, role.ppo_micro_batch_size_per_gpu or self.mini_rows)
         return max(1, min(most, role.ppo_max_token_len_per_gpu // self.longest))
+
+    def packed_pass(self, role: Any, n: int, joining: float) -> tuple[int, int]:
+        """(tokens, log-probs) of the largest packed pass over longest rows: as many as the budget holds, `n` responses
+        with their prompt once where that pays (`engine/packing.py`). The last token of a row predicts nothing."""
+        response, most = self.longest - self.prompt, role.ppo_micro_batch_size_per_gpu or self.mini_rows
+        fitting = (role.ppo_max_token_len_per_gpu - self.prompt) // max(1, response - 1)
+        group = max(1, min(n, most, self.mini_rows, fitting))
+        together, apart = self.prompt + group * (response - 1), self.longest - 1
+        shared = group > 1 and together * (1 + joining) <= group * apart
+        unit, rows = (together, group) if shared else (apart, 1)
+        count = max(1, min(role.ppo_max_token_len_per_gpu // unit, min(most, self.mini_rows) // rows))
+        return count * unit, count * rows * response
 
 
 class Counter(ModelCounter):
@@ -121,6 +135,7 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         weights = counter(config, device, "reward model", ModelBytes.of).weights
         place(plan, "reward model weights", weights, ("reward model",) if moves else None)
     _before_the_first_step(plan, held, counter(config, device, "actor", counting.joined_bytes))
+    add_workspaces(plan)
     return plan
 
 
@@ -205,11 +220,13 @@ def _sampling(config: PPOConfig) -> Sampling:
 
 
 def _scoring(config: PPOConfig, device: Device, shape: Shape, counter: Counter, roles: dict[str, Any]) -> int:
+    n = config.actor_rollout_ref.rollout.n
+
     def peak(role: str, rows: int) -> int:
         sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
         if sizes is not None:
-            predicted = rows * (shape.longest - shape.prompt)
-            return on_cuda.scoring_bytes(sizes, rows * shape.longest, predicted, device.bytes)
+            passed = shape.packed_pass(roles[role], n, joining_cost(sizes.width))
+            return on_cuda.scoring_bytes(sizes, *passed, device.bytes)
         return counter(config, device, role, counting.scoring_peak, rows, shape.longest, device.kind)
 
     return max(peak(role, shape.micro_rows(settings)) for role, settings in roles.items())
@@ -233,9 +250,9 @@ def _backward(
         checkpointing = config.critic.model.enable_gradient_checkpointing
     sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
     if sizes is not None:
-        tokens, predicted = rows * shape.longest, rows * (shape.longest - shape.prompt)
+        passed = shape.packed_pass(settings, config.actor_rollout_ref.rollout.n, joining_cost(sizes.width))
         alone = shape.workers == 1
-        counted = on_cuda.update_bytes(sizes, tokens, predicted, bool(checkpointing), device.bytes, alone=alone)
+        counted = on_cuda.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
     else:
         how = (rows, shape.longest, checkpointing, device.kind)
         counted = counter(config, device, role, counting.training_bytes, *how)

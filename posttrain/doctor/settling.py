@@ -15,8 +15,10 @@ from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig
 from posttrain.config.base import Section
 from posttrain.config.schema import assign, lookup
+from posttrain.doctor import on_cuda
 from posttrain.doctor.memory import GIB, USABLE, Device, ModelCounter, Plan, shown
 from posttrain.doctor.remedies import Levers
+from posttrain.engine.facts import joining_cost
 
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
 """Budgets of a pass that are tried, below the default."""
@@ -67,7 +69,7 @@ def _settle_tokens(
     """The default where it fits, or else the most that do; a row is never cut: less than one changes nothing."""
     default = lookup(config, key)
     plan = levers.plan(config, device, counter)
-    if _fit(plan, stages):
+    if _fit(plan, stages, config, counter):
         return []
     least = plan.shape.longest * getattr(plan.shape, "together", 1)
     tried = [tokens for tokens in (*TOKENS, least) if least <= tokens < default]
@@ -75,7 +77,7 @@ def _settle_tokens(
         changed = copy.deepcopy(config)
         assign(changed, key, tokens)
         plan = levers.plan(changed, device, counter)
-        if _fit(plan, stages):
+        if _fit(plan, stages, changed, counter):
             assign(config, key, tokens)
             return [f"{key} was not set: by the memory plan {tokens} tokens at once fit here, not the usual {default}."]
     worst = max((stage for stage in stages if stage in plan.stages), key=plan.peak)
@@ -85,5 +87,21 @@ def _settle_tokens(
     ]
 
 
-def _fit(plan: Plan, stages: Sequence[str]) -> bool:
-    return all(plan.peak(stage) <= USABLE * plan.device.bytes for stage in stages if stage in plan.stages)
+def _fit(plan: Plan, stages: Sequence[str], config: Any, counter: ModelCounter) -> bool:
+    """With passes that are as full as the budget allows: longest rows that share prompts leave a part of it empty,
+    which shorter ones fill, and the trial before the first update shares none."""
+    more = _fuller(config, plan, counter) - 1.0
+    parts = [plan.stages[stage] for stage in stages if stage in plan.stages]
+    needed = [sum(one.values()) + more * one.get("actor activations", 0) for one in parts]
+    return all(size <= USABLE * plan.device.bytes for size in needed)
+
+
+def _fuller(config: Any, plan: Plan, counter: ModelCounter) -> float:
+    """Tokens of the fullest pass of the actor over those that the plan counts."""
+    sizes = counter(config, plan.device, "actor", on_cuda.sizes_of) if isinstance(config, PPOConfig) else None
+    if sizes is None:
+        return 1.0
+    shape, actor = plan.shape, config.actor_rollout_ref.actor
+    counted, _ = shape.packed_pass(actor, config.actor_rollout_ref.rollout.n, joining_cost(sizes.width))
+    most = min(actor.ppo_max_token_len_per_gpu, shape.mini_rows * (shape.longest - 1))
+    return max(1.0, most / counted)

@@ -16,6 +16,7 @@ from posttrain.doctor.memory import (
     Device,
     ModelCounter,
     Plan,
+    add_workspaces,
     backward_parts,
     place,
     step_parts,
@@ -96,6 +97,7 @@ def plan_supervised(config: SupervisedConfig, device: Device, counter: ModelCoun
     joined = max(0, counter(config, device, ROLE, counting.joined_bytes) - held.masters)
     masters = math.ceil(held.masters / shape.workers)
     plan.stages["load"] |= {f"{ROLE} optimizer": masters, "temporary tensors": joined}
+    add_workspaces(plan)
     return plan
 
 

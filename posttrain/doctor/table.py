@@ -27,6 +27,7 @@ ROWS = (
     "KV cache",
     "captured steps",
     "temporary tensors",
+    "workspaces",
 )
 
 

@@ -43,6 +43,7 @@ def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
             all_pairs=facts.all_pairs,
             joining=facts.joining,
             max_rows=limit,
+            token_budget=facts.token_budget,
         )
         if len(units) >= ranks:
             break

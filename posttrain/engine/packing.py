@@ -37,8 +37,10 @@ def plan_units(
     all_pairs: bool = True,
     joining: float = 0.0,
     max_rows: int | None = None,
+    token_budget: int | None = None,
 ) -> list[Unit]:
-    """Units of the batch, as `packed_units` packs them.
+    """Units of the batch, as `packed_units` packs them; none has more rows or tokens than a pass may have, unless it is
+    a single row.
 
     Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
 
@@ -49,9 +51,8 @@ def plan_units(
     computed = _computed(data)
     units: list[Unit] = []
     for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
-        size = max_rows or len(rows)
-        for start in range(0, len(rows), size):
-            together = _unit(rows[start : start + size], computed)
+        for part in _parts(rows, computed, max_rows, token_budget):
+            together = _unit(part, computed)
             apart = [_unit([row], computed) for row in together.rows] if all_pairs or joining else []
             if all_pairs:
                 dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
@@ -59,6 +60,23 @@ def plan_units(
                 dearer = joining > 0 and together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
             units += apart if dearer else [together]
     return units
+
+
+def _parts(
+    rows: list[int], computed: list[tuple[int, bytes]], max_rows: int | None, token_budget: int | None
+) -> list[list[int]]:
+    """The rows of a group, cut where a unit would be larger than a pass."""
+    parts: list[list[int]] = []
+    tokens = 0
+    for row in rows:
+        prompt, response = computed[row][0], len(computed[row][1]) // 8
+        too_many = token_budget is not None and tokens + response > token_budget
+        if not parts or too_many or len(parts[-1]) == max_rows:
+            parts.append([])
+            tokens = prompt
+        parts[-1].append(row)
+        tokens += response
+    return parts
 
 
 def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
@@ -70,6 +88,7 @@ def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
         all_pairs=facts.all_pairs,
         joining=facts.joining,
         max_rows=facts.max_rows,
+        token_budget=facts.token_budget,
     )
     return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
 

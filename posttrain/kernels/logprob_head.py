@@ -86,11 +86,10 @@ class _CudaHead(torch.autograd.Function):
     """The same with Triton between the products; logits are as the matrix units summed them up, in float32."""
 
     @staticmethod
-    def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks):
+    def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks, keep):
         from posttrain.kernels.cuda.logprob import statistics
 
         parts, ctx.kept = [], []
-        keep = any(ctx.needs_input_grad) and _may_keep(hidden_NE, weight_VE)
         for part in chunks:
             logits = wide_product(hidden_NE[part], weight_VE.T)
             parts.append(statistics(logits, labels_N[part], temperature))
@@ -122,7 +121,7 @@ class _CudaHead(torch.autograd.Function):
             del logits, grad
         ctx.kept = []
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
-        return grad_hidden, as_weight, None, None, None
+        return grad_hidden, as_weight, None, None, None, None
 
 
 def _may_keep(hidden_NE: torch.Tensor, weight_VE: torch.Tensor) -> bool:
@@ -159,7 +158,10 @@ def logprob_head(
         empty = hidden_NE.sum(-1).to(torch.promote_types(hidden_NE.dtype, torch.float32))
         return empty, empty
     if cuda.runs_here(hidden_NE) and bias_V is None:
-        return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks)  # pyright: ignore
+        # Asked here: inside, weights need a gradient also where nobody will ask for one.
+        backward = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
+        keep = backward and _may_keep(hidden_NE, weight_VE)
+        return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks, keep)  # pyright: ignore
     return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks)  # pyright: ignore
 
 

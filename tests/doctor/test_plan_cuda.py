@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ import pytest
 from posttrain.bench.presets import PRESETS
 from posttrain.config import load_config
 from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, Device
-from posttrain.doctor.plan import CAPTURED, Counter, plan_memory
+from posttrain.doctor.memory import GIB, WORKSPACES, Device
+from posttrain.doctor.plan import CAPTURED, Counter, Shape, plan_memory
 
 H200 = Device("cuda", int(139.8 * GIB), "an H200")
 HALF = {"layers": 2, "width": 16, "inner": 40, "heads": 4, "key_heads": 2, "size": 8, "vocabulary": 100, "itemsize": 2}
@@ -40,10 +40,50 @@ def plan(folder: Path, name: str, device: Device = H200, **more):
     return plan_memory(load_config(given).config, device, Counter())
 
 
-@pytest.mark.parametrize(("name", "measured"), [("0.5b", 33.0), ("1.5b", 68.0)])
-def test_peaks_of_a_step_are_those_that_were_measured(tmp_path, name, measured):
-    made = plan(tmp_path, name)
-    assert made.worst == "update" and made.peak() / GIB == pytest.approx(measured, rel=0.05)
+LORA = {"actor_rollout_ref__model__lora_rank": 32}
+LIGHT = {"actor_rollout_ref__model__enable_gradient_checkpointing": True}
+MEASURED = {
+    "0.5b": ({}, {"load": 2.94, "generate": 7.59, "update": 27.30}),
+    "0.5b, adapters": (LORA, {"generate": 2.35, "update": 20.31}),
+    "1.5b": ({}, {"load": 8.81, "generate": 22.57, "update": 55.77}),
+    "1.5b, checkpointing": (LIGHT, {"load": 8.81, "generate": 22.57, "update": 38.54}),
+}
+"""GiB by stage of 16 x 8 x 512 tokens on an H200; in the update the head still held a second gradient of 1.1 GiB."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_peaks_by_stage_are_those_that_were_measured(tmp_path, name):
+    more, measured = MEASURED[name]
+    sizes = {"data__train_batch_size": 16, "actor_rollout_ref__actor__ppo_mini_batch_size": 16}
+    made = plan(tmp_path, name.split(",")[0], **sizes, **more)
+    assert made.worst == "update"
+    for stage, gib in measured.items():
+        assert made.peak(stage) / GIB == pytest.approx(gib, rel=0.06 if stage == "update" else 0.02), stage
+    shared = made.shape.packed_pass(Budget(16384), 8, 0.16)
+    assert shared == (3 * (128 + 8 * 511), 3 * 8 * 512), "responses share their prompt"
+
+
+@dataclass
+class Budget:
+    ppo_max_token_len_per_gpu: int
+    ppo_micro_batch_size_per_gpu: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("budget", "micro", "joining", "passed"),
+    [
+        (16384, None, 0.25, (25 * 639, 25 * 512)),  # joining would cost more than a prompt
+        (16384, None, 0.0, (3 * (128 + 8 * 511), 24 * 512)),
+        (100, None, 0.25, (639, 512)),  # one row is never cut
+        (2000, None, 0.0, (128 + 3 * 511, 3 * 512)),  # a group is, where it is larger than a pass
+        (16384, 4, 0.25, (4 * 639, 4 * 512)),
+        (16384, 4, 0.0, (128 + 4 * 511, 4 * 512)),
+        (10**6, None, 0.25, (512 * 639, 512 * 512)),  # all rows of the mini-batch
+    ],
+)
+def test_the_largest_pass_is_what_packing_makes_of_the_longest_rows(tmp_path, budget, micro, joining, passed):
+    shape = Shape(1, 640, 128, 512, 512, 512, 64)
+    assert shape.packed_pass(Budget(budget, micro), 8, joining) == passed
 
 
 def test_a_kept_cache_and_captured_steps_stay_in_every_stage_and_a_large_cache_does_not(tmp_path):
@@ -59,9 +99,9 @@ def test_a_kept_cache_and_captured_steps_stay_in_every_stage_and_a_large_cache_d
 def test_while_models_are_loaded_there_are_weights_and_masters_and_of_adapters_room_to_join_matrices(tmp_path):
     whole, adapted = plan(tmp_path, "0.5b"), plan(tmp_path, "0.5b", actor_rollout_ref__model__lora_rank=32)
     weights = whole.largest("actor weights")
-    assert whole.peak("load") == weights + 2 * weights, "bfloat16, and float32 masters of it"
+    assert whole.peak("load") == weights + 2 * weights + WORKSPACES, "bfloat16, and float32 masters of it"
     joined = 2 * 4864 * 896 * 2  # gate and up
-    assert adapted.peak("load") == adapted.largest("actor weights") + joined
+    assert adapted.peak("load") == adapted.largest("actor weights") + joined + WORKSPACES
 
 
 def test_nothing_is_gathered_where_a_kernel_reads_the_cache(tmp_path):
@@ -132,7 +172,7 @@ def test_adapters_keep_their_low_rank_inputs_and_the_head_has_no_gradient(tmp_pa
     whole = plan(tmp_path, "0.1b")
     lora = plan(tmp_path, "0.1b", actor_rollout_ref__model__lora_rank=8)
     per_token = 30 * 2 * 7 * 8
-    tokens = 25 * 640
+    tokens = 25 * 639
     assert lora.largest("actor activations") - whole.largest("actor activations") == per_token * tokens
 
 

@@ -16,7 +16,7 @@ from posttrain.data.pairs import Pair
 from posttrain.data.spans import TrainedRow
 from posttrain.doctor import on_cuda
 from posttrain.doctor.counting import LiveBytes
-from posttrain.doctor.memory import GIB, Device, Plan
+from posttrain.doctor.memory import GIB, WORKSPACES, Device, Plan
 from posttrain.doctor.remedies import find_remedies
 from posttrain.doctor.supervised import LEVERS, SupervisedCounter, plan_supervised
 from posttrain.doctor.table import report
@@ -113,7 +113,8 @@ def test_every_setting_that_memory_depends_on_has_its_effect(tiny_model, kind):
     few = planned(kind, tiny_model, GPU, data__micro_batch_size_per_gpu=rows)
     assert few.largest("model activations") == pytest.approx(activations / 4, rel=0.05)
     light = planned(kind, tiny_model, GPU, model__enable_gradient_checkpointing=True)
-    assert light.largest("model activations") < 0.2 * activations and light.peak("update") < 0.8 * whole.peak("update")
+    assert light.largest("model activations") < 0.2 * activations
+    assert light.peak("update") - WORKSPACES < 0.8 * (whole.peak("update") - WORKSPACES)
     lora = planned(kind, tiny_model, GPU, model__lora_rank=2)
     assert lora.largest("model optimizer") < 0.3 * whole.largest("model optimizer")
     four_workers = {"trainer__n_gpus_per_node": 4}
