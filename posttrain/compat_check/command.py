@@ -97,7 +97,7 @@ def plain_command(call: Call) -> str:
 def command_of(report: Report) -> str:
     """The command for posttrain, refused keys and their reasons above it."""
     lines = [f"# left out, not supported: {one.setting} ({one.says})" for one in report.refused]
-    settings = "".join(f" \\\n    {quoted(setting)}" for setting in report.kept)
+    settings = "".join(f" \\\n    {quoted(setting)}" for setting in report.settings_here)
     return "\n".join([*lines, f"{_COMMANDS[report.call.program]}{settings}"])
 
 

@@ -43,8 +43,8 @@ class Report:
         return any(setting.partition("=")[0] == one.key for setting in self.added)
 
     @property
-    def kept(self) -> list[str]:
-        """Settings of the command here."""
+    def settings_here(self) -> list[str]:
+        """Settings of the command for posttrain."""
         taken = [one.setting for one in self.answers if one.kind in (HONOURED, TRANSLATED)]
         return [*(f"{key}={value}" for key, value in self.call.launched.items()), *taken, *self.added]
 
@@ -56,7 +56,7 @@ def examine(call: Call, overrides: Sequence[str] = ()) -> Report:
     if call.program == "ppo":
         report.added = _additions({one.key: one.setting.partition("=")[2] for one in report.answers})
     try:
-        load_config(report.kept, tree=tree)
+        load_config(report.settings_here, tree=tree)
     except ConfigError as error:
         report.problems = [str(problem) for problem in error.problems]
     return report

@@ -43,7 +43,7 @@ class ActorConfig(Section):
     ppo_micro_batch_size_per_gpu: int | None = None
     """Most responses in one forward pass of a worker; null fills `ppo_max_token_len_per_gpu`."""
     ppo_max_token_len_per_gpu: int = 16384
-    """Token budget of one packed forward pass of a worker."""
+    """Token budget of one packed forward pass of a worker; unset, a GPU on which it does not fit gets a lower one."""
     ppo_epochs: int = 1
     """Passes over one batch of responses."""
     shuffle: bool = False

@@ -109,7 +109,7 @@ NOT_BUILT: dict[str, str] = {
     f"{_ROLLOUT}.max_turns": "multi-turn rollout is not built in this version; remove the key",
     f"{_ROLLOUT}.tools": "tools are not built in this version; remove the key",
     f"{_ROLLOUT}.tool_config.": "tools are not built in this version; remove the key",
-    "trainer.node_rank": "this version trains on one machine; remove the key and set trainer.nnodes=1",
+    "trainer.node_rank": "the command is given once, on one machine of a Ray cluster (docs/workers.md); remove the key",
     "training.learning_rate": f"{_SFT}; here the learning rate is {_ACTOR}.optim.lr",
     "training.num_train_epochs": f"{_SFT}; here the number of epochs is trainer.total_epochs",
     "training.": _SFT,

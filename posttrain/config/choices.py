@@ -56,7 +56,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
     "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),
     "actor_rollout_ref.actor.optim.lr_scheduler_type": _SCHEDULES,
-    "actor_rollout_ref.rollout.name": ROLLOUT_ENGINES,
     "critic.loss_agg_mode": _AGGREGATIONS,
     "critic.optim.lr_scheduler_type": _SCHEDULES,
     "reward.sandbox.mode": ("kernel", "unsafe"),

@@ -38,7 +38,7 @@ class CriticConfig(Section):
     ppo_micro_batch_size_per_gpu: int | None = None
     """Most responses in one forward pass of a worker; null fills the token budget."""
     ppo_max_token_len_per_gpu: int = 16384
-    """Token budget of one packed forward pass of a worker."""
+    """Token budget of one packed forward pass of a worker; unset, a GPU on which it does not fit gets a lower one."""
     ppo_epochs: int | None = None
     """Passes over one batch; null takes the actor's."""
     shuffle: bool = False

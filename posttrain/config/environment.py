@@ -24,11 +24,10 @@ _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
 """Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
-_THREE_FORMS = (
-    "three forms are known: (1) the same command on every node of a running Ray cluster with trainer.nnodes=N; "
-    "(2) torchrun --nnodes=N --node_rank=R --master_addr=HOST -m posttrain.trainer.main_ppo ...; "
-    "(3) RAY_HEAD_ADDRESS=HOST:6379 with trainer.nnodes=N trainer.node_rank=R. "
-    "This version trains on one machine: set trainer.nnodes=1"
+_HOW_TO_GIVE_A_CLUSTER = (
+    "start Ray on every machine (ray start --head on one, ray start --address=HOST:6379 on the others) and give the "
+    "command once, on one of them, with the running Ray cluster: RAY_HEAD_ADDRESS=HOST:6379 (or RAY_ADDRESS). torchrun "
+    "starts the workers of one machine here"
 )
 
 
@@ -64,8 +63,9 @@ def torchrun_workers() -> int:
     if here != count:
         if not first:
             raise SystemExit(2)  # the first process of each machine speaks
-        what = f"torchrun started {count} processes on several machines; this version trains on one."
-        do = "use torchrun --nnodes=1 --nproc_per_node=N, or plain python with trainer.n_gpus_per_node=N"
+        what = f"torchrun started {count} processes on several machines; it starts those of one here."
+        do = "use torchrun --nnodes=1 --nproc_per_node=N; for several machines give the command once, "
+        do += "without torchrun, to a Ray cluster (RAY_ADDRESS=HOST:6379, trainer.nnodes=N)"
         raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
     if not first:
         raise SystemExit(0)
@@ -207,20 +207,21 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     wanted, present = resolved.value(key), gpus_present()
     most = (os.cpu_count() or 1) if runs_on_cpu(resolved.config) else present
-    if wanted > max(most, 1):  # without any GPU the device is what is wrong, and is told of
+    in_cluster = nodes > 1 and any(os.environ.get(name) for name in ("RAY_HEAD_ADDRESS", "RAY_ADDRESS"))
+    if wanted > max(most, 1) and not in_cluster:  # without any GPU the device is what is wrong, and is told of
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
         where = resolved.where(key)
         setting = "--nproc_per_node" if where == "torchrun" else key
         yield Problem(what, where, f"set {setting} to {max(most, 1)} or less")
-    elif wanted > 1 and importlib.util.find_spec("ray") is None:
-        what = f"`{key}={wanted}` asks for {wanted} workers, which Ray starts; the package ray is not installed."
+    elif wanted * nodes > 1 and importlib.util.find_spec("ray") is None:
+        what = (
+            f"`{key}={wanted}` asks for {wanted * nodes} workers, which Ray starts; the package ray is not installed."
+        )
         yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')
-    if nodes > 1:
-        given = [f"{name}={os.environ[name]}" for name in ("RAY_HEAD_ADDRESS", "RAY_ADDRESS") if os.environ.get(name)]
-        lacks = f"and {given[0]} names their cluster" if given else "but no cluster or head address is given"
-        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, {lacks}."
-        yield Problem(what, resolved.where("trainer.nnodes"), _THREE_FORMS)
+    if nodes > 1 and not in_cluster:
+        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, but no cluster or head address is given."
+        yield Problem(what, resolved.where("trainer.nnodes"), _HOW_TO_GIVE_A_CLUSTER)
     if resolved.value("trainer.device") == "cuda" and present == 0:
         what = "`trainer.device=cuda`, but this machine shows no GPU."
         yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")

@@ -19,8 +19,8 @@ from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import assign, build, leaves, using
 from posttrain.config.tree import Tree
+from posttrain.config.verl.apply import apply_answers
 from posttrain.config.verl.mains import as_ours
-from posttrain.config.verl.settle import settle
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
@@ -111,7 +111,7 @@ def _load(
         merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
     for key, source in line.removed:
         merge.remove(merged, key, source)
-    settle(merged)
+    apply_answers(merged)
     merge.resolve_references(merged)
     merge.convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)

@@ -66,7 +66,7 @@ class Merged:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     elsewhere: dict[str, Entry] = field(default_factory=dict)
-    """Keys of verl that are no settings here; `verl/settle.py` answers them."""
+    """Keys of verl that are no settings here; `verl/apply.py` answers them."""
     extra: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -1,11 +1,11 @@
-"""Names of estimators, policy losses and samplers: known, or registered by a file of the working folder."""
+"""Names of estimators, losses, samplers and engines: known, or registered by a file of the working folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, SAMPLERS
+from posttrain.config.choices import ESTIMATORS, NOT_BUILT_VALUES, POLICY_LOSSES, ROLLOUT_ENGINES, SAMPLERS
 from posttrain.config.closest import closest
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.presets import PRESETS
@@ -17,6 +17,7 @@ _REGISTRIES = {
     "algorithm.adv_estimator": ("advantage estimator", "register_adv_est", ESTIMATORS),
     "actor_rollout_ref.actor.policy_loss.loss_mode": ("policy loss", "register_policy_loss", POLICY_LOSSES),
     "data.sampler": ("sampler", "register_sampler", SAMPLERS),
+    "actor_rollout_ref.rollout.name": ("rollout engine", "register_engine", ROLLOUT_ENGINES),
 }
 """Key -> (what it names, the function that registers such a name, names known)."""
 _OFTEN_MEANT = {
@@ -29,16 +30,19 @@ _OFTEN_MEANT = {
 
 
 def check_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
-    """Check the three names; `further` gives names registered in this process, by key."""
+    """Check these names; `further` gives names registered in this process, by key."""
     needed: dict[Path, str] = {}
     for key, (what, function, built_in) in _REGISTRIES.items():
-        known = (*built_in, *further.get(key, ()))
+        known = tuple(dict.fromkeys((*built_in, *further.get(key, ()))))
         name = merged.value(key)
         if name in known or key in merged.bad or merged.value(_EXTERNAL) is not None:
             continue  # a module named by the user may register anything: it is asked when it has been imported
         files = files_that_register(name, function, cwd)
         if len(files) == 1:
             needed[files[0]] = f"{what} `{name}`"
+        elif (key, name) in NOT_BUILT_VALUES:
+            do = NOT_BUILT_VALUES[key, name]
+            merged.problems.append(Problem(f"`{key}={name}` cannot be used.", merged.where(key), do, (key,)))
         else:
             merged.problems.append(_unknown(merged, key, name, what, function, known, files))
     if len(needed) == 1:

@@ -23,7 +23,8 @@ class RowsConfig(Section):
     micro_batch_size_per_gpu: int | None = None
     """Most rows in one forward pass of a worker; null fills `max_token_len_per_gpu`. Results do not depend on it."""
     max_token_len_per_gpu: int = 16384
-    """Token budget of one packed forward pass of a worker. Results do not depend on it."""
+    """Token budget of one packed forward pass of a worker; unset, a GPU on which it does not fit gets a lower one.
+    Results do not depend on it."""
     max_length: int = 1024
     """Longest row in tokens."""
     truncation: str = "error"

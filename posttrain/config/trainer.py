@@ -45,13 +45,15 @@ class RunConfig(Section):
     n_gpus_per_node: int = 1
     """Worker processes per node, one per GPU (or per CPU process)."""
     nnodes: int = 1
-    """Machines."""
+    """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu` or `cuda`."""
     seed: int = 1
     """Seed of sampling, data order and initialisation."""
     deterministic: bool = False
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
+    profile_steps: list[int] | None = None
+    """Steps of which torch's profiler writes a trace to `traces/` in the run directory; they take longer."""
     dry_run: bool = False
     """Look at everything that can be known before the run (`posttrain doctor`), print it, and do not train."""
     max_bad_steps: int = 3

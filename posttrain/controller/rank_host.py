@@ -8,12 +8,15 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posttrain.controller.wire import Parcel, pack, unpack
+from posttrain.errors import UserError
 
 NEIGHBOURS_S = 0.05
 """Calls of one method with less than this between them are one span of work."""
@@ -38,20 +41,23 @@ class RankHost:
 
     def __init__(self, rank: int, ranks: int, device: str, threads: int, folder: str, paths: list[str]) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
-        os.chdir(folder)
+        self.folder = folder
+        if os.path.isdir(folder):
+            os.chdir(folder)
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
         import torch
 
         torch.set_num_threads(threads)
         self.workers: dict[str, Any] = {}
+        self.profiler: Any = None
         self.spans: list[list[Any]] = []
         """[method, when it began, its seconds] of the calls since they were last taken."""
 
-    def free_address(self) -> str:
-        """host:port at which this process can be found by the others."""
+    def free_address(self, machine: str = "127.0.0.1") -> str:
+        """host:port at which this process can be found by the others, where `machine` is the address of its own."""
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{probe.getsockname()[1]}"
+            probe.bind((machine, 0))
+            return f"{machine}:{probe.getsockname()[1]}"
 
     def connect(self, address: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Join the other ranks, and do what is to be done before workers are made."""
@@ -62,6 +68,11 @@ class RankHost:
 
         from posttrain.engine.ranks import join_ranks
 
+        if not os.path.isdir(self.folder):
+            raise UserError(
+                f"{socket.gethostname()} has no folder {self.folder}, where the command was given: all machines of a "
+                "run need the same code, model, data and run directory at the same paths, on a disk that they share"
+            )
         join_ranks(self.rank, self.ranks, address, torch.device(self.device))
         prepare = unpack(parcel)
         if prepare is not None:
@@ -78,9 +89,31 @@ class RankHost:
     def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Call a worker's method."""
         begun = time.time()
-        answer = self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
+        with self._range(f"{role}.{name}"):
+            answer = self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
         self._note_span(name, begun, time.time())
         return answer
+
+    def begin_trace(self) -> None:
+        """Record what this rank does from now on."""
+        from posttrain.controller.tracing import begin_trace
+
+        self.profiler = begin_trace()
+
+    def end_trace(self, path: str | None) -> Parcel:
+        """Write it, or forget it without a path."""
+        from posttrain.controller.tracing import end_trace
+
+        profiler, self.profiler = self.profiler, None
+        return self._answer(end_trace, profiler, None if path is None else Path(path))
+
+    def _range(self, name: str) -> AbstractContextManager[Any]:
+        """A range of this name in the trace, if one is made."""
+        if self.profiler is None:
+            return nullcontext()
+        import torch
+
+        return torch.profiler.record_function(name)
 
     def _note_span(self, name: str, begun: float, ended: float) -> None:
         last = self.spans[-1] if self.spans else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,6 +18,7 @@ from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import Workers
 from posttrain.controller.rank_host import Failure, RankHost
 from posttrain.controller.ray_cluster import RayCluster
+from posttrain.controller.ray_machines import Machine, machines_for
 from posttrain.controller.wire import pack, unpack
 from posttrain.errors import UserError
 
@@ -89,8 +92,9 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class RayWorkers(Workers):
-    """`ranks` processes, each with its share of the cores, or with a GPU of its own. They live in a Ray that is started
-    for them, or in `cluster`, which they leave running. Each of them calls `prepare` first."""
+    """`ranks` processes, each with its share of its machine's cores, or with a GPU of its own. They live in a Ray that
+    is started for them, or in `cluster`, which they leave running; on the command's machine, or equally many on each of
+    several. Each of them calls `prepare` first."""
 
     def __init__(
         self,
@@ -98,8 +102,9 @@ class RayWorkers(Workers):
         device: Any,
         cluster: RayCluster | None = None,
         prepare: Callable[[], None] | None = None,
+        machines: int = 1,
     ) -> None:
-        self.world_size, self.hosts, self.prepare = ranks, [], prepare
+        self.world_size, self.hosts, self.prepare, self.machines = ranks, [], prepare, machines
         self.cluster, self._shared = cluster or RayCluster(ranks), cluster is not None
         try:
             self.hosts = self._start(ranks, device)
@@ -110,16 +115,21 @@ class RayWorkers(Workers):
     def _start(self, ranks: int, device: Any) -> list[Any]:
         if not self._shared:
             self.cluster.start()
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=here, **resources)
-        place = (os.getcwd(), [folder for folder in sys.path if folder])
-        hosts = [actor.remote(rank, ranks, str(device), threads, *place) for rank in range(ranks)]
-        address = ray.get(hosts[0].free_address.remote())
+        each = ranks // self.machines
+        machines = machines_for(self.machines, each, device.type)
+        hosts = [self._host(rank, machines[rank // each], each, device) for rank in range(ranks)]
+        address = ray.get(hosts[0].free_address.remote(machines[0].address))
         for ref in [host.connect.remote(address, *pack(self.prepare)) for host in hosts]:
             _fetched(ref)
         return hosts
+
+    def _host(self, rank: int, machine: Machine, each: int, device: Any) -> Any:
+        """The process of a rank, on its machine."""
+        resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
+        there = NodeAffinitySchedulingStrategy(machine.id, soft=False)
+        actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=there, **resources)
+        threads, paths = max(1, machine.cores // each), [folder for folder in sys.path if folder]
+        return actor.remote(rank, self.world_size, str(device), threads, os.getcwd(), paths)
 
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
         parcel = pack((worker, arguments, named))
@@ -132,8 +142,21 @@ class RayWorkers(Workers):
         found = ray.get([host.take_spans.remote() for host in self.hosts])
         return [[*span, f"rank {rank}"] for rank, own in enumerate(found) for span in own]
 
+    @contextmanager
+    def traced(self, stem: Path) -> Iterator[None]:
+        ray.get([host.begin_trace.remote() for host in self.hosts])
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            paths = [f"{stem}.rank_{rank}.json.gz" if whole else None for rank in range(self.world_size)]
+            for ref in [host.end_trace.remote(path) for host, path in zip(self.hosts, paths, strict=True)]:
+                _fetched(ref)
+
     def words(self) -> str:
-        return f"{self.world_size} processes in Ray {ray.__version__}, {self.cluster.words()}"
+        where = f" on {self.machines} machines" if self.machines > 1 else ""
+        return f"{self.world_size} processes{where} in Ray {ray.__version__}, {self.cluster.words()}"
 
     def close(self) -> None:
         if self._shared or self.cluster.was_there:

@@ -139,15 +139,19 @@ def place(plan: Plan, part: str, size: int, only_in: tuple[str, ...] | None) -> 
         plan.host[part] = share
 
 
-def backward_parts(role: str, counted: tuple[int, int], held: ModelBytes, *, single: bool, workers: int) -> Parts:
+def backward_parts(
+    role: str, counted: tuple[int, int], held: ModelBytes, device: Device, *, single: bool, workers: int
+) -> Parts:
     """The moment when the activations of the largest micro-batch are complete.
 
     `counted` is what `training_bytes` gave; `single`: the mini-batch is one micro-batch.
     """
     activations, peak = counted
     has_masters = held.optimizer > 2 * held.gradients
-    # A single micro-batch's gradients go to the masters after its backward pass; several are summed during it.
-    summed = 0 if has_masters and single else held.gradients
+    # A single micro-batch's gradients go to the masters after its backward pass; several are summed during it, and a
+    # CUDA device that has the model alone opens the sums before the first.
+    opened = device.kind == "cuda" and workers == 1
+    summed = 0 if has_masters and single and not opened else held.gradients
     return {
         f"{role} gradients": math.ceil(summed / workers),
         f"{role} activations": activations,

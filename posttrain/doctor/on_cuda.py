@@ -4,7 +4,8 @@ the meta device, so that their tensors are written out here.
 Bytes of a token in a layer are those that the fused layer saves for its backward pass: input, its norm, queries with
 keys and values, attention's output, the middle, its norm, gate and up; and in float32 the logarithms of attention's
 sums and two norms' inverses. Logits are float32: a chunk of them is 1/64 of the device, and up to 1/16 of it is kept
-for the backward pass.
+for the backward pass. Gradients of matrices are added to float32 sums by the products that make them; only of a model
+that is cut over ranks each pass has its own. Tests count the same layer on the meta device in float32, to the byte.
 
 Shapes: T tokens of a pass, N of them with log-probs, V vocabulary, E width, I width of the gated layer, H query heads
 and K key heads of size D.
@@ -67,6 +68,14 @@ class Sizes:
         halves = 3 * self.width + max(self.columns + self.heads * self.size, 3 * self.inner)
         return halves * self.itemsize
 
+    def going_back(self, wanted: float) -> int:
+        """Bytes of one token that a layer's backward pass makes beside what was kept: gradients of what it kept, of
+        gate and up and of their product once more (of the last layer for a share `wanted` of the tokens), and the flash
+        kernel's own: a float32 sum of the queries' gradient, gradients of keys and values for every query head."""
+        out = self.heads * self.size
+        halves = wanted * (4 * self.inner + self.width + out) + 2 * self.columns + out + 3 * self.width
+        return int(halves * self.itemsize) + out * (WIDE + 2 * self.itemsize)
+
 
 def sizes_of(model: Any) -> Sizes | None:
     """None for a model whose passes these kernels do not serve: other families, values, scores, float32, 4 bits."""
@@ -99,20 +108,25 @@ def chunk_bytes(sizes: Sizes, tokens: int, memory: int) -> int:
     return WIDE * sizes.vocabulary * min(tokens, max(1, most))
 
 
-def update_bytes(sizes: Sizes, tokens: int, predicted: int, checkpointing: bool, memory: int) -> tuple[int, int]:
+def update_bytes(
+    sizes: Sizes, tokens: int, predicted: int, checkpointing: bool, memory: int, *, alone: bool = True
+) -> tuple[int, int]:
     """(kept for the backward pass, most alive besides weights and summed gradients), of `tokens` with log-probs of
-    `predicted`. The worst moment is the head's backward pass, when every layer's tensors are still there; with
-    checkpointing it may be that of a layer which is computed again."""
+    `predicted`, in a process that has the model `alone` or cut over ranks. The worst moment is the head's backward pass
+    or the last layer's, when the tensors of the layers before it are still there; with checkpointing the layer is
+    computed again first. At the end there is the gradient of the look-up."""
     each = sizes.width * sizes.itemsize if checkpointing else sizes.kept
     rotation, states = 2 * tokens * sizes.size * sizes.itemsize, 2 * predicted * sizes.width * sizes.itemsize
     activations = sizes.layers * tokens * each + rotation + states
     logits, chunk = WIDE * predicted * sizes.vocabulary, chunk_bytes(sizes, predicted, memory)
     held = logits if logits <= memory * KEPT_SHARE else chunk
-    shares = 0 if sizes.ranks else 2 if logits > chunk else 1  # the gradient of the head, and a chunk's share of it
-    table = shares * WIDE * sizes.vocabulary * sizes.width
-    head = held + chunk * sizes.itemsize // WIDE + table + predicted * sizes.width * WIDE  # and the last norm's input
-    layer = tokens * (sizes.kept + sizes.passing) if checkpointing else 0
-    return activations, activations + max(head, layer)
+    table = sizes.vocabulary * sizes.width
+    shares = 0 if sizes.ranks or alone else 2 if logits > chunk else 1  # of the head's gradient: all, and a chunk's
+    head = held + chunk * sizes.itemsize // WIDE + shares * WIDE * table
+    head += predicted * sizes.width * WIDE  # and the last norm's input
+    layer = tokens * sizes.going_back(min(1.0, predicted / tokens)) + (tokens * sizes.kept if checkpointing else 0)
+    look_up = 0 if sizes.ranks else sizes.itemsize * table
+    return activations, max(activations + max(head, layer), look_up)
 
 
 def scoring_bytes(sizes: Sizes, tokens: int, predicted: int, memory: int) -> int:

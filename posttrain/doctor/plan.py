@@ -234,8 +234,9 @@ def _backward(
     sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
     if sizes is not None:
         tokens, predicted = rows * shape.longest, rows * (shape.longest - shape.prompt)
-        counted = on_cuda.update_bytes(sizes, tokens, predicted, bool(checkpointing), device.bytes)
+        alone = shape.workers == 1
+        counted = on_cuda.update_bytes(sizes, tokens, predicted, bool(checkpointing), device.bytes, alone=alone)
     else:
         how = (rows, shape.longest, checkpointing, device.kind)
         counted = counter(config, device, role, counting.training_bytes, *how)
-    return backward_parts(role, counted, held, single=rows == shape.mini_rows, workers=shape.workers)
+    return backward_parts(role, counted, held, device, single=rows == shape.mini_rows, workers=shape.workers)

@@ -31,6 +31,7 @@ _LOWER: dict[str, Next] = {
     "actor_rollout_ref.ref.fsdp_config.param_offload": lambda value, plan: True,
     f"{_ROLLOUT}.n": lambda value, plan: max(2, value // 2) if value > 1 else None,
     f"{_ROLLOUT}.max_num_seqs": lambda value, plan: max(1, plan.shape.wave // 2),
+    f"{_ROLLOUT}.kv_cache_gb": lambda value, plan: None if value is None else round(value / 2, 2),
     f"{_ROLLOUT}.gpu_memory_utilization": lambda value, plan: None if value is None else round(value * 0.75, 3),
     "data.max_response_length": _half,
     "reward_model.fsdp_config.param_offload": lambda value, plan: True,
@@ -71,13 +72,16 @@ class Remedy:
         return f"{self.key}={self.present}: with {self.value}, {self.stage} takes {shown(self.saves)} less"
 
 
-def find_remedies(config: Section, plan: Plan, counter: ModelCounter, levers: Levers = RL) -> list[Remedy]:
-    """What lowers the worst stage first, then what lowers others; settings without effect are left out."""
-    found = list(_try_all(config, plan, counter, levers))
-    return sorted(found, key=lambda remedy: (remedy.stage != plan.worst, -remedy.saves))
+def find_remedies(
+    config: Section, plan: Plan, counter: ModelCounter, levers: Levers = RL, stage: str | None = None
+) -> list[Remedy]:
+    """What lowers this stage (or the worst) first, then what lowers others; settings without effect are left out."""
+    first = stage or plan.worst
+    found = list(_try_all(config, plan, counter, levers, first))
+    return sorted(found, key=lambda remedy: (remedy.stage != first, -remedy.saves))
 
 
-def _try_all(config: Section, plan: Plan, counter: ModelCounter, levers: Levers) -> Iterator[Remedy]:
+def _try_all(config: Section, plan: Plan, counter: ModelCounter, levers: Levers, first: str) -> Iterator[Remedy]:
     for key, lower in levers.lower.items():
         present = lookup(config, key)
         value = lower(present, plan)
@@ -89,5 +93,5 @@ def _try_all(config: Section, plan: Plan, counter: ModelCounter, levers: Levers)
             saves = {stage: plan.peak(stage) - other.peak(stage) for stage in plan.stages}
         helped = {stage: saved for stage, saved in saves.items() if saved > 0}
         if helped or key in levers.always:
-            stage = plan.worst if plan.worst in helped or not helped else max(helped, key=lambda name: helped[name])
+            stage = first if first in helped or not helped else max(helped, key=lambda name: helped[name])
             yield Remedy(key, present, value, stage, helped.get(stage, 0))

@@ -18,6 +18,7 @@ from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.doctor.memory import Plan, shown
 from posttrain.doctor.remedies import RL, find_remedies
+from posttrain.doctor.settling import settle
 from posttrain.doctor.supervised import LEVERS, ROLE
 from posttrain.errors import UserError
 from posttrain.tracking.rundir import RunDirectory
@@ -41,13 +42,14 @@ def check_memory(case: Case) -> Iterator[Finding]:
     """The memory plan, and what would lower it."""
     levers = RL if case.is_rl else LEVERS
     try:
+        settled = settle(case.config, case.device, case.resolved.explicit, levers, case.counter)
         plan: Plan = levers.plan(case.config, case.device, case.counter)
     except UserError as error:
         yield Finding(ERROR, "memory", str(error))
         return
     state = "fits" if plan.fits else "does not fit"
     words = f"It {state}: the peak, in {plan.worst}, is {shown(plan.peak())} on {case.device.words}."
-    case.report.fact("memory", words)
+    case.report.fact("memory", words, *settled)
     if not plan.fits:
         remedies = find_remedies(case.config, plan, case.counter, levers)
         do = "; ".join(remedy.words() for remedy in remedies[:3]) or "take a smaller model"

@@ -70,7 +70,7 @@ def plan_supervised(config: SupervisedConfig, device: Device, counter: ModelCoun
     """The plan of this configuration on that device."""
     counter = counter or SupervisedCounter()
     shape = RowShape.of(config)
-    plan = Plan(device, shape)
+    plan = Plan(device, shape, {"load": {}})
     held = counter(config, device, ROLE, ModelBytes.of)
     unpacked = counter(config, device, ROLE, counting.unpacked_bytes)  # a pass holds one 4-bit matrix in model.dtype
     size, tokens = (shape.pass_rows, shape.longest), shape.pass_rows * shape.longest
@@ -83,15 +83,19 @@ def plan_supervised(config: SupervisedConfig, device: Device, counter: ModelCoun
         plan.stages["validation"] = {"temporary tensors": peak + unpacked}
     checkpointing = config.model.enable_gradient_checkpointing
     if sizes is not None:
-        counted = on_cuda.update_bytes(sizes, tokens, tokens, bool(checkpointing), device.bytes)
+        alone = shape.workers == 1
+        counted = on_cuda.update_bytes(sizes, tokens, tokens, bool(checkpointing), device.bytes, alone=alone)
     else:
         counted = counter(config, device, ROLE, counting.training_bytes, *size, checkpointing, device.kind)
     single = shape.pass_rows == shape.batch_rows
-    plan.stages["update"] = backward_parts(ROLE, counted, held, single=single, workers=shape.workers)
+    plan.stages["update"] = backward_parts(ROLE, counted, held, device, single=single, workers=shape.workers)
     plan.stages["update"]["temporary tensors"] += unpacked
     plan.stages["step"] = step_parts(ROLE, device, held, workers=shape.workers)
     place(plan, f"{ROLE} weights", held.weights, None)
     place(plan, f"{ROLE} optimizer", held.optimizer, None)
+    joined = max(0, counter(config, device, ROLE, counting.joined_bytes) - held.masters)
+    masters = math.ceil(held.masters / shape.workers)
+    plan.stages["load"] |= {f"{ROLE} optimizer": masters, "temporary tensors": joined}
     return plan
 
 

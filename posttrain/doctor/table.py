@@ -13,6 +13,7 @@ from posttrain.config.supervised_tree import command_tree
 from posttrain.doctor.memory import GIB, USABLE, Plan, find_device, shown
 from posttrain.doctor.plan import Counter
 from posttrain.doctor.remedies import RL, Remedy, find_remedies
+from posttrain.doctor.settling import settle
 from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
 from posttrain.errors import UserError
 
@@ -33,15 +34,18 @@ def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
     rest, gpu_gb = _gpu_size(args)
     tree = command_tree("plan", rest)
-    config = _resolve(rest).config if tree is None else load_config(rest[1:] or {}, tree=tree).config
+    resolved = _resolve(rest) if tree is None else load_config(rest[1:] or {}, tree=tree)
+    config = resolved.config
     model_section = "actor_rollout_ref.model" if tree is None else tree.model
     if library := lookup(config, model_section).external_lib:
         from posttrain.trainer.run.external import import_external
 
         import_external(library, f"{model_section}.external_lib")  # models and estimators may be registered there
     counter, levers = (Counter(), RL) if tree is None else (SupervisedCounter(), LEVERS)
-    plan = levers.plan(config, find_device(config, gpu_gb), counter)
-    print(report(config, plan, find_remedies(config, plan, counter, levers)))
+    device = find_device(config, gpu_gb)
+    settled = settle(config, device, resolved.explicit, levers, counter)
+    plan = levers.plan(config, device, counter)
+    print(report(config, plan, find_remedies(config, plan, counter, levers), settled))
     return 0 if plan.fits else 1
 
 
@@ -73,9 +77,10 @@ def _resolve(args: list[str]) -> Resolved:
     return load_config(request.rest)
 
 
-def report(config: Section, plan: Plan, remedies: Sequence[Remedy]) -> str:
-    """The table, the verdict, and the settings that would lower the peak."""
-    lines = [*_head(config, plan), "", *_table(plan), ""]
+def report(config: Section, plan: Plan, remedies: Sequence[Remedy], settled: Sequence[str] = ()) -> str:
+    """The table, the verdict, and the settings that would lower the peak; `settled` are sentences on what the plan
+    chose."""
+    lines = [*_head(config, plan), *settled, "", *_table(plan), ""]
     if plan.host:
         lines += [f"In host memory outside their stage: {', '.join(f'{p} {shown(b)}' for p, b in plan.host.items())}."]
     verdict = "It fits" if plan.fits else "It does not fit"

@@ -96,6 +96,7 @@ class _CudaHead(torch.autograd.Function):
             parts.append(statistics(logits, labels_N[part], temperature))
             if keep:
                 ctx.kept.append(logits)
+            del logits  # or it would be there while the next chunk is made
         logp_N, entropy_N, logsum_N = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.chunks, ctx.temperature, ctx.weight_VE = chunks, temperature, weight_VE
         ctx.save_for_backward(hidden_NE, labels_N, logsum_N, entropy_N)
@@ -118,6 +119,7 @@ class _CudaHead(torch.autograd.Function):
             if ctx.needs_input_grad[1] and not add_product((weight_VE,), grad, hidden_NE[part]):
                 share = wide_product(grad.T, hidden_NE[part])
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
+            del logits, grad
         ctx.kept = []
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
         return grad_hidden, as_weight, None, None, None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels.compiled import kernel
 from posttrain.models.forward import without_adapters
+from posttrain.models.low_rank import LowRank
 
 FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp", ("gate_proj", "up_proj")))
 SINGLE = (("out", "self_attn", "o_proj"), ("down", "mlp", "down_proj"))
@@ -46,6 +47,7 @@ class Projection:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: list[Any], *, adapters: bool) -> None:
         self.weight, self.bias, self.parts = weight, bias, parts
         self.packed: torch.Tensor | None = None
+        self.low: LowRank | None = None  # copies of the adapters in the weight's type
         self.adapters: list[tuple[slice, Any]] = []
         start = 0
         for part in parts:
@@ -68,6 +70,14 @@ class Projection:
             reorder = _reorder()
             self.packed = reorder(self.weight) if reorder else None
 
+    @torch.no_grad()
+    def copy_adapters(self) -> None:
+        """Take the adapters as they are now in the weight's type, as the trainer multiplies them on a CUDA device; to
+        the addresses that they were copied to before, so that captured steps see them."""
+        if self.adapters and self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16):
+            self.low = self.low or LowRank.like(self.adapters, self.weight)
+            self.low.fill(self.adapters)
+
     def wide(self, x_TE: torch.Tensor) -> torch.Tensor:
         """The product as it was summed up, in float32, where the device's matrix units give it away: logits."""
         narrow = x_TE.is_cuda and x_TE.dtype in (torch.bfloat16, torch.float16)
@@ -80,6 +90,9 @@ class Projection:
             y = F.linear(x_TE, self.weight, self.bias)
         else:
             y = torch.ops.mkldnn._linear_pointwise(x_TE, self.packed, self.bias, "none", [], "")
+        if self.low is not None:
+            self.low.add(y, x_TE)
+            return y
         for columns, layer in self.adapters:
             down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
             added = F.linear(F.linear(x_TE.to(down.dtype), down), up) * layer.scaling["default"]

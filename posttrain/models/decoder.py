@@ -75,6 +75,7 @@ class FastDecoder:
 
     def __init__(self, module: Any, *, share: bool) -> None:
         self.module, self.share = module, share
+        self.graphs: Any = None  # on a CUDA device: captured steps
         self._bind()
 
     def _bind(self) -> None:
@@ -90,8 +91,10 @@ class FastDecoder:
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
         self.whole: WholeStep | None = None
-        self.graphs: Any = None  # on a CUDA device: captured steps
+        if self.graphs is not None:
+            self.graphs.forget()
         self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
+        self.adapters_old = True
 
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]
@@ -112,8 +115,7 @@ class FastDecoder:
 
     def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
-        if self.arena.left_behind():
-            self._bind()
+        self._look_at_weights()
         rotation = self._rotation(step.longest, step.device)
         residual_TE = F.embedding(step.ids_T, self.embedding)
         if self.whole is not None:
@@ -134,6 +136,10 @@ class FastDecoder:
 
     def decode(self, rows: DecodeRows, caches: Caches) -> bool:
         """Let the rows decode for their number of steps, if weights are laid out for it; whether that was done."""
+        if not rows.steps:
+            if self.graphs is not None:
+                self.graphs.collect(rows)
+            return True
         if cuda.runs_here(self.embedding):
             return self._decode_captured(rows, caches)
         if self.whole is None:
@@ -146,8 +152,7 @@ class FastDecoder:
         """Steps captured as graphs hold the addresses of weights, cache and rotation; captured anew when one moves."""
         from posttrain.kernels.cuda.graphs import GraphedSteps
 
-        if self.arena.left_behind():
-            self._bind()
+        self._look_at_weights()
         rotation = self._rotation(rows.longest, self.embedding.device)
         found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
         if self.graphs is None:
@@ -202,6 +207,15 @@ class FastDecoder:
             self.rotation = (cosine, sine)
         return self.rotation
 
+    def _look_at_weights(self) -> None:
+        """Follow weights that have moved, and adapters that have changed."""
+        if self.arena.left_behind():
+            self._bind()
+        if self.adapters_old:
+            for projection in self._projections():
+                projection.copy_adapters()
+            self.adapters_old = False
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.arena.load(weights)
 
@@ -224,7 +238,7 @@ class FastDecoder:
 
     def drop_fast_copies(self) -> None:
         """The weights have changed, or the memory is needed."""
-        self.whole = None
+        self.whole, self.adapters_old = None, True
         for projection in self._projections():
             projection.packed = None
 

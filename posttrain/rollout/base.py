@@ -8,9 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
+
+Stage = Literal["weights", "cache"]
+STAGES: tuple[Stage, ...] = ("weights", "cache")
+"""What an engine wakes in: with weights it takes new ones and scores, with a cache it generates."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,41 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take new weights under their Hugging Face names; outputs carry `version` from now on."""
+        """Take new weights under their Hugging Face names; outputs carry `version` from now on. Works without a cache,
+        as `score` does."""
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+    asleep: frozenset[Stage] = frozenset()
+    """What `sleep` gave back and `wake` has not taken again."""
 
     @abstractmethod
+    def cache_bytes(self) -> int:
+        """Memory that the cache holds now."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Free what only generation needs; an error where requests are running."""
+
+    @abstractmethod
+    def _take(self, stage: Stage) -> None:
+        """Have again, now or when it is first needed, what a stage needs."""
+
     def sleep(self) -> None:
-        """Give back memory that only generation needs."""
+        """Give back memory that only generation needs; nothing may be running."""
+        self._give_back()
+        self.asleep = frozenset(STAGES)
 
-    @abstractmethod
-    def wake(self) -> None:
-        """Be ready to generate again."""
+    def wake(self, *stages: Stage) -> None:
+        """Be ready again: all at once, or `weights` before a sync and `cache` after it. What a sync needs for a moment
+        beside the weights is free again when the cache is taken, so that both never lie in memory together."""
+        wanted: list[Stage] = [stage for stage in STAGES if stage in self.asleep and stage in (stages or STAGES)]
+        if "cache" in wanted and "weights" in self.asleep - set(wanted):
+            raise RuntimeError("the weights are asleep: they wake, and are synced, before the cache")
+        for stage in wanted:
+            self._take(stage)
+        self.asleep -= set(wanted)
+
+    def check_awake(self, stage: Stage) -> None:
+        """For engines: requests need the cache, new weights and scores need the weights."""
+        if stage in self.asleep:
+            raise RuntimeError(f"the engine is asleep: wake({stage!r}) comes first")

@@ -55,6 +55,16 @@ def register_engine(name: str) -> Callable[[Maker], Maker]:
     return add
 
 
+def check_engine_name(name: str) -> None:
+    """Refuses a name that nobody has registered; a user's module, which may do it, has been imported."""
+    if name not in ENGINES:
+        raise UserError(
+            f"actor_rollout_ref.rollout.name={name}: there is no such rollout engine; known: {', '.join(ENGINES)}. One "
+            f'of your own is made known by @register_engine("{name}") in the module that '
+            "actor_rollout_ref.model.external_lib names"
+        )
+
+
 def build_engine(
     config: RolloutConfig,
     model: torch.nn.Module | str | os.PathLike[str],
@@ -64,11 +74,7 @@ def build_engine(
 ) -> Made:
     """(the engine, its name and version). `model` is the trainer's own, whose weights the engine reads wherever these
     are moved, or a folder, which is loaded onto `device`."""
-    if config.name not in ENGINES:
-        raise UserError(
-            f"actor_rollout_ref.rollout.name={config.name}: this engine is not built in this version; "
-            f"set actor_rollout_ref.rollout.name to one of {', '.join(ENGINES)}"
-        )
+    check_engine_name(config.name)
     module = model if isinstance(model, torch.nn.Module) else _loaded(model, device or torch.device("cpu"))
     order = Order(config, module, tokenizer, device)
     notes: list[str] = []

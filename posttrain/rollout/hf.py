@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.models.plain_rows import next_logits, row_log_probs
-from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.sampling import sample, uniforms
 
 MODES = {
@@ -83,6 +83,7 @@ class HFEngine(RolloutEngine):
             raise ValueError("stop strings need an engine that was given `decode`")
         if request.sampling.max_tokens < 1 or not request.prompt_ids:
             raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
+        self.check_awake("cache")
         self.waiting.append(request)
 
     def has_work(self) -> bool:
@@ -214,22 +215,30 @@ class HFEngine(RolloutEngine):
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        self.check_awake("weights")
         self.module.eval()
         return [log_probs.float().cpu() for log_probs in row_log_probs(self.module, token_ids, temperature)]
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies what does not already live in this module (the trainer's own tensors do)."""
+        self.check_awake("weights")
         own = self.module.state_dict()
         for name, tensor in weights:
             if name in own and own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
         self.version = version
 
-    def sleep(self) -> None:
+    def cache_bytes(self) -> int:
+        layers = [] if self.cache is None else self.cache.layers
+        held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def _give_back(self) -> None:
         if self.rows:
             raise RuntimeError("the engine still has running requests; abort them before sleep")
         self._clear()
 
-    def wake(self) -> None:
+    def _take(self, stage: Stage) -> None:
+        """Weights are where they were, the trainer's own; a cache is made for every wave."""
         self.module.eval()

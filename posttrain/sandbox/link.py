@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.sandbox.names import MODULE
 from posttrain.sandbox.remote import Remote, target_of
 from posttrain.sandbox.supervise import Ended, Program
-from posttrain.sandbox.values import decode, encode, places
+from posttrain.sandbox.values import by_place, decode, encode
 
 _STOPS = (StopIteration, StopAsyncIteration)
 _MUTABLE: tuple[type, ...] = (list, dict, set, bytearray, deque)
@@ -41,7 +41,7 @@ class Link:
         """The value that the program gives, or the exception that it raised."""
         request = {"do": operation, "of": target, "args": [self.out(arg) for arg in args]}
         reply = self._exchange(request | {"options": {name: self.out(value) for name, value in options.items()}})
-        given = places(args, options)
+        given = by_place(args, options)
         self._believe(lambda: self._change(given, reply.get("changed", {})))
         if reply.get("error"):
             raise self._believe(lambda: exception(reply["error"], may_stop=operation == "next"))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.sandbox import wire
-from posttrain.sandbox.values import decode, encode, places
+from posttrain.sandbox.values import by_place, decode, encode
 
 _FILE = "program.py"
 
@@ -96,7 +96,7 @@ class _Server:
 
     def _call(self, target: Any, args: list[Any], options: dict[str, Any]) -> dict[str, Any]:
         """The value or error of a call, what became of arguments, and which of them the value is, if it is one."""
-        given = {place: arg for place, arg in places(args, options).items() if isinstance(arg, _MUTABLE)}
+        given = {place: arg for place, arg in by_place(args, options).items() if isinstance(arg, _MUTABLE)}
         before = {place: self._out(arg) for place, arg in given.items()}
         same = None
         try:

@@ -80,7 +80,7 @@ def _encode_rarer(value: Any, unknown: Callable[[Any], Any]) -> Any:
     return unknown(value)
 
 
-def places(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+def by_place(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by what both sides call them."""
     return {str(place): arg for place, arg in enumerate(args)} | {f"={name}": arg for name, arg in options.items()}
 

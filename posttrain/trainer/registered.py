@@ -8,6 +8,7 @@ _REGISTRIES = {
     "algorithm.adv_estimator": ("posttrain.algorithms.registry", "ADV_ESTIMATORS"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": ("posttrain.algorithms.registry", "POLICY_LOSSES"),
     "data.sampler": ("posttrain.data.sampler", "SAMPLERS"),
+    "actor_rollout_ref.rollout.name": ("posttrain.rollout.engines", "ENGINES"),
 }
 
 

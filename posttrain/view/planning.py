@@ -25,14 +25,17 @@ def plan(folder: Path) -> dict[str, Any]:
     from posttrain.doctor.memory import find_device
     from posttrain.doctor.plan import Counter
     from posttrain.doctor.remedies import RL
+    from posttrain.doctor.settling import settle
     from posttrain.errors import UserError
 
     try:
         tree = yaml.safe_load((folder / "config.yaml").read_text())
         if "actor_rollout_ref" not in tree:
             raise NoPlan("Only runs of the PPO family are planned here; `posttrain plan sft ...` plans others.")
-        config = load_config(tree).config
-        found = RL.plan(config, find_device(config, None), Counter())
+        resolved, counter = load_config(tree), Counter()
+        config, device = resolved.config, find_device(resolved.config, None)
+        settle(config, device, resolved.explicit, RL, counter)
+        found = RL.plan(config, device, counter)
     except (UserError, OSError, yaml.YAMLError, TypeError) as error:
         raise NoPlan(f"This run cannot be planned here: {error}") from error
     stages = [

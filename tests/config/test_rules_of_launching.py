@@ -94,17 +94,22 @@ def test_the_first_process_of_torchrun_trains_with_as_many_workers_and_the_other
     assert left.value.code == 0
 
 
-def test_D_25_several_machines_without_a_cluster_show_the_three_forms(problems):
+def test_D_25_several_machines_without_a_cluster_are_told_how_to_give_one(problems):
     said = problems("trainer.nnodes=4", "trainer.seed=1", environment=True)
     assert "running Ray cluster" in said and "torchrun" in said and "RAY_HEAD_ADDRESS" in said
     assert "no cluster or head address is given" in said
 
 
-def test_several_machines_with_a_head_address_are_not_told_that_it_is_missing(problems, monkeypatch):
-    monkeypatch.setenv("RAY_HEAD_ADDRESS", "10.0.0.1:6379")
+@pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_HEAD_ADDRESS"])
+def test_several_machines_with_an_address_are_taken_whatever_this_one_has(problems, monkeypatch, name):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
+    monkeypatch.setenv(name, "10.0.0.1:6379")
+    for given in (["trainer.nnodes=2"], ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
+        resolved = load_config([*given, "trainer.device=cpu"], environment=True)
+        assert resolved.value("trainer.nnodes") == 2
     said = problems("trainer.nnodes=2", "trainer.node_rank=1", environment=True)
-    assert "no cluster" not in said and "RAY_HEAD_ADDRESS=10.0.0.1:6379 names their cluster" in said
-    assert "This version trains on one machine" in said and "`trainer.node_rank` cannot be used" in said
+    assert said.startswith("1 problem") and "`trainer.node_rank` cannot be used" in said and "given once" in said
 
 
 def test_more_processes_of_torchrun_than_this_machine_has_cores_name_its_own_flag(problems, monkeypatch):

@@ -16,8 +16,8 @@ from posttrain.config.schema import leaf_of, leaves, using
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.values import split_hint
 from posttrain.config.verl.answers import all_answers
+from posttrain.config.verl.apply import apply_answers
 from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
-from posttrain.config.verl.settle import settle
 from posttrain.config.verl.supervised import GENERATION
 from posttrain.config.verl.translations import TRANSLATIONS
 
@@ -31,13 +31,13 @@ def keys_with(kind: str, program: str) -> list[str]:
     return [key for key, (of, found) in ANSWERS.items() if of == program and found and found.kind == kind]
 
 
-def settled(program: str, **values: Any) -> Merged:
+def answered(program: str, **values: Any) -> Merged:
     """These keys alone, taken in and answered."""
     merged, tree = Merged(), TREES[program]
     with using(tree.root), spelled(tree.spellings):
         for key, value in values.items():
             add(merged, key, value, "command line", 1, explicit=True)
-        settle(merged)
+        apply_answers(merged)
     return merged
 
 
@@ -58,7 +58,7 @@ def test_an_answer_says_why_and_what_to_do():
 @pytest.mark.parametrize("program", list(TREES))
 def test_a_key_that_is_not_needed_becomes_a_note_and_nothing_else(program):
     for key in keys_with(NOT_NEEDED, program):
-        merged = settled(program, **{key: "7"})
+        merged = answered(program, **{key: "7"})
         assert len(merged.notes) == 1 and f"`{key}` is not needed here" in merged.notes[0], key
         assert not merged.problems and not merged.entries, key
 
@@ -74,7 +74,7 @@ def test_a_key_that_is_not_supported_is_an_error_with_a_reason_and_a_way_out(pro
         values[key] = "wobble"
         if rule.switch:
             values[rule.switch_of(key)] = "True"
-        problems = settled(program, **values).problems
+        problems = answered(program, **values).problems
         assert any(f"`{key}=" in str(problem) and rule.do in str(problem) for problem in problems), key
 
 
@@ -86,7 +86,7 @@ def rules_with_a_way_to_be_off() -> list[tuple[str, Rule]]:
 @pytest.mark.parametrize(("key", "rule"), rules_with_a_way_to_be_off())
 def test_an_unsupported_key_that_asks_for_nothing_is_only_noted(key, rule):
     for value in (rule.off[0], "null"):
-        merged = settled(ANSWERS[key][0], **{key: value})
+        merged = answered(ANSWERS[key][0], **{key: value})
         assert not merged.problems and "not needed" in merged.notes[0], (key, value)
 
 
@@ -124,6 +124,8 @@ def other_value(key: str) -> str:
         return str(not default)
     if kind is int:
         return str(max(default or 0, 3) + 1)
+    if leaf.key == "trainer.profile_steps":
+        return "[3]"
     return "0.25" if kind is float else "{depth: 7}" if leaf.free_keys else "[one]"
 
 
@@ -157,7 +159,7 @@ def test_a_renamed_key_sets_the_setting_that_it_stands_for(program):
     with using(TREES[program].root):
         values = {key: other_value(target) for key, target in pairs}
     for key, target in pairs:
-        entries = settled(program, **{key: values[key]}).entries
+        entries = answered(program, **{key: values[key]}).entries
         assert set(entries) == {target} and entries[target].value == values[key], key
         assert entries[target].where(target) == f"command line, written `{key}`", key
     arguments = [f"{key}={value}" for key, value in values.items()]

@@ -112,6 +112,18 @@ def test_M_11_a_name_registered_in_the_working_folder_loads_its_file(load, probl
     assert "my_algorithm.py, second.py" in problems(*args)
 
 
+def test_a_rollout_engine_of_the_users_own_is_named_as_any_other_and_an_unknown_one_is_refused(load, problems, write):
+    refused = problems(f"{ROLLOUT}.name=mine")
+    assert "unknown rollout engine; known: native, hf, vllm, sglang." in refused
+    assert '@register_engine("mine")' in refused
+    assert "did you mean `native`?" in problems(f"{ROLLOUT}.name=natve")
+    assert "cannot be used" in problems(f"{ROLLOUT}.name=trtllm")
+    known = load(f"{ROLLOUT}.name=mine", known_names={f"{ROLLOUT}.name": ("native", "mine")})
+    assert known.value(f"{ROLLOUT}.name") == "mine" and known.value(f"{MODEL}.external_lib") is None
+    write("my_engine.py", "import engines\n\n@engines.register_engine('mine')\ndef make(order): ...\n")
+    assert load(f"{ROLLOUT}.name=mine").value(f"{MODEL}.external_lib") == "my_engine.py"
+
+
 def test_S0_25_a_name_registered_in_this_process_is_known(load):
     known = {"algorithm.adv_estimator": ("mine",)}
     assert load("algorithm.adv_estimator=mine", known_names=known).value("algorithm.adv_estimator") == "mine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,28 +103,37 @@ def test_an_update_holds_layers_logits_and_the_heads_gradient(memory, predicted)
     held = logits if 16 * logits <= memory else chunk
     table = 4 * 100 * 16 * (1 if logits == chunk else 2)
     kept = 2 * 60 * SIZES.kept + 2 * 60 * 8 * 2 + 2 * predicted * 16 * 2
+    head = held + chunk // 2 + 4 * predicted * 16
+    layer = 60 * SIZES.going_back(min(1.0, predicted / 60))
     found = on_cuda.update_bytes(SIZES, 60, predicted, False, memory)
-    assert found == (kept, kept + held + chunk // 2 + table + 4 * predicted * 16)
+    assert found == (kept, kept + max(head, layer)) and (layer > head) == (predicted == 50)
+    ranks = on_cuda.update_bytes(SIZES, 60, predicted, False, memory, alone=False)
+    assert ranks == (kept, kept + max(head + table, layer)), "cut over ranks, each pass has a gradient of the head"
 
 
 def test_with_checkpointing_inputs_are_kept_and_one_layer_is_there_again():
     full, light = (on_cuda.update_bytes(SIZES, 10**6, 1, again, 1 << 40) for again in (False, True))
     assert full[0] - light[0] == 2 * 10**6 * (SIZES.kept - 16 * 2)
-    assert light[1] - light[0] == 10**6 * (SIZES.kept + SIZES.passing)
+    assert light[1] - light[0] == 10**6 * (SIZES.kept + SIZES.going_back(1e-6))
+    assert full[1] - full[0] == 10**6 * SIZES.going_back(1e-6)
+
+
+def test_of_few_tokens_the_gradient_of_the_look_up_is_the_most():
+    wide = on_cuda.update_bytes(replace(SIZES, vocabulary=10**6, width=10**4), 1, 1, False, 1 << 40)
+    assert wide[1] == 2 * 10**6 * 10**4
 
 
 def test_adapters_keep_their_low_rank_inputs_and_the_head_has_no_gradient(tmp_path):
     adapted = on_cuda.Sizes(**HALF, normed_heads=False, ranks=7 * 3)
     assert adapted.kept - SIZES.kept == 2 * 7 * 3
     memory, table = 1 << 40, 4 * 100 * 16
-    full, lean = (on_cuda.update_bytes(sizes, 60, 50, False, memory) for sizes in (SIZES, adapted))
+    full, lean = (on_cuda.update_bytes(sizes, 60, 10**4, False, memory, alone=False) for sizes in (SIZES, adapted))
     assert (full[1] - full[0]) - (lean[1] - lean[0]) == table
     whole = plan(tmp_path, "0.1b")
     lora = plan(tmp_path, "0.1b", actor_rollout_ref__model__lora_rank=8)
     per_token = 30 * 2 * 7 * 8
     tokens = 25 * 640
     assert lora.largest("actor activations") - whole.largest("actor activations") == per_token * tokens
-    assert lora.stages["update"]["temporary tensors"] < whole.stages["update"]["temporary tensors"]
 
 
 def test_captured_steps_hold_float32_logits_of_the_largest_graph():

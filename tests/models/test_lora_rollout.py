@@ -9,8 +9,10 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.models.arena import Arena
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.lora import add_adapters, base_only
+from posttrain.models.low_rank import LowRank
 from posttrain.rollout.base import Output, Sampling
 from posttrain.rollout.generate import generate, to_batch
 from posttrain.rollout.native.build import build_native
@@ -48,6 +50,25 @@ def trainer_log_probs(module, outputs) -> list[torch.Tensor]:
     engine = FSDPEngine(module, EngineSettings(device=CPU))
     found = engine.log_probs(to_batch(PROMPTS, outputs, 0))["log_probs"]
     return [row[: len(output.token_ids)] for row, output in zip(found, outputs, strict=True)]
+
+
+@pytest.mark.parametrize("targets", ["all", "query and value"])
+@torch.no_grad()
+def test_copies_of_adapters_multiply_as_the_adapters_do_at_the_same_addresses(targets):
+    module = with_adapters("qwen2", TARGETS[targets])
+    product = Arena(module, share=True).layers[1]["qkv"]
+    x = torch.randn(5, product.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    first, copies = product(x), LowRank.like(product.adapters, product.weight)
+    places = [copies.down_RE.data_ptr(), *(up.data_ptr() for up in copies.ups)]
+    for seed in (1, 2):
+        shake(module, seed)
+        product.low = None
+        wanted = product(x)
+        copies.fill(product.adapters)
+        product.low = copies
+        torch.testing.assert_close(product(x), wanted, rtol=0, atol=1e-6)
+        assert seed == 1 or not torch.equal(wanted, first)
+    assert places == [copies.down_RE.data_ptr(), *(up.data_ptr() for up in copies.ups)]
 
 
 @pytest.mark.parametrize("targets", TARGETS)

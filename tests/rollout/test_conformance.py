@@ -160,6 +160,38 @@ def test_new_weights_change_the_scores_and_carry_their_version(make, prompts, or
     assert output.versions == [(7, 3)]
 
 
+def test_weights_wake_and_are_synced_before_the_cache_is_taken(make, prompts, oracle, monkeypatch):
+    monkeypatch.setattr("posttrain.rollout.native.pool.KEPT", 0)
+    engine = make()
+    rows = [Request(row, prompt, Sampling(max_tokens=4), row) for row, prompt in enumerate(prompts)]
+    for request in rows:
+        engine.submit(request)
+    engine.step()
+    assert engine.cache_bytes() > 0
+    with pytest.raises(RuntimeError, match="abort them"):
+        engine.sleep()
+    engine.abort([request.id for request in rows])
+    engine.sleep()
+    assert engine.cache_bytes() == 0
+    weights = oracle.state_dict()
+    for asleep in (lambda: engine.submit(rows[0]), lambda: engine.score(prompts), lambda: engine.load_weights([], 1)):
+        with pytest.raises(RuntimeError, match=r"the engine is asleep: wake\(.* comes first"):
+            asleep()
+    with pytest.raises(RuntimeError, match="weights are asleep"):
+        engine.wake("cache")
+    engine.wake("weights")
+    engine.load_weights([(name, weight * 1.1) for name, weight in weights.items()], version=3)
+    scored = engine.score(prompts)
+    assert engine.cache_bytes() == 0  # neither new weights nor the proof that they arrived need it
+    with pytest.raises(RuntimeError, match=r"wake\('cache'\) comes first"):
+        engine.submit(rows[0])
+    engine.wake("cache")
+    outputs = generate(engine, prompts, [Sampling(max_tokens=4)] * 4, range(4))
+    assert [output.versions for output in outputs] == [[(3, 4)]] * 4
+    for one, other in zip(scored, engine.score(prompts), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 def test_a_batch_is_padded_to_its_longest_only(make, prompts):
     outputs = generate(make(), prompts, [Sampling(max_tokens=n) for n in (3, 1, 4, 2)], range(4))
     batch = to_batch(prompts, outputs, pad_token_id=0).batch

@@ -63,7 +63,7 @@ def test_a_registered_engine_is_built_by_its_name_and_where_it_cannot_serve_hf_d
     assert isinstance(engine, hf.HFEngine) and "mine is not used for qwen2 models: it has no layers" in said
     with pytest.raises(ValueError, match="'mine' already"):
         engines.register_engine("mine")(lambda order: "")
-    with pytest.raises(UserError, match=r"rollout\.name=native: this engine is not built .* one of hf, mine"):
+    with pytest.raises(UserError, match=r"rollout\.name=native: there is no such rollout engine; known: hf, mine\."):
         build(model, tokenizer, "native")
 
 

@@ -276,6 +276,7 @@ def test_long_or_many_responses_have_the_weights_copied_and_few_short_ones_do_no
         assert (engine.decoder.whole is not None) == multiplies("float32")
         engine.sleep()
         assert engine.decoder.whole is None
+        engine.wake()
 
 
 def test_weights_packed_for_onednn_give_the_same_bits(monkeypatch):
@@ -285,6 +286,7 @@ def test_weights_packed_for_onednn_give_the_same_bits(monkeypatch):
     if engine.decoder.layers[0].qkv.packed is None:
         pytest.skip("torch without oneDNN")
     engine.sleep()
+    engine.wake()
     plain = generate(engine, PROMPTS, [Sampling(max_tokens=12)] * 6, range(6))
     for one, other in zip(packed, plain, strict=True):
         assert one.token_ids[:12] == other.token_ids and list(one.log_probs[:12]) == list(other.log_probs)
@@ -307,6 +309,7 @@ def test_sleep_gives_back_and_the_next_request_takes_again():
         engine.sleep()
     engine.abort([0])
     engine.sleep()
+    engine.wake()
     assert len(generate(engine, [[1, 2]], [Sampling(max_tokens=4)], [0])[0].token_ids) == 4
 
 

@@ -35,3 +35,28 @@ def test_weights_that_come_and_go_between_host_and_device():
         found.append(engine.score([PROMPTS[1]])[0])
         module.cpu()
     assert torch.equal(*found)
+
+
+def test_adapters_beside_a_half_precision_base_follow_the_trainer():
+    from posttrain.config.model import ModelConfig
+    from posttrain.models.lora import add_adapters
+    from tests.models.test_lora_rollout import shake
+
+    settings = ModelConfig(lora_rank=8, lora_alpha=16, target_modules="all-linear")
+    module = add_adapters(tiny("qwen2").bfloat16(), settings).cuda()
+    shake(module, 1)
+    engine = build_native(module, RolloutConfig(), decode=None)[0]
+    sampling = [Sampling(max_tokens=40)] * len(PROMPTS)
+    found = []
+    for version in (1, 2):
+        outputs = generate(engine, PROMPTS, sampling, range(len(PROMPTS)))
+        rows = [prompt + output.token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)]
+        for prompt, row, output in zip(PROMPTS, rows, outputs, strict=True):
+            with torch.no_grad():
+                logits = module(torch.tensor([row]).cuda()).logits[0, len(prompt) - 1 : -1].float()
+            wanted = logits.log_softmax(-1).gather(1, torch.tensor(row[len(prompt) :]).cuda()[:, None])[:, 0].cpu()
+            assert (torch.tensor(output.log_probs) - wanted).abs().mean() < 0.02
+        found.append([output.token_ids for output in outputs])
+        shake(module, 2)
+        engine.load_weights((), version)
+    assert found[0] != found[1], "captured steps see adapters that have changed"

@@ -1,6 +1,7 @@
 """How a run ends: stopped by a signal, by numbers that are not finite, by validation alone; and what it leaves."""
 
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -145,17 +146,35 @@ def test_the_exported_folder_loads_in_transformers_and_scores_alike(tiny_model, 
         assert not torch.allclose(start(ids).logits, ours, atol=1e-3)
 
 
-def test_out_of_memory_names_the_stage_and_the_settings(tiny_model, sums, tmp_path, monkeypatch):
-    from posttrain.errors import UserError
+CUDA_IS_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+HOST_IS_FULL = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    def full(self, batch):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(RayPPOTrainer, "_generate", full)
-    with pytest.raises(
-        UserError, match=r"Out of memory in the stage gen(.|\n)*rollout.n=3(.|\n)*gradient_checkpointing"
-    ):
+@pytest.mark.parametrize(
+    ("place", "error", "stage", "words"),
+    [
+        ("workers.fsdp_workers.actor_engine", CUDA_IS_FULL, "load", "The largest in load by the memory plan: actor w"),
+        ("workers.fsdp_workers.advance", CUDA_IS_FULL, "gen", r"rollout.n=3: with 2, generate takes [\d.]+ MiB less"),
+        ("workers.probe.WeightProbe.dry_run", CUDA_IS_FULL, "check", "gradient_checkpointing=False: with True, update"),
+        ("workers.actor.dp_actor.DataParallelPPOActor.execute", HOST_IS_FULL, "update_actor", "update by the memory"),
+    ],
+    ids=["load", "gen", "check", "update"],
+)
+def test_out_of_memory_names_the_stage_its_tenants_and_the_settings(
+    tiny_model, sums, tmp_path, monkeypatch, place, error, stage, words
+):
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(f"posttrain.{place}", full)
+    if hasattr(error, "stage_of_the_run"):
+        del error.stage_of_the_run
+    error.add_note("(on rank 1)")  # as an error that comes from another process has
+    first = re.escape(str(error).splitlines()[0])
+    with pytest.raises(UserError, match=f"Out of memory in the stage {stage}: {first}\n(.|\n)*{words}") as found:
         run(tiny_model, sums, tmp_path)
+    said = str(found.value).splitlines()
+    assert said[1].startswith("  The largest in ") and re.search(r"actor \w+ [\d.]+ MiB.*all together", said[1])
 
 
 def test_a_reward_that_fails_is_recorded_with_its_sample_and_the_run_goes_on(tiny_model, sums, tmp_path):

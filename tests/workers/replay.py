@@ -19,7 +19,7 @@ from posttrain.controller.dispatch import register, to_all
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import Workers
 from posttrain.models import fused_layer
-from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.workers.engine_worker import EngineWorker
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.supervised.pairs import PairWorker
@@ -33,7 +33,7 @@ class Recorder(RolloutEngine):
 
     def __init__(self, inner: RolloutEngine) -> None:
         self.inner, self.kept = inner, {}
-        self.shares_weights = inner.shares_weights
+        self.shares_weights, self.asleep = inner.shares_weights, inner.asleep
 
     def submit(self, request: Request) -> None:
         uid, sample = request.id  # pyright: ignore
@@ -62,11 +62,14 @@ class Recorder(RolloutEngine):
         self.inner.load_weights(weights, version)
         self.version = version
 
-    def sleep(self) -> None:
+    def cache_bytes(self) -> int:
+        return self.inner.cache_bytes()
+
+    def _give_back(self) -> None:
         self.inner.sleep()
 
-    def wake(self) -> None:
-        self.inner.wake()
+    def _take(self, stage: Stage) -> None:
+        self.inner.wake(stage)
 
 
 class Replay(Recorder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from typing import Any
 
+import light_rewards
 import numpy as np
 import pytest
 import torch
@@ -19,12 +21,15 @@ from runs import metrics_of, settings
 from textbook import ACTOR, CPU
 from toy_workers import Join, Toy, group_of, updates
 
+from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.protocol import DataProto
+from posttrain.trainer.main_ppo import run_ppo
+from posttrain.trainer.ppo import runner as rl
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
@@ -95,6 +100,20 @@ def test_ranks_tell_when_they_were_at_work_and_at_what(ranks):
     told = [(name, who) for name, _, _, who in two.spans()]
     assert told == [("nap", "rank 0"), ("nap", "rank 1")] and two.spans() == []
     assert LocalWorkers().spans() == []
+
+
+def test_ranks_write_traces_of_the_calls_that_they_answered_and_none_of_a_step_that_failed(ranks, tmp_path):
+    workers = ranks(2)
+    toy = workers.create("toy", Toy, None)
+    with workers.traced(tmp_path / "step_3"):
+        toy.process()
+    traces = sorted(tmp_path.iterdir())
+    assert [path.name for path in traces] == ["step_3.rank_0.json.gz", "step_3.rank_1.json.gz"]
+    assert all(b'"toy.process"' in gzip.decompress(path.read_bytes()) for path in traces)
+    with pytest.raises(ValueError), workers.traced(tmp_path / "step_4"):
+        raise ValueError
+    toy.process()
+    assert sorted(tmp_path.iterdir()) == traces
 
 
 def test_short_calls_that_follow_each_other_are_one_span_of_work():
@@ -223,3 +242,28 @@ def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_th
     runs.free("killed", 2, SIX)
     assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(
+    runs, ranks, monkeypatch
+):
+    given = {
+        **settings(runs.model, runs.data, runs.folder / "torchrun", trainer__total_training_steps=1),
+        "custom_reward_function.path": light_rewards.__file__,
+        "custom_reward_function.name": "even_share",
+    }
+    line = [f"{key}={value}" for key, value in given.items()]
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(SystemExit) as left:
+        load_config(line, environment=True)
+    assert left.value.code == 0 and not (runs.folder / "torchrun").exists()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(rl, "open_workers", lambda config, *_: ranks(config.trainer.n_gpus_per_node))
+    two = run_ppo(load_config(line, environment=True))
+    assert two.status == "finished" and len(list((runs.folder / "torchrun").rglob("metrics.jsonl"))) == 1
+    monkeypatch.delenv("WORLD_SIZE")
+    one = run_ppo(load_config([*line, f"trainer.default_local_dir={runs.folder / 'alone'}"], environment=True))
+    steady = {name: value for name, value in one.metrics[0].items() if not name.startswith(UNSTEADY)}
+    assert {name: two.metrics[0][name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-5)

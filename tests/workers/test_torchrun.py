@@ -17,15 +17,16 @@ from posttrain.trainer.fsdp_sft_trainer import run_sft
 pytest.importorskip("ray")
 
 
-def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_model, tmp_path):
+def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_model, tmp_path, forked):
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps(PAIRS))
     given = {
         **sft_settings(tiny_model, tmp_path / "many", data__train_files=str(rows)),
         "trainer.val_before_train": False,
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [forked.python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
     command += [
+        forked.python,
         "-m",
         "posttrain.trainer.fsdp_sft_trainer",
         *(f"{key}={value}" for key, value in given.items()),

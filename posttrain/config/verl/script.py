@@ -9,8 +9,8 @@ from posttrain.config.aliases import canonical, nearest, spelled
 from posttrain.config.merge import Merged, add
 from posttrain.config.schema import leaf_of, using
 from posttrain.config.tree import Tree
+from posttrain.config.verl.apply import apply_answers
 from posttrain.config.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
-from posttrain.config.verl.settle import settle
 
 UNKNOWN = "unknown"
 _ENGINE = "actor_rollout_ref.rollout.name"
@@ -37,7 +37,7 @@ def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
     with using(tree.root), spelled(tree.spellings):
         for _, key, value in pairs:
             add(merged, key, value, "script", 1, explicit=True)
-        aside = settle(merged)
+        aside = apply_answers(merged)
         return [_answered(setting, key, value, aside) for setting, key, value in pairs]
 
 

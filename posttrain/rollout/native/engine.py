@@ -16,18 +16,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from posttrain.kernels import cuda
 from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens
+from posttrain.kernels.first_tokens import FirstTokens
 from posttrain.kernels.whole_step import DecodeRows
-from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.native.batch import step_tokens, with_rows
 from posttrain.rollout.native.pool import Pool, blocks_for
 from posttrain.rollout.native.prompts import Left, Piece, Prompt, Queue
 from posttrain.rollout.native.slots import Slots
-from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, uniforms
+from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, sample_unread, uniforms
 
 _COLUMNS_OF_ROWS = {
     "last": "last", "positions": "length", "counts": "count", "limits": "limit", "seeds": "seed",
-    "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history",
+    "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history", "numbers": "number",
+    "under_way": "under_way",
 }  # fmt: skip
 MANY, MANY_TOKENS = 16, 512  # steps of a row, or tokens of all rows, for which it pays to lay weights out anew
 FEW = 512  # prompt tokens for which weights laid out for decoding are as good as any
@@ -69,6 +72,8 @@ class NativeEngine(RolloutEngine):
         self.copies_pay = False  # whether requests are long enough for weights to be laid out anew
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
         self.prompt_tokens = self.response_tokens = 0  # computed since the engine was made
+        self.late: dict[int, str] = {}  # rows that were found to have ended between steps, and why
+        self.first: list[FirstTokens] = []  # of rows that the decoder does not know yet
 
     # -- requests -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
@@ -76,6 +81,7 @@ class NativeEngine(RolloutEngine):
             raise ValueError("stop strings need an engine that was given `decode`")
         if request.sampling.max_tokens < 1 or not request.prompt_ids:
             raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
+        self.check_awake("cache")
         self.queue.add(request)
         self.steady = False
 
@@ -86,7 +92,7 @@ class NativeEngine(RolloutEngine):
         wanted, slots, self.steady = set(ids), self.slots, False
         gone = [Output(request.id, [], [], "abort", []) for request in self.queue.remove(wanted)]
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
-        return gone + self._finish({slot: "abort" for slot in leaving})
+        return gone + self._finish({slot: self.late.pop(slot, "abort") for slot in leaving})
 
     def release(self, ids: Iterable[Hashable]) -> None:
         self.queue.release(ids)
@@ -98,6 +104,11 @@ class NativeEngine(RolloutEngine):
     @torch.no_grad()
     def step(self) -> list[Output]:
         decoding = self.slots.active
+        if not self._plain(decoding):
+            self._catch_up()
+        if self.late:
+            ended, self.late = self.late, {}
+            return self._finish(ended)
         if self._alone(decoding) and (ended := self._go_on(decoding)) is not None:
             return self._finish(ended)
         self.queue.open(self.slots.room)
@@ -120,6 +131,9 @@ class NativeEngine(RolloutEngine):
         if not len(slots_B):
             return []
         assert logits_NV is not None
+        if self._need_not_look(logits_NV):
+            self._begin_unseen(slots_B, logits_NV, source_B)
+            return []
         self._sample(slots_B, logits_NV, source_B)
         return self._finish(self._ended(slots_B), steady=waited)
 
@@ -133,9 +147,20 @@ class NativeEngine(RolloutEngine):
         """Whether these rows need nothing but their next tokens, plainly sampled."""
         return not (self.slots.special[decoding].any() or self.slots.by_text[decoding].any())
 
-    def _go_on(self, decoding: np.ndarray) -> dict[int, str] | None:
-        """Several tokens for every row, up to its end: the rows that ended, and why; None if the decoder cannot."""
-        slots = self.slots
+    def _catch_up(self) -> None:
+        """Know of all that the decoder has made; it begins nothing more."""
+        if self.slots.under_way[self.slots.active].any():
+            self.late |= self._go_on(self.slots.active, steps=0) or {}
+
+    def _go_on(self, decoding: np.ndarray, steps: int | None = None) -> dict[int, str] | None:
+        """Several tokens for every row, up to its end: the rows that ended, and why; None if the decoder cannot.
+
+        Of a decoder that runs ahead this begins the next tokens and gives those begun before, so that the rows here lag
+        behind it. Rows that end or are aborted leave blocks to others while it still reads (or writes) them: what
+        computes the others' tokens is queued on the device behind that.
+        """
+        slots, steps = self.slots, self._steps(decoding) if steps is None else steps
+        ended = {} if steps else self._see_first()
         before, known = slots.count[decoding], int(slots.next_history[0])
         rows = DecodeRows(
             **{name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()},
@@ -143,26 +168,28 @@ class NativeEngine(RolloutEngine):
             starts=slots.starts[decoding],
             stop_sets=slots.stop_sets,
             next_history=slots.next_history,
-            steps=self._steps(decoding),
+            steps=steps,
             stop_at_end=bool(self.queue.prompts),
+            first=FirstTokens.joined(self.first) if self.first else None,
         )
         if not self.decoder.decode(rows, self.pool.layer):
             return None
+        self.first = []
         made = rows.counts - before
-        row, step = np.nonzero(np.arange(rows.steps) < made[:, None])
+        row, step = np.nonzero(np.arange(rows.tokens.shape[1]) < made[:, None])
         places = (decoding[row], before[row] + step)
         slots.tokens[places], slots.log_probs[places] = rows.tokens[row, step], rows.log_probs[row, step]
         slots.last[decoding], slots.length[decoding], slots.count[decoding] = rows.last, rows.positions, rows.counts
-        slots.history[decoding] = rows.histories
+        slots.history[decoding], slots.under_way[decoding] = rows.histories, rows.under_way
         self.response_tokens += int(slots.next_history[0]) - known  # each that was computed got a history
         reasons = {1: "stop", 2: "length"}
-        return {int(decoding[place]): reasons[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
+        return ended | {int(decoding[place]): reasons[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
 
     def _steps(self, decoding: np.ndarray) -> int:
         """How many tokens the rows may make before anybody looks."""
         slots = self.slots
-        left = slots.limit[decoding] - slots.count[decoding]
-        most = min(self.tokens_per_step, int(left.max()))
+        left = slots.limit[decoding] - slots.count[decoding] - slots.under_way[decoding]
+        most = min(self.tokens_per_step, max(0, int(left.max())))
         if self.tokens_unseen is None:
             return most
         may_stop = any(slots.stop_sets[kind] for kind in np.unique(slots.stops[decoding]))
@@ -190,7 +217,7 @@ class NativeEngine(RolloutEngine):
         running = (slots.table[decoding], slots.starts[decoding])
         table = with_rows(running, [prompt.blocks for prompt, _, _ in pieces])
         step = step_tokens(ids, positions, rows, table, self.pool.device)
-        wanted_N = None if len(wanted) == total else torch.tensor(wanted, device=self.pool.device, dtype=torch.long)
+        wanted_N = None if len(wanted) == total else cuda.to_device(torch.tensor(wanted).long(), self.pool.device)
         hidden_NE = self.decoder.hidden(step, self.pool.layer, wanted_N)
         return self.decoder.logits(hidden_NE) if wanted else None
 
@@ -226,6 +253,32 @@ class NativeEngine(RolloutEngine):
         slots.tokens[slots_B, places_B] = slots.last[slots_B] = tokens_B
         slots.log_probs[slots_B, places_B] = log_probs_B
         slots.count[slots_B] += 1
+
+    def _need_not_look(self, logits_NV: torch.Tensor) -> bool:
+        """Whether the first tokens of new rows can stay on the device, where the decoder goes on with them: to read
+        them here would be to wait for all that the device has to do, and leave it idle afterwards."""
+        return self.tokens_unseen is not None and cuda.runs_here(logits_NV) and self._plain(self.slots.active)
+
+    def _begin_unseen(self, new: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
+        slots = self.slots
+        settings = (slots.columns[name][new] for name in ("temperature", "greedy", "seed", "count"))
+        self.first.append(FirstTokens(slots.number[new], *sample_unread(logits_NV, source_B, *settings)))
+        slots.under_way[new] = 1
+        slots.length[new] -= 1  # as before the last token of the prompt, which gives the first of the response
+
+    def _see_first(self) -> dict[int, str]:
+        """Read the first tokens that nobody has gone on with yet; the rows that end with them, and why."""
+        slots, found = self.slots, {}
+        for first in self.first:
+            place = first.places(slots.number[slots.active])
+            seen, place = slots.active[place >= 0], place[place >= 0]
+            slots.tokens[seen, 0] = slots.last[seen] = first.tokens.cpu().numpy()[place]
+            slots.log_probs[seen, 0] = first.log_probs.cpu().numpy()[place]
+            slots.count[seen], slots.under_way[seen] = 1, 0
+            slots.length[seen] += 1
+            found |= self._ended(seen)
+        self.first = []
+        return found
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def _ended(self, slots_B: np.ndarray) -> dict[int, str]:
@@ -267,31 +320,33 @@ class NativeEngine(RolloutEngine):
     # -- weights and memory ---------------------------------------------------------------------------------------
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        self.check_awake("weights")
+        pool = self.pool.empty_twin() if "cache" in self.asleep else self.pool  # a twin is gone with the call
         scores: list[torch.Tensor] = []
         if self.copies_pay and sum(map(len, token_ids)) <= FEW:
             self.decoder.make_fast_copies()  # what is scored now will be decoded with next
-        for batch in self._score_batches(token_ids):
-            blocks = [self.pool.take(blocks_for(len(row))) for row in batch]
+        for batch in self._score_batches(token_ids, pool):
+            blocks = [pool.take(blocks_for(len(row))) for row in batch]
             rows = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]
             positions = [np.arange(len(row), dtype=np.int32) for row in batch]
             ids = [np.asarray(row, np.int64) for row in batch]
             none = np.zeros((0, 1), np.int32)
             table = with_rows((none, none), blocks)
-            step = step_tokens(ids, positions, rows, table, self.pool.device)
-            hidden_TE = self.decoder.hidden(step, self.pool.layer)
+            step = step_tokens(ids, positions, rows, table, pool.device)
+            hidden_TE = self.decoder.hidden(step, pool.layer)
             log_probs_T = log_probs_of(self.decoder.logits, hidden_TE[:-1], step.ids_T[1:], temperature).cpu()
             ends = np.cumsum([len(row) for row in batch])
             scores += [log_probs_T[end - len(row) : end - 1] for row, end in zip(batch, ends.tolist(), strict=True)]
             for held in blocks:
-                self.pool.give_back(held)
+                pool.give_back(held)
         return scores
 
-    def _score_batches(self, token_ids: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    def _score_batches(self, token_ids: Sequence[Sequence[int]], pool: Pool) -> Iterator[list[Sequence[int]]]:
         batch, tokens, blocks = [], 0, 0
         for row in token_ids:
-            self.pool.check(len(row), 0)
+            pool.check(len(row), 0)
             more = blocks_for(len(row))
-            if batch and (tokens + len(row) > self.budget or not self.pool.fits(blocks + more)):
+            if batch and (tokens + len(row) > self.budget or not pool.fits(blocks + more)):
                 yield batch
                 batch, tokens, blocks = [], 0, 0
             batch, tokens, blocks = [*batch, row], tokens + len(row), blocks + more
@@ -299,6 +354,8 @@ class NativeEngine(RolloutEngine):
             yield batch
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self.check_awake("weights")
+        self._catch_up()  # what is under way is made by the old weights, and counted as theirs
         for slot in self.slots.active.tolist():
             self.slots.note_version(slot, self.version)
         self.queue.forget()
@@ -307,15 +364,18 @@ class NativeEngine(RolloutEngine):
         self.decoder.load(weights)
         self.version = version
 
-    def sleep(self) -> None:
+    def cache_bytes(self) -> int:
+        return self.pool.held_bytes()
+
+    def _give_back(self) -> None:
         if len(self.slots.active):
             raise RuntimeError("the engine still has running requests; abort them before sleep")
         self.queue.forget()
         self.pool.sleep()
         self.decoder.drop_fast_copies()
 
-    def wake(self) -> None:
-        """Memory is taken again when the first request needs it."""
+    def _take(self, stage: Stage) -> None:
+        """Weights are where they were, the trainer's own; the cache grows again when the first request needs it."""
 
 
 def _sources(logits_NV: torch.Tensor | None, decoding: int, prompts: list[Prompt]):

@@ -6,11 +6,13 @@ running row never has to be thrown out. What is handed out depends on tokens alo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 
 from posttrain.errors import UserError
+from posttrain.kernels.cuda import to_device
 from posttrain.kernels.decode import BLOCK, LayerCache, copy_tokens, new_cache
 
 KEPT = 2**30  # bytes of host memory that a sleeping pool keeps: faulting them in again each time costs more
@@ -47,9 +49,17 @@ class Pool:
 
     def sleep(self) -> None:
         """Give memory back; where little of it is held, it is kept."""
-        held = sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
-        if held > kept_bytes(self.device):
+        if self.held_bytes() > kept_bytes(self.device):
             self.clear()
+
+    def held_bytes(self) -> int:
+        return sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+
+    def empty_twin(self) -> Pool:
+        """Another pool of the same kind and limit, which holds nothing yet."""
+        twin = copy.copy(self)
+        twin.clear()
+        return twin
 
     @property
     def used(self) -> int:
@@ -85,7 +95,7 @@ class Pool:
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Keys and values from places to places of all layers; a place is block * BLOCK + offset."""
-        source_T, target_T = (torch.tensor(places, device=self.device) for places in (source, target))
+        source_T, target_T = (to_device(torch.tensor(places), self.device) for places in (source, target))
         for cache in self.layers.values():
             copy_tokens(cache, source_T, target_T)
 

@@ -43,6 +43,7 @@ from posttrain.trainer.ppo.saving import resume, save
 from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.trainer.ppo.step_zero import check_first_batch
 from posttrain.trainer.ppo.validate import Validator
+from posttrain.trainer.run.memory import named_stage, settle_memory
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
@@ -123,6 +124,7 @@ class RayPPOTrainer:
         self.sizes, notes = fit_sizes(config, explicit or set(), len(train_dataset), critic=self.use_critic)
         for sentence in (*notes, self.sizes.words()):
             say(sentence)
+        settle_memory(config, device, explicit or set())
         self.sampler: PromptSampler = make_sampler(
             train_dataset, config.data, batch_size=self.sizes.prompts, seed=config.trainer.seed
         )
@@ -137,6 +139,7 @@ class RayPPOTrainer:
         )
         self.recorder.works_here = isinstance(self.workers, LocalWorkers)
         self.recorder.worker_spans = self.workers.spans
+        self.recorder.traces.workers = self.workers
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
         self.experience = Experience(
@@ -148,7 +151,8 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Create the workers and load their models; no step is made."""
-        make_workers(self)
+        with named_stage("load"):
+            make_workers(self)
 
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
@@ -169,7 +173,8 @@ class RayPPOTrainer:
                 while self.step < self.sizes.total_steps and not self.config.trainer.val_only:
                     if stop.requested:
                         break
-                    self._train_step()
+                    with self.recorder.traces.of(self.step + 1):
+                        self._train_step()
                 self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._leave(stop)
@@ -343,7 +348,7 @@ class RayPPOTrainer:
         if self.checked or not self._fresh(batch).any():
             return
         self.checked = True
-        with self.recorder.showing("check"):
+        with self.recorder.showing("check"), named_stage("check"):
             rollout_is_exact = check_first_batch(self, batch[self._fresh(batch)])
         if self.step == 0:
             self.old_from_rollout = rollout_is_exact

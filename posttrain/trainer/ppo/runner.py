@@ -18,6 +18,7 @@ from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardSpec
+from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.tracking.rundir import RunDirectory
@@ -25,7 +26,7 @@ from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.workers.roles import pick_device
@@ -65,7 +66,7 @@ def opened_training(
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        with errors_in_words(run, lambda error: _memory_words(config, error)):
+        with errors_in_words(run, config):
             yield _build(stack, resolved, config, run, reward, data, val_data, trainer_class)
 
 
@@ -81,6 +82,7 @@ def _build(
 ) -> RayPPOTrainer:
     stored = copy.deepcopy(config)
     _load_external(config)
+    check_engine_name(config.actor_rollout_ref.rollout.name)
     spec = resolve_reward(config.custom_reward_function, functions=config.reward.functions, function=reward)
     device = pick_device(config.trainer.device)
     prepare_torch(config, device)
@@ -146,7 +148,7 @@ def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset
 
 
 def _load_external(config: PPOConfig) -> None:
-    """Import the user's module, which may register estimators, losses or samplers."""
+    """Import the user's module, which may register estimators, losses, samplers or rollout engines."""
     name = config.actor_rollout_ref.model.external_lib
     if name:
         from posttrain.trainer.run.external import import_external
@@ -169,15 +171,3 @@ def _fill_embedded(config: PPOConfig, data: Any) -> None:
         files.train_files = str(folder / "train.json")
     if files.val_files == "embedded":
         files.val_files = str(folder / "test.json")
-
-
-def _memory_words(config: PPOConfig, error: Exception) -> str:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    return (
-        f"{out_of_memory(error)}"
-        f"  actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} (tokens at once)\n"
-        f"  actor_rollout_ref.rollout.n={rollout.n}, rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
-        f"  actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}\n"
-        f"  actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing} (true recomputes activations)"
-    )

@@ -6,7 +6,7 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from posttrain.errors import UserError
 from posttrain.kernels.onednn import settle_products
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.run.memory import is_out_of_memory, out_of_memory_words
 
 
 def prepare_torch(config: Any, device: torch.device) -> None:
@@ -60,29 +61,24 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def errors_in_words(run: RunDirectory, memory_words: Callable[[Exception], str]) -> Iterator[None]:
+def errors_in_words(run: RunDirectory, config: Any) -> Iterator[None]:
     """Memory and disk errors say what to do; any other leaves its traceback in the run directory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(memory_words(error)) from error
     except UserError:
         raise  # its text says it all
-    except OSError as error:
-        words = disk_words(error, run.path)
+    except Exception as error:
+        words = _words(error, run, config)
         if words is None:
             _write_crash(run)
             raise
         raise UserError(words) from error
-    except Exception:
-        _write_crash(run)
-        raise
 
 
-def out_of_memory(error: Exception) -> str:
-    """The first line of the words about it."""
-    stage = f" in the stage {error.__notes__[0]}" if getattr(error, "__notes__", None) else ""
-    return f"Out of memory{stage}: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
+def _words(error: Exception, run: RunDirectory, config: Any) -> str | None:
+    if is_out_of_memory(error):
+        return out_of_memory_words(config, error)
+    return disk_words(error, run.path) if isinstance(error, OSError) else None
 
 
 def _write_crash(run: RunDirectory) -> None:

@@ -16,15 +16,17 @@ from posttrain.trainer.run.process import seed_and_determinism
 
 
 def open_workers(config: Any, device: torch.device, external: str | None) -> Workers:
-    """One worker in this process, or as many as `trainer.n_gpus_per_node` says in processes that Ray starts; these
-    import `external` too, which may register losses and models."""
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
+    in processes that Ray starts; these import `external` too, which may register losses, models and engines."""
+    machines = config.trainer.nnodes
+    ranks = config.trainer.n_gpus_per_node * machines
     if ranks == 1:
         return LocalWorkers()
     from posttrain.controller.ray_group import RayWorkers
 
-    say(f"{ranks} workers: starting Ray; the loop, the data and Ctrl-C stay in this process.")
-    return RayWorkers(ranks, device, prepare=partial(_prepare, config, device, external))
+    where = f" on {machines} machines" if machines > 1 else ""
+    say(f"{ranks} workers{where}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
+    return RayWorkers(ranks, device, prepare=partial(_prepare, config, device, external), machines=machines)
 
 
 def keep_worker_logs(workers: Workers, folder: Path) -> None:

@@ -16,7 +16,8 @@ from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say, tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, out_of_memory, prepare_torch
+from posttrain.trainer.run.memory import named_stage, settle_memory
+from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
@@ -50,7 +51,7 @@ def run_supervised(
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        with errors_in_words(run, lambda error: _memory_words(config, error)):
+        with errors_in_words(run, config):
             stored = copy.deepcopy(config)
             _load_external(config)
             device = pick_device(config.trainer.device)
@@ -65,14 +66,17 @@ def run_supervised(
             batch, steps = count_steps(config, len(train))
             if batch < config.data.train_batch_size:
                 say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
+            settle_memory(config, device, resolved.explicit)
             workers = stack.enter_context(open_workers(config, device, config.model.external_lib))
             stack.callback(keep_worker_logs, workers, run.logs)
             parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
-            task = make_task(config, **parts, total_steps=steps)
+            with named_stage("load"):
+                task = make_task(config, **parts, total_steps=steps)
             say(words(train, val, steps))
             _say_model(config, task, device, max(train.longest, val.longest if val else 0))
             trainer = SupervisedTrainer(config, task, run, stored_config=stored)
             trainer.recorder.worker_spans = workers.spans
+            trainer.recorder.traces.workers = workers
             return trainer.fit()
 
 
@@ -114,14 +118,3 @@ def _fill_embedded(config: Any, data: Any, embedded_files: Callable[[Path], dict
         config.data.train_files = str(files["train"])
     if config.data.val_files == "embedded":
         config.data.val_files = str(files["test"])
-
-
-def _memory_words(config: Any, error: Exception) -> str:
-    data, model = config.data, config.model
-    return (
-        f"{out_of_memory(error)}"
-        f"  data.max_token_len_per_gpu={data.max_token_len_per_gpu} (tokens at once)\n"
-        f"  data.max_length={data.max_length} (longest row)\n"
-        f"  model.enable_gradient_checkpointing={model.enable_gradient_checkpointing} (true recomputes activations)\n"
-        f"  model.lora_rank={model.lora_rank} (above 0: only adapters have optimizer state)"
-    )

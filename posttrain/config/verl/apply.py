@@ -12,7 +12,7 @@ from posttrain.config.verl.translations import TRANSLATIONS
 from posttrain.config.verl.values import translate_values
 
 
-def settle(merged: Merged) -> dict[str, tuple[str, str]]:
+def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
     """Answer what `merge.add` put aside; other words for values are translated as well.
 
     Gives for each such key, as it was written, its answer with this value and the words that go with it.

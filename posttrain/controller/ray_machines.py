@@ -1,0 +1,53 @@
+"""The machines of a Ray that the ranks of a run live on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from posttrain.errors import UserError
+
+ITSELF = "127.0.0.1"
+
+
+class TooFewMachines(UserError):
+    """The cluster has not as many machines as the run asks for."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of the cluster's. `address` is where its processes are found by the others of the run."""
+
+    id: str
+    address: str
+    cores: int
+
+
+def machines_for(count: int, each: int, device: str) -> list[Machine]:
+    """`count` machines, each for `each` ranks on `device`: the command's own first, if it can, and one is always it."""
+    here = ray.get_runtime_context().get_node_id()
+    if count == 1:
+        return [Machine(here, ITSELF, os.cpu_count() or 1)]
+    return chosen(ray.nodes(), here, count, each, device)
+
+
+def chosen(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int, device: str) -> list[Machine]:
+    """Of what Ray says of its nodes."""
+    alive = [node for node in nodes if node["Alive"]]
+    fit = [node for node in alive if device != "cuda" or node["Resources"].get("GPU", 0) >= each]
+    if len(fit) < count:
+        kind = f" with {each} GPU(s)" if device == "cuda" else ""
+        raise TooFewMachines(
+            f"trainer.nnodes={count}: the Ray of this run has {len(fit)} machine(s){kind}, {len(alive)} in all. Start "
+            "Ray on the others (ray start --address=HOST:6379) and name the cluster by RAY_ADDRESS; or lower "
+            "trainer.nnodes"
+        )
+    ordered = sorted(fit, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
+    return [
+        Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))
+        for node in ordered[:count]
+    ]

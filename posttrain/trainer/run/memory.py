@@ -1,0 +1,105 @@
+"""The memory plan in a run: what it decides before models are loaded, and what it knows when memory ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from posttrain.config.root import PPOConfig
+from posttrain.tracking.progress import say
+
+PLANNED = {
+    "load": "load",
+    **dict.fromkeys(("gen", "greedy", "validation", "sync"), "generate"),
+    "reward_model": "reward model",
+    **dict.fromkeys(("old_log_prob", "ref", "values", "sum_pi_squared"), "log-probs"),
+    "check": "update",
+    "update_actor": "update",
+    "update": "update",
+    "update_critic": "critic update",
+}
+"""Stages of a run -> those of the plan."""
+TENANTS, REMEDIES = 4, 4  # named when memory ran out
+_STAGE = "stage_of_the_run"  # of an error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a device, or of the host: torch has no error of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+    )
+
+
+@contextmanager
+def named_stage(name: str) -> Iterator[None]:
+    """Running out of memory inside is told to have happened in this stage; the innermost name counts."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error) and not hasattr(error, _STAGE):
+            setattr(error, _STAGE, name)
+        raise
+
+
+def out_of_memory_words(config: Any, error: BaseException) -> str:
+    """The stage, who takes the most there by the plan, and the settings that lower it."""
+    stage = getattr(error, _STAGE, None)
+    what = (str(error) or type(error).__name__).splitlines()[0]
+    lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {what}"]
+    try:
+        lines += _by_the_plan(config, stage)
+    except Exception as failed:  # what ended the run matters more
+        reason = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
+        lines.append(f"No memory plan could be made ({reason}); `posttrain plan` takes the same settings.")
+    return "\n  ".join(lines)
+
+
+def _by_the_plan(config: Any, stage: str | None) -> list[str]:
+    from posttrain.doctor.memory import find_device, shown
+    from posttrain.doctor.remedies import find_remedies
+
+    levers, counter = _of_kind(config)
+    plan = levers.plan(config, find_device(config), counter)
+    planned = stage if stage in plan.stages else PLANNED.get(stage or "")
+    stage = planned if planned in plan.stages else plan.worst
+    parts = sorted(plan.stages[stage].items(), key=lambda part: -part[1])[:TENANTS]
+    named = ", ".join(f"{part} {shown(size)}" for part, size in parts if size)
+    lines = [f"The largest in {stage} by the memory plan: {named}; all together {shown(plan.peak(stage))}."]
+    if plan.peak(stage) < plan.device.bytes / 2:
+        lines.append(f"That is little of {plan.device.words}: does another process hold the rest?")
+    remedies = [r for r in find_remedies(config, plan, counter, levers, stage) if r.stage == stage and r.saves > 0]
+    if not remedies:
+        return [*lines, "No setting lowers it: take a smaller model, or more workers (trainer.n_gpus_per_node)."]
+    return [*lines, "What lowers it, with the present values:", *(f"  {r.words()}" for r in remedies[:REMEDIES])]
+
+
+def settle_memory(config: Any, device: torch.device, explicit: set[str]) -> None:
+    """On a CUDA device: set the cache's size and the tokens of a pass as the plan says, where they were left unset."""
+    if device.type != "cuda":
+        return
+    from posttrain.doctor.memory import find_device
+    from posttrain.doctor.settling import settle
+
+    levers, counter = _of_kind(config)
+    try:
+        sentences = settle(config, find_device(config), explicit, levers, counter)
+    except Exception as error:  # a model whose code cannot be counted is no reason not to train it
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        say(f"note: No memory plan could be made, so that defaults stay as they are: {reason}")
+        return
+    for sentence in sentences:
+        say(sentence)
+    if any("does not fit" in sentence for sentence in sentences):
+        say("It is tried nevertheless; `posttrain plan` with the same settings says what lowers it.")
+
+
+def _of_kind(config: Any) -> tuple[Any, Any]:
+    """(settings that memory depends on, counter of the models) of this kind of run."""
+    from posttrain.doctor.plan import Counter
+    from posttrain.doctor.remedies import RL
+    from posttrain.doctor.supervised import LEVERS, SupervisedCounter
+
+    return (RL, Counter()) if isinstance(config, PPOConfig) else (LEVERS, SupervisedCounter())

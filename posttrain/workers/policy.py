@@ -1,0 +1,98 @@
+"""The policy: weights that are trained, and what they say of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from posttrain.config.root import PPOConfig
+from posttrain.controller.dispatch import Calls, register, to_all, to_first
+from posttrain.engine.base import Passes
+from posttrain.protocol import DataProto
+from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
+from posttrain.workers.engine_worker import ExportingWorker
+from posttrain.workers.fields import batch_of
+from posttrain.workers.lora_state import adapter_notes, lora_state
+from posttrain.workers.measures import Measures
+from posttrain.workers.plan import UpdatePlan, join_updates, planned
+from posttrain.workers.probe import WeightProbe
+from posttrain.workers.roles import actor_engine
+from posttrain.workers.seen_tokens import Kept, in_batch
+from posttrain.workers.spread import by_passes, in_row_order
+
+
+def planned_actor_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
+    """The optimizer steps of a batch, planned for every rank by whoever calls the group."""
+    objective, schedule = actor_objective(group.config), actor_schedule(group.config)
+    return planned(group, arguments[0], schedule, objective.prepare)
+
+
+class PolicyWorker(ExportingWorker):
+    """Trains the policy."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device, *, total_updates: int = 1) -> None:
+        self.config, self.tokenizer, self.device, self.total_updates = config, tokenizer, device, total_updates
+
+    @register(to_all)
+    def init_model(self) -> None:
+        """Load weights and build the optimizer."""
+        torch.manual_seed(self.config.trainer.seed)  # what is drawn, such as adapters, is the same on every rank
+        self.engine = actor_engine(self.config, self.device, self.total_updates)
+        self.actor = DataParallelPPOActor(self.config, self.engine)
+        self.adapters = lora_state(self.engine.facts(), self.config.actor_rollout_ref.model)
+        self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
+
+    @register(by_passes, in_row_order)
+    def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:
+        """`old_log_probs` and `entropy` under the weights as they are."""
+        with self.engine.on_device():
+            out = self.actor.compute_log_prob(data, passes)
+        return batch_of(old_log_probs=out.get("log_probs"), entropy=out.get("entropy"))
+
+    compute_log_probs = compute_log_prob
+
+    @register(by_passes, in_row_order)
+    def compute_sum_pi_squared(self, data: DataProto, passes: Passes | None = None) -> DataProto:
+        """`sum_pi_squared`: the sum of the squared probabilities of all next tokens; `data` has `old_log_probs`.
+
+        At half the temperature every probability is squared and normalised anew, so the norm is what it was divided by:
+        log(sum p^2) = 2 log p - log p at half the temperature, at any token.
+        """
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        with self.engine.on_device():
+            sharper = self.engine.log_probs(data, temperature=temperature / 2, passes=passes)
+            usual = self.engine.log_probs(data, temperature=temperature, passes=passes)
+        if not usual:
+            return DataProto()
+        return batch_of(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
+
+    @register(planned_actor_updates, join_updates)
+    def update_actor(self, plan: UpdatePlan) -> list[Measures]:
+        """All optimizer steps on a batch. The group takes the batch and plans them; it gives their metrics."""
+        with self.engine.on_device(optimizer=True):
+            return self.actor.execute(plan)
+
+    @register(to_all, in_batch)
+    def seen_tokens(self) -> Kept:
+        """What the last update computed of each token of a batch whose rows are numbered."""
+        return self.actor.objective.seen.take()
+
+    @register(to_all)
+    def dry_run(self, rows: Sequence[int], prompt_length: int) -> None:
+        """Forward and backward over rows of these lengths; nothing changes, but running out of memory shows."""
+        with self.engine.on_device(optimizer=True):
+            self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
+
+    @register(to_first)
+    def vocabulary(self) -> int:
+        """Tokens that the policy's model has weights for."""
+        return self.engine.facts().vocabulary
+
+    @register(to_first)
+    def notes(self) -> list[str]:
+        """Sentences for the user that only the loaded model or the first update could tell."""
+        facts = self.engine.facts()
+        about_adapters = adapter_notes(facts, self.config.actor_rollout_ref.model)
+        return [note for note in (facts.note, *about_adapters, *self.actor.objective.notes) if note]

@@ -1,0 +1,94 @@
+"""The rollout: an engine that writes responses with the policy's weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from posttrain.config.root import PPOConfig
+from posttrain.controller.dispatch import register, to_all, to_first
+from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
+from posttrain.rollout.engines import build_engine
+from posttrain.rollout.generate import advance, generate, to_batch
+from posttrain.rollout.settings import sampling_for
+from posttrain.workers.roles import rollout_model
+from posttrain.workers.spread import by_groups, in_row_order
+
+
+class RolloutWorker:
+    """Generates; alone with a model of its own, or (`_build_rollout`) with that of a policy in the same process."""
+
+    rollout: RolloutEngine
+    awake = False
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device) -> None:
+        self.config, self.tokenizer, self.device = config, tokenizer, device
+
+    @register(to_all)
+    def init_model(self) -> None:
+        self._build_rollout(rollout_model(self.config, self.device))
+
+    def _build_rollout(self, module: torch.nn.Module) -> None:
+        """The engine over this model; it sleeps until it is asked for something."""
+        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        self.position_note = check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
+        self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
+        self.rollout, self.engine_name = build_engine(rollout, module, self.tokenizer, device=self.device)
+        self.rollout.sleep()
+
+    @register(to_first)
+    def rollout_engine(self) -> str:
+        """Name and version of the engine that generates."""
+        return self.engine_name
+
+    @register(by_groups)
+    def submit(self, prompts: DataProto) -> None:
+        """Queue a request for each row, its id (uid, sample).
+
+        `meta_info["validate"]` takes the validation's sampling settings, `meta_info["greedy"]` the likeliest tokens.
+        """
+        fields = prompts.non_tensor_batch
+        sampling = self._sampling_of(prompts)
+        columns = [fields[name].tolist() for name in ("uid", "sample", "raw_prompt_ids", "seed")]
+        if not self.awake:
+            self._wake()
+        for uid, sample, ids, seed in zip(*columns, strict=True):
+            self.rollout.submit(Request((uid, sample), ids, sampling, int(seed)))
+
+    @register(to_all)
+    def advance(self) -> tuple[list[Output], bool]:
+        """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
+        ended = advance(self.rollout)
+        busy = self.rollout.has_work()
+        if not busy and self.awake:
+            self._sleep()
+        return ended, busy
+
+    def _wake(self) -> None:
+        self.rollout.wake()
+        self.awake = True
+
+    def _sleep(self) -> None:
+        self.rollout.sleep()
+        self.awake = False
+
+    @register(by_groups, in_row_order)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One response per row, in order, all at once; otherwise as `submit`."""
+        ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
+        seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
+        self._wake()
+        outputs = generate(self.rollout, ids, [self._sampling_of(prompts)] * len(ids), seeds)
+        self._sleep()
+        return to_batch(ids, outputs, self.tokenizer.pad_token_id)
+
+    def _sampling_of(self, prompts: DataProto) -> Sampling:
+        sampling = self.sampling(validate=bool(prompts.meta_info.get("validate")))
+        return replace(sampling, greedy=True) if prompts.meta_info.get("greedy") else sampling
+
+    def sampling(self, *, validate: bool) -> Sampling:
+        return sampling_for(self.config, validate=validate, end_ids=self.end_ids)

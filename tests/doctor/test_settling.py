@@ -1,0 +1,133 @@
+"""What the memory plan decides on a CUDA device: the cache's size and the tokens of a pass, where nobody set them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.bench.presets import PRESETS
+from posttrain.config import load_config
+from posttrain.config.supervised_tree import SFT
+from posttrain.doctor.memory import GIB, USABLE, Device
+from posttrain.doctor.plan import Counter, plan_memory
+from posttrain.doctor.remedies import RL
+from posttrain.doctor.settling import settle
+from posttrain.doctor.supervised import LEVERS, SupervisedCounter, plan_supervised
+from posttrain.trainer.run import memory
+
+TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+COUNTER = Counter()  # models are counted once for all tests
+
+
+def gpu(gib: float) -> Device:
+    return Device("cuda", int(gib * GIB), f"a GPU of {gib:g} GiB")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shape of a model of 0.5B, without weights."""
+    folder = tmp_path_factory.mktemp("shape")
+    shape = {key: value for key, value in vars(PRESETS["0.5b"]).items() if key != "dtype"}
+    kind = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**kind, **shape}))
+    return str(folder)
+
+
+def resolved(model: str, **more):
+    given = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.rollout.n": 8,
+        "data.train_files": "x.json",
+        "data.train_batch_size": 64,
+        "data.max_prompt_length": 128,
+        "data.max_response_length": 512,
+    }
+    return load_config(given | {key.replace("__", "."): value for key, value in more.items()})
+
+
+def settled(found, device: Device):
+    said = settle(found.config, device, found.explicit, RL, COUNTER)
+    return found.config, said, plan_memory(found.config, device, COUNTER)
+
+
+def test_where_all_fits_the_default_stays_and_the_cache_may_take_what_is_left(model):
+    config, said, plan = settled(resolved(model), gpu(140))
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 16384
+    others = plan.peak("generate") - plan.stages["generate"]["KV cache"]
+    limit = config.actor_rollout_ref.rollout.kv_cache_gb * GIB
+    assert limit + others == pytest.approx(USABLE * 140 * GIB, abs=0.02 * GIB)
+    assert len(said) == 1 and said[0].startswith(f"The key/value cache may take {limit / GIB:.2f} GiB (")
+
+
+def test_where_the_default_does_not_fit_a_pass_has_the_most_tokens_that_do(model):
+    found = resolved(model)
+    config, said, plan = settled(found, gpu(16))
+    tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    assert 640 <= tokens < 16384 and plan.fits
+    assert f"{TOKENS} was not set: by the memory plan {tokens} tokens at once fit here, not the usual 16384." in said
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = tokens * 3 // 2  # the next of those that are tried
+    assert not plan_memory(config, gpu(16), COUNTER).fits
+
+
+def test_what_was_set_is_left_alone(model):
+    given = {TOKENS.replace(".", "__"): 16384, "actor_rollout_ref__rollout__kv_cache_gb": 2.0}
+    config, said, plan = settled(resolved(model, **given), gpu(16))
+    assert said == [] and not plan.fits
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 16384
+    assert config.actor_rollout_ref.rollout.kv_cache_gb == 2.0
+
+
+def test_a_run_that_cannot_fit_is_told_so_and_on_a_cpu_nothing_is_decided(model):
+    _, said, _ = settled(resolved(model), gpu(8))
+    assert any("does not fit: update would take" in sentence for sentence in said)
+    found = resolved(model)
+    assert settle(found.config, Device("cpu", GIB, "the CPU"), set(), RL, COUNTER) == []
+    assert found.config.actor_rollout_ref.rollout.kv_cache_gb is None
+
+
+def test_a_critic_has_a_budget_of_its_own_and_supervised_runs_have_theirs(model):
+    config, said, plan = settled(resolved(model, algorithm__adv_estimator="gae"), gpu(24))
+    assert config.critic.ppo_max_token_len_per_gpu < 16384 and plan.fits
+    assert any(sentence.startswith("critic.ppo_max_token_len_per_gpu was not set") for sentence in said)
+    given = {"model.path": model, "data.train_files": "x.json", "data.max_length": 1024, "data.train_batch_size": 64}
+    found, counter = load_config(given, tree=SFT), SupervisedCounter()
+    (sentence,) = settle(found.config, gpu(16), found.explicit, LEVERS, counter)
+    assert sentence.startswith("data.max_token_len_per_gpu was not set")
+    assert plan_supervised(found.config, gpu(16), counter).fits
+
+
+def test_a_run_settles_before_it_loads_and_goes_on_where_no_plan_can_be_made(model, monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.doctor.memory.find_device", lambda config: gpu(16))
+    monkeypatch.setattr("posttrain.doctor.plan.Counter", lambda: COUNTER)
+    found = resolved(model)
+    memory.settle_memory(found.config, torch.device("cuda"), found.explicit)
+    assert found.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu < 16384
+    assert "tokens at once fit here" in capsys.readouterr().out
+    untouched = resolved(model, actor_rollout_ref__model__path="/no/such/folder")
+    memory.settle_memory(untouched.config, torch.device("cuda"), untouched.explicit)
+    assert untouched.config.actor_rollout_ref.rollout.kv_cache_gb is None
+    assert "No memory plan could be made, so that defaults stay as they are" in capsys.readouterr().out
+
+
+def test_the_trainers_of_every_kind_settle_memory_before_workers_are_made(tiny_model: Path, tmp_path, monkeypatch):
+    import posttrain
+    from posttrain.trainer.fsdp_sft_trainer import run_sft
+
+    class Settled(Exception):
+        pass
+
+    def instead(config, device, explicit):
+        raise Settled(sorted(explicit)[-1])
+
+    rows = [{"prompt": "1 + 1 =", "ground_truth": "2", "data_source": "math"}] * 4
+    common = {"trainer.default_local_dir": str(tmp_path), "trainer.device": "cpu"}
+    monkeypatch.setattr("posttrain.trainer.ppo.ray_trainer.settle_memory", instead)
+    monkeypatch.setattr("posttrain.trainer.supervised.runner.settle_memory", instead)
+    with pytest.raises(Settled, match=r"trainer\."):
+        posttrain.train({"actor_rollout_ref.model.path": str(tiny_model), **common}, data=rows)
+    with pytest.raises(Settled, match=r"trainer\."):
+        run_sft({"model.path": str(tiny_model), **common}, data=[{"prompt": "1 + 1 =", "response": "2"}] * 4)

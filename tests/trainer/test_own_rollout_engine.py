@@ -1,0 +1,38 @@
+"""A rollout engine of the user's own: a file of the working folder registers it, and a run decodes with it."""
+
+from __future__ import annotations
+
+import pytest
+from runs import run
+
+from posttrain.errors import UserError
+from posttrain.rollout.engines import ENGINES
+
+MY_ENGINE = """
+from posttrain.rollout.engines import make_hf, register_engine
+
+
+@register_engine("mine")
+def make(order):
+    engine, _ = make_hf(order)
+    return engine, "mine 1.0"
+"""
+NAME = {"actor_rollout_ref__rollout__name": "mine", "trainer__total_training_steps": 1}
+
+
+def test_a_run_decodes_with_the_engine_that_a_file_of_the_working_folder_registers(
+    tiny_model, sums, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_engine.py").write_text(MY_ENGINE)
+    ran = run(tiny_model, sums, tmp_path / "out", **NAME)
+    said = capsys.readouterr().out
+    assert ran.status == "finished" and "my_engine.py registers the rollout engine `mine`" in said
+    assert "Rollout engine: mine 1.0" in said and list(ENGINES) == ["native", "hf", "mine"]
+
+
+def test_a_module_that_does_not_register_the_engine_ends_the_run_before_a_model_is_loaded(tiny_model, sums, tmp_path):
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    with pytest.raises(UserError, match=r"rollout\.name=mine: there is no such rollout engine; known: native, hf\."):
+        run(tiny_model, sums, tmp_path / "out", actor_rollout_ref__model__external_lib=str(empty), **NAME)
