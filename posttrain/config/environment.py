@@ -27,7 +27,7 @@ RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banki
 _HOW_TO_GIVE_A_CLUSTER = (
     "start Ray on every machine (ray start --head on one, ray start --address=HOST:6379 on the others) and give the "
     "command once, on one of them, with the running Ray cluster: RAY_HEAD_ADDRESS=HOST:6379 (or RAY_ADDRESS). torchrun "
-    "and trainer.node_rank, by which other systems start a command on every machine, are for one machine here"
+    "starts the workers of one machine here"
 )
 
 
@@ -63,8 +63,9 @@ def torchrun_workers() -> int:
     if here != count:
         if not first:
             raise SystemExit(2)  # the first process of each machine speaks
-        what = f"torchrun started {count} processes on several machines; this version trains on one."
-        do = "use torchrun --nnodes=1 --nproc_per_node=N, or plain python with trainer.n_gpus_per_node=N"
+        what = f"torchrun started {count} processes on several machines; it starts those of one here."
+        do = "use torchrun --nnodes=1 --nproc_per_node=N; for several machines give the command once, "
+        do += "without torchrun, to a Ray cluster (RAY_ADDRESS=HOST:6379, trainer.nnodes=N)"
         raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
     if not first:
         raise SystemExit(0)
