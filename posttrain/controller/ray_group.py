@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -139,6 +141,18 @@ class RayWorkers(Workers):
     def spans(self) -> list[list[Any]]:
         found = ray.get([host.take_spans.remote() for host in self.hosts])
         return [[*span, f"rank {rank}"] for rank, own in enumerate(found) for span in own]
+
+    @contextmanager
+    def traced(self, stem: Path) -> Iterator[None]:
+        ray.get([host.begin_trace.remote() for host in self.hosts])
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            paths = [f"{stem}.rank_{rank}.json.gz" if whole else None for rank in range(self.world_size)]
+            for ref in [host.end_trace.remote(path) for host, path in zip(self.hosts, paths, strict=True)]:
+                _fetched(ref)
 
     def words(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""

@@ -44,6 +44,7 @@ class StepTokens:
     table_RN: torch.Tensor  # int32
     starts_RN: torch.Tensor  # int32
     longest: int  # the largest position + 1
+    rows: np.ndarray | None = None  # the same as `rows_T` where the host has them: the device need not be asked
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +53,7 @@ class StepTokens:
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """[start, end) of the tokens of each row."""
-        rows = self.rows_T.cpu().numpy()
+        rows = self.rows_T.cpu().numpy() if self.rows is None else self.rows
         edges = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
         return list(pairwise(edges))
 
@@ -86,7 +87,7 @@ class StepTokens:
         from posttrain.kernels.cuda.attention import TILE as WIDE
 
         starts = [at for start, end in self.runs for at in range(start, end, WIDE)]
-        return torch.tensor([*starts, len(self.rows_T)], dtype=torch.int32, device=self.device)
+        return cuda.to_device(torch.tensor([*starts, len(self.rows_T)], dtype=torch.int32), self.device)
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 
 from posttrain.kernels.compiled import AttentionLayout, kernel
 from posttrain.kernels.decode import LayerCache, StepTokens
+from posttrain.kernels.first_tokens import FirstTokens
 from posttrain.kernels.pages import zeros_in_large_pages
 
 COLUMNS, ROWS = 32, 64  # tiles of a product; step.cpp holds the same numbers
@@ -93,6 +94,12 @@ class DecodeRows:
     Rows that are the same up to their newest token are computed once: `histories` are equal where prompts and all
     tokens but the newest are, and `next_history` is a number that was never given.
 
+    A decoder may run ahead: it begins these steps, and what it gives are those that it began in the call before.
+    `under_way` says how many tokens of a row that may be, and comes back as it is after the call; until it is 0 only
+    the decoder knows how the row stands. With `steps` 0 it gives all it has, and begins nothing. `numbers` tell rows
+    apart for good; a row that a call does not name any more is gone, with what it had under way. A row that has made no
+    token yet may have one under way in `first`; its last prompt token then counts as its newest.
+
     B rows, S steps, N blocks of a row. `ended` is 1 for a row that came to a stop token and 2 at its limit.
     """
 
@@ -105,12 +112,15 @@ class DecodeRows:
     greedy: np.ndarray  # (B,) uint8
     stops: np.ndarray  # (B,) int32, which set of stop tokens
     histories: np.ndarray  # (B,) int64
+    numbers: np.ndarray  # (B,) int64
+    under_way: np.ndarray  # (B,) int64
     next_history: np.ndarray  # (1,) int64
     stop_sets: Sequence[Sequence[int]]
     table: np.ndarray  # (B, N) int32
     starts: np.ndarray  # (B, N) int32
     steps: int
     stop_at_end: bool
+    first: FirstTokens | None = None
     tokens: np.ndarray = field(init=False)  # (B, S) int64
     log_probs: np.ndarray = field(init=False)  # (B, S) float32
     ended: np.ndarray = field(init=False)  # (B,) uint8
@@ -120,10 +130,14 @@ class DecodeRows:
         self.tokens, self.log_probs = np.zeros((rows, self.steps), np.int64), np.zeros((rows, self.steps), np.float32)
         self.ended = np.zeros(rows, np.uint8)
 
+    def only_begun(self) -> np.ndarray:
+        """1 for rows that have nothing but their first token, which is under way."""
+        return np.zeros_like(self.counts) if self.first is None else (self.first.places(self.numbers) >= 0).astype(int)
+
     @property
     def longest(self) -> int:
         """Positions that may be reached."""
-        return int(self.positions.max()) + self.steps
+        return int((self.positions + self.under_way).max()) + self.steps
 
 
 class _Workspace(ctypes.Structure):

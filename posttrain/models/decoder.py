@@ -75,6 +75,7 @@ class FastDecoder:
 
     def __init__(self, module: Any, *, share: bool) -> None:
         self.module, self.share = module, share
+        self.graphs: Any = None  # on a CUDA device: captured steps
         self._bind()
 
     def _bind(self) -> None:
@@ -90,7 +91,8 @@ class FastDecoder:
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
         self.whole: WholeStep | None = None
-        self.graphs: Any = None  # on a CUDA device: captured steps
+        if self.graphs is not None:
+            self.graphs.forget()
         self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
         self.adapters_old = True
 
@@ -134,6 +136,10 @@ class FastDecoder:
 
     def decode(self, rows: DecodeRows, caches: Caches) -> bool:
         """Let the rows decode for their number of steps, if weights are laid out for it; whether that was done."""
+        if not rows.steps:
+            if self.graphs is not None:
+                self.graphs.collect(rows)
+            return True
         if cuda.runs_here(self.embedding):
             return self._decode_captured(rows, caches)
         if self.whole is None:

@@ -101,7 +101,7 @@ def sample_plain(
     """(tokens, log-probs) without filters or penalties; row b samples from logits `source_B[b]` with the number of
     `uniforms(seed_B, place_B)`."""
     if cuda.runs_here(logits_NV):
-        return _sample_cuda(logits_NV, source_B, temperature_B, greedy_B.astype(np.int32), seed_B, place_B)
+        return _sample_cuda(logits_NV, source_B, temperature_B, greedy_B, seed_B, place_B)
     uniform_B = uniforms(seed_B, place_B)
     function = kernel("sample", logits_NV)
     if function is not None:
@@ -121,11 +121,18 @@ def sample_plain(
 
 
 def _sample_cuda(logits_NV: torch.Tensor, source_B, temperature_B, greedy_B, seed_B, place_B):
+    tokens_B, log_probs_B = sample_unread(logits_NV, source_B, temperature_B, greedy_B, seed_B, place_B)
+    return tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()
+
+
+def sample_unread(
+    logits_NV: torch.Tensor, source_B, temperature_B, greedy_B, seed_B, place_B
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `sample_plain` gives, left on the device: nobody waits until it is computed."""
     from posttrain.kernels.cuda.sampling import sample_rows
 
-    arrays = (source_B, temperature_B, greedy_B, seed_B.view(np.int64), place_B)
-    tokens_B, log_probs_B = sample_rows(logits_NV, *(torch.from_numpy(array).to(logits_NV.device) for array in arrays))
-    return tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()
+    arrays = (source_B, temperature_B, greedy_B.astype(np.int32), seed_B.view(np.int64), place_B)
+    return sample_rows(logits_NV, *(cuda.to_device(torch.from_numpy(array), logits_NV.device) for array in arrays))
 
 
 def log_probs_of(

@@ -1,10 +1,10 @@
 """Many steps of decoding on a CUDA device without the host: one graph per number of rows, replayed step after step.
 
-A graph holds a whole step: embedding, layers, head, sampling, and the ends of rows. What a row is (its newest token,
-position, blocks, seed, limits) lies in buffers at fixed addresses that all graphs share; a graph of n rows works on the
-first n. The host writes the rows once, replays, and reads what they made. Rows that have ended stand still.
+A graph holds a whole step: embedding, layers, head, sampling, and the ends of rows (`row_buffers.py` holds the rows).
+A round is some replays, and the host is a round behind: it queues the next one before it reads what the last one made
+(`ahead.py`), so that the device never waits for it. Rows join at free places without the others being touched.
 
-Shapes: B rows, N blocks of a row, V vocabulary, S steps of a call.
+Shapes: B rows, N blocks of a row, V vocabulary, S steps of a round.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda import bucket
+from posttrain.kernels.cuda import bucket, to_device
+from posttrain.kernels.cuda.ahead import Flight, Order
 from posttrain.kernels.cuda.attention import decode_attention, splits_for
-from posttrain.kernels.cuda.sampling import CHUNK, _chunk_sums, _pick, chunk_room
+from posttrain.kernels.cuda.row_buffers import MOST_STEPS, MOST_TOKENS, RowBuffers
+from posttrain.kernels.cuda.sampling import CHUNK, _chunk_sums, _pick
 from posttrain.kernels.whole_step import DecodeRows
 
-MOST_STEPS = 256  # of one call: some seconds with a large model, in which nobody hears of progress
+Replay = Callable[[], None]
 
 
 @dataclass
@@ -73,84 +75,101 @@ class GraphedSteps:
         device: torch.device,
     ) -> None:
         self.step, self.vocabulary, self.key_heads, self.block, self.device = step, vocabulary, key_heads, block, device
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.replays: dict[tuple[int, int], Replay] = {}
         self.memory = None
-        self.capacity = self.width = 0
-        self.stop_ids = torch.full((1, 1), -1, dtype=torch.int32, device=device)
+        self.stop_ids, self.stop_sets = torch.full((1, 1), -1, dtype=torch.int32, device=device), []
+        self.rows = RowBuffers(0, 0, vocabulary, device)
+        self.order, self.flight = Order(0), None
 
     def forget(self) -> None:
-        """Tensors that the graphs use are gone, or have moved."""
-        self.graphs, self.memory = {}, None
+        """Tensors that the graphs use are gone, or have moved. What rows are and where stays."""
+        if self.flight is not None:
+            self.flight.wait()
+        self.replays, self.memory = {}, None
 
-    def _make_room(self, rows: int, width: int, stop_sets: Sequence[Sequence[int]]) -> None:
-        stop_width = max(1, *(len(ids) for ids in stop_sets)) if stop_sets else 1
-        if len(stop_sets) > len(self.stop_ids) or stop_width > self.stop_ids.shape[1]:
-            shape = (max(8, len(stop_sets)), triton.next_power_of_2(stop_width))
-            self.stop_ids = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+    def decode(self, rows: DecodeRows) -> None:
+        """Let the rows decode for `rows.steps` steps more, and give what they made in the round before this one."""
+        rows.steps = min(rows.steps, MOST_STEPS)
+        self._make_room(len(rows.last), rows.table.shape[1])
+        self._know_stops(rows.stop_sets)
+        if self.order.empty:  # all rows are written anew, so that what the host knows of them must be the newest
+            self._give(rows)
+        before, self.flight = self.flight, None
+        under_way = self._launch(rows)
+        if before is not None:
+            before.give(rows)
+        rows.under_way = under_way
+
+    def collect(self, rows: DecodeRows) -> None:
+        """Give what the rows made, and let nobody go on; afterwards nothing is under way, and rows may be changed."""
+        self._give(rows)
+        self.order.clear()
+        self.rows.empty()
+
+    def _give(self, rows: DecodeRows) -> None:
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            flight.give(rows)
+        rows.under_way = rows.only_begun()
+
+    def _launch(self, rows: DecodeRows) -> np.ndarray:
+        """Queue a round of the rows that have not ended, and its results; how many tokens each may make in it."""
+        which = np.flatnonzero(rows.ended == 0)
+        coming = np.zeros_like(rows.under_way)
+        if not len(which):
+            return coming
+        size = bucket(len(which))
+        self.rows.made.zero_()
+        self._seat(rows, which, size)
+        splits = splits_for(size, self.key_heads, rows.longest)
+        replay = self.replays.get((size, splits)) or self._capture(size, splits)
+        for _ in range(rows.steps):
+            replay()
+        self.flight = Flight(self.order.numbers[:size], self.rows.results(size, rows.steps))
+        left = rows.limits - rows.counts - rows.under_way
+        coming[which] = (np.clip(left, 0, rows.steps) + rows.only_begun())[which]
+        return coming
+
+    def _seat(self, rows: DecodeRows, which: np.ndarray, size: int) -> None:
+        todo = self.order.seat(rows.numbers[which], size)
+        if len(todo.gone):
+            self.rows.end(todo.gone)
+        if todo.moved is not None:
+            self.rows.move(todo.moved)
+        if len(todo.joined):
+            joined = which[todo.joined]
+            self.rows.write(todo.places, rows, joined)
+            if rows.first is not None:
+                self.rows.begin(todo.places, rows.numbers[joined], rows.first, self.stop_ids)
+
+    def _make_room(self, rows: int, width: int) -> None:
+        capacity, held = max(bucket(rows), self.rows.capacity), self.rows.width
+        if capacity > self.rows.capacity or width > held:
             self.forget()
+            self.rows = RowBuffers(capacity, max(triton.next_power_of_2(width), held), self.vocabulary, self.device)
+            self.order = Order(capacity)
+
+    def _know_stops(self, stop_sets: Sequence[Sequence[int]]) -> None:
+        """Have the sets of stop tokens on the device; there are only ever more of them."""
+        if self.stop_sets == stop_sets:
+            return
+        self.stop_sets = list(stop_sets)
+        shape = (max(8, len(stop_sets)), triton.next_power_of_2(max(1, *map(len, stop_sets), 1)))
+        if any(size > held for size, held in zip(shape, self.stop_ids.shape, strict=True)):
+            self.forget()
+            self.stop_ids = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         table = np.full(tuple(self.stop_ids.shape), -1, np.int32)
         for number, ids in enumerate(stop_sets):
             table[number, : len(ids)] = ids
-        self.stop_ids.copy_(torch.from_numpy(table))
-        if rows <= self.capacity and width <= self.width:
-            return
-        self.forget()
-        self.capacity, self.width = max(bucket(rows), self.capacity), max(triton.next_power_of_2(width), self.width)
+        self.stop_ids.copy_(to_device(torch.from_numpy(table), self.device))
 
-        def room(kind: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(self.capacity, *shape, dtype=kind, device=self.device)
-
-        self.token, self.seed = room(torch.int64), room(torch.int64)
-        self.ints = {
-            name: room(torch.int32) for name in ("position", "prompt", "count", "limit", "stops", "greedy", "made")
-        }
-        self.ended = room(torch.int32)
-        self.temperature = room(torch.float32)
-        self.table = room(torch.int32, self.width)
-        self.slot, self.length, self.seen_prompt = room(torch.int64), room(torch.int32), room(torch.int32)
-        self.tokens, self.log_probs = room(torch.int32, MOST_STEPS), room(torch.float32, MOST_STEPS)
-        self.room = chunk_room(self.capacity, self.vocabulary, self.device)
-
-    def decode(self, rows: DecodeRows) -> None:
-        """Let the rows decode for `rows.steps` steps; what they made is written into the same arrays."""
-        count = len(rows.last)
-        steps = rows.steps = min(rows.steps, MOST_STEPS)
-        self._make_room(count, rows.table.shape[1], rows.stop_sets)
-        size = bucket(count)
-        splits = splits_for(size, self.key_heads, rows.longest)
-        graph = self.graphs.get((size, splits)) or self._capture(size, splits)
-        self._write(rows, count, size)
-        for _ in range(steps):
-            graph.replay()
-        made = self.ints["made"][:count].cpu().numpy().astype(np.int64)
-        rows.ended[:] = self.ended[:count].cpu().numpy().astype(np.uint8)
-        rows.tokens = self.tokens[:count, :steps].cpu().numpy().astype(np.int64)
-        rows.log_probs = self.log_probs[:count, :steps].cpu().numpy()
-        rows.last = self.token[:count].cpu().numpy()
-        rows.positions = rows.positions + made.astype(rows.positions.dtype)
-        rows.counts = rows.counts + made
-        rows.next_history += int(made.sum())
-
-    def _write(self, rows: DecodeRows, count: int, size: int) -> None:
-        prompts = rows.positions - rows.counts + 1  # the newest token is not in the cache yet
-        columns = {
-            "position": rows.positions, "prompt": prompts, "count": rows.counts, "limit": rows.limits,
-            "stops": rows.stops, "greedy": rows.greedy,
-        }  # fmt: skip
-        for name, values in columns.items():
-            self.ints[name][:count].copy_(torch.from_numpy(values.astype(np.int32)))
-        self.token[:count].copy_(torch.from_numpy(rows.last))
-        self.seed[:count].copy_(torch.from_numpy(rows.seeds.view(np.int64)))
-        self.temperature[:count].copy_(torch.from_numpy(rows.temperatures))
-        self.table[:count, : rows.table.shape[1]].copy_(torch.from_numpy(np.ascontiguousarray(rows.table)))
-        self.ints["made"][:count].zero_()
-        self.ended[:count].zero_()
-        self.ended[count:size].fill_(1)
-
-    def _capture(self, size: int, splits: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, splits: int) -> Replay:
         """A graph of one step of `size` rows. All of them have ended while it is made, so that it writes nothing."""
-        self.ended[:size].fill_(1)
-        self.temperature[:size].fill_(1.0)
+        if self.device.type != "cuda":  # Triton's interpreter has no graphs: the step itself is run each time
+            self.replays[size, splits] = lambda: self._whole_step(size, splits)
+            return self.replays[size, splits]
+        ended = self.rows.ended[:size].clone()
+        self.rows.ended[:size].fill_(1)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -161,27 +180,26 @@ class GraphedSteps:
             self.memory = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.memory):
             self._whole_step(size, splits)
-        self.graphs[size, splits] = graph
-        return graph
+        self.rows.ended[:size].copy_(ended)
+        self.replays[size, splits] = graph.replay
+        return graph.replay
 
     def _whole_step(self, size: int, splits: int) -> None:
-        ints = {name: column[:size] for name, column in self.ints.items()}
+        rows, table = self.rows, self.rows.table[:size]
         _begin[(triton.cdiv(size, 128),)](
-            ints["position"], ints["prompt"], self.ended, self.table, self.slot, self.length, self.seen_prompt, size,
-            self.width, self.block, 128, num_warps=4,
+            rows.position, rows.prompt, rows.ended, rows.table, rows.slot, rows.length, rows.seen_prompt, size,
+            rows.width, self.block, 128, num_warps=4,
         )  # fmt: skip
-        rows = StepRows(
-            ints["position"], self.slot[:size], self.length[:size], self.seen_prompt[:size], self.table[:size], splits
-        )
-        logits_BV = self.step(self.token[:size], rows)
-        chunks = self.room[0].shape[1]
+        seen = (column[:size] for column in (rows.position, rows.slot, rows.length, rows.seen_prompt))
+        logits_BV = self.step(rows.token[:size], StepRows(*seen, table, splits))
+        chunks = rows.chunks[0].shape[1]
         _chunk_sums[(size, chunks)](
-            logits_BV, None, self.temperature, *self.room, self.vocabulary, chunks, CHUNK, False, num_warps=4
+            logits_BV, None, rows.temperature, *rows.chunks, self.vocabulary, chunks, CHUNK, False, num_warps=4
         )
         stop_width = self.stop_ids.shape[1]
         _pick[(size,)](
-            logits_BV, None, self.temperature, ints["greedy"], self.seed, ints["count"], *self.room, self.token, None,
-            self.ended, ints["made"], ints["position"], ints["limit"], ints["stops"], self.stop_ids, self.tokens,
-            self.log_probs, self.vocabulary, chunks, stop_width, MOST_STEPS,
+            logits_BV, None, rows.temperature, rows.greedy, rows.seed, rows.count, *rows.chunks, rows.token, None,
+            rows.ended, rows.made, rows.position, rows.limit, rows.stops, self.stop_ids, rows.tokens,
+            rows.log_probs, self.vocabulary, chunks, stop_width, MOST_TOKENS,
             CHUNK, triton.next_power_of_2(chunks), triton.next_power_of_2(stop_width), False, True, num_warps=4,
         )  # fmt: skip

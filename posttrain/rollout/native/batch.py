@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from posttrain.kernels.cuda import to_device
 from posttrain.kernels.decode import BLOCK, FAR, StepTokens
 
 Table = tuple[np.ndarray, np.ndarray]
@@ -36,6 +37,6 @@ def step_tokens(ids: list, positions: list, rows: list, table: Table, device: to
     longest = max(int(part.max()) + 1 for part in positions if len(part))
     flat = [np.concatenate(parts) for parts in (ids, positions, rows)]
     ids_T, positions_T, rows_T, table_RN, starts_RN = (
-        torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (*flat, *table)
+        to_device(torch.from_numpy(np.ascontiguousarray(array)), device) for array in (*flat, *table)
     )
-    return StepTokens(ids_T, positions_T, rows_T, table_RN, starts_RN, longest)
+    return StepTokens(ids_T, positions_T, rows_T, table_RN, starts_RN, longest, flat[2])

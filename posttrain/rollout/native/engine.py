@@ -16,18 +16,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from posttrain.kernels import cuda
 from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens
+from posttrain.kernels.first_tokens import FirstTokens
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.native.batch import step_tokens, with_rows
 from posttrain.rollout.native.pool import Pool, blocks_for
 from posttrain.rollout.native.prompts import Left, Piece, Prompt, Queue
 from posttrain.rollout.native.slots import Slots
-from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, uniforms
+from posttrain.rollout.sampling import log_probs_of, sample, sample_plain, sample_unread, uniforms
 
 _COLUMNS_OF_ROWS = {
     "last": "last", "positions": "length", "counts": "count", "limits": "limit", "seeds": "seed",
-    "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history",
+    "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history", "numbers": "number",
+    "under_way": "under_way",
 }  # fmt: skip
 MANY, MANY_TOKENS = 16, 512  # steps of a row, or tokens of all rows, for which it pays to lay weights out anew
 FEW = 512  # prompt tokens for which weights laid out for decoding are as good as any
@@ -69,6 +72,8 @@ class NativeEngine(RolloutEngine):
         self.copies_pay = False  # whether requests are long enough for weights to be laid out anew
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
         self.prompt_tokens = self.response_tokens = 0  # computed since the engine was made
+        self.late: dict[int, str] = {}  # rows that were found to have ended between steps, and why
+        self.first: list[FirstTokens] = []  # of rows that the decoder does not know yet
 
     # -- requests -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
@@ -87,7 +92,7 @@ class NativeEngine(RolloutEngine):
         wanted, slots, self.steady = set(ids), self.slots, False
         gone = [Output(request.id, [], [], "abort", []) for request in self.queue.remove(wanted)]
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
-        return gone + self._finish({slot: "abort" for slot in leaving})
+        return gone + self._finish({slot: self.late.pop(slot, "abort") for slot in leaving})
 
     def release(self, ids: Iterable[Hashable]) -> None:
         self.queue.release(ids)
@@ -99,6 +104,11 @@ class NativeEngine(RolloutEngine):
     @torch.no_grad()
     def step(self) -> list[Output]:
         decoding = self.slots.active
+        if not self._plain(decoding):
+            self._catch_up()
+        if self.late:
+            ended, self.late = self.late, {}
+            return self._finish(ended)
         if self._alone(decoding) and (ended := self._go_on(decoding)) is not None:
             return self._finish(ended)
         self.queue.open(self.slots.room)
@@ -121,6 +131,9 @@ class NativeEngine(RolloutEngine):
         if not len(slots_B):
             return []
         assert logits_NV is not None
+        if self._need_not_look(logits_NV):
+            self._begin_unseen(slots_B, logits_NV, source_B)
+            return []
         self._sample(slots_B, logits_NV, source_B)
         return self._finish(self._ended(slots_B), steady=waited)
 
@@ -134,9 +147,20 @@ class NativeEngine(RolloutEngine):
         """Whether these rows need nothing but their next tokens, plainly sampled."""
         return not (self.slots.special[decoding].any() or self.slots.by_text[decoding].any())
 
-    def _go_on(self, decoding: np.ndarray) -> dict[int, str] | None:
-        """Several tokens for every row, up to its end: the rows that ended, and why; None if the decoder cannot."""
-        slots = self.slots
+    def _catch_up(self) -> None:
+        """Know of all that the decoder has made; it begins nothing more."""
+        if self.slots.under_way[self.slots.active].any():
+            self.late |= self._go_on(self.slots.active, steps=0) or {}
+
+    def _go_on(self, decoding: np.ndarray, steps: int | None = None) -> dict[int, str] | None:
+        """Several tokens for every row, up to its end: the rows that ended, and why; None if the decoder cannot.
+
+        Of a decoder that runs ahead this begins the next tokens and gives those begun before, so that the rows here lag
+        behind it. Rows that end or are aborted leave blocks to others while it still reads (or writes) them: what
+        computes the others' tokens is queued on the device behind that.
+        """
+        slots, steps = self.slots, self._steps(decoding) if steps is None else steps
+        ended = {} if steps else self._see_first()
         before, known = slots.count[decoding], int(slots.next_history[0])
         rows = DecodeRows(
             **{name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()},
@@ -144,26 +168,28 @@ class NativeEngine(RolloutEngine):
             starts=slots.starts[decoding],
             stop_sets=slots.stop_sets,
             next_history=slots.next_history,
-            steps=self._steps(decoding),
+            steps=steps,
             stop_at_end=bool(self.queue.prompts),
+            first=FirstTokens.joined(self.first) if self.first else None,
         )
         if not self.decoder.decode(rows, self.pool.layer):
             return None
+        self.first = []
         made = rows.counts - before
-        row, step = np.nonzero(np.arange(rows.steps) < made[:, None])
+        row, step = np.nonzero(np.arange(rows.tokens.shape[1]) < made[:, None])
         places = (decoding[row], before[row] + step)
         slots.tokens[places], slots.log_probs[places] = rows.tokens[row, step], rows.log_probs[row, step]
         slots.last[decoding], slots.length[decoding], slots.count[decoding] = rows.last, rows.positions, rows.counts
-        slots.history[decoding] = rows.histories
+        slots.history[decoding], slots.under_way[decoding] = rows.histories, rows.under_way
         self.response_tokens += int(slots.next_history[0]) - known  # each that was computed got a history
         reasons = {1: "stop", 2: "length"}
-        return {int(decoding[place]): reasons[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
+        return ended | {int(decoding[place]): reasons[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
 
     def _steps(self, decoding: np.ndarray) -> int:
         """How many tokens the rows may make before anybody looks."""
         slots = self.slots
-        left = slots.limit[decoding] - slots.count[decoding]
-        most = min(self.tokens_per_step, int(left.max()))
+        left = slots.limit[decoding] - slots.count[decoding] - slots.under_way[decoding]
+        most = min(self.tokens_per_step, max(0, int(left.max())))
         if self.tokens_unseen is None:
             return most
         may_stop = any(slots.stop_sets[kind] for kind in np.unique(slots.stops[decoding]))
@@ -191,7 +217,7 @@ class NativeEngine(RolloutEngine):
         running = (slots.table[decoding], slots.starts[decoding])
         table = with_rows(running, [prompt.blocks for prompt, _, _ in pieces])
         step = step_tokens(ids, positions, rows, table, self.pool.device)
-        wanted_N = None if len(wanted) == total else torch.tensor(wanted, device=self.pool.device, dtype=torch.long)
+        wanted_N = None if len(wanted) == total else cuda.to_device(torch.tensor(wanted).long(), self.pool.device)
         hidden_NE = self.decoder.hidden(step, self.pool.layer, wanted_N)
         return self.decoder.logits(hidden_NE) if wanted else None
 
@@ -227,6 +253,32 @@ class NativeEngine(RolloutEngine):
         slots.tokens[slots_B, places_B] = slots.last[slots_B] = tokens_B
         slots.log_probs[slots_B, places_B] = log_probs_B
         slots.count[slots_B] += 1
+
+    def _need_not_look(self, logits_NV: torch.Tensor) -> bool:
+        """Whether the first tokens of new rows can stay on the device, where the decoder goes on with them: to read
+        them here would be to wait for all that the device has to do, and leave it idle afterwards."""
+        return self.tokens_unseen is not None and cuda.runs_here(logits_NV) and self._plain(self.slots.active)
+
+    def _begin_unseen(self, new: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
+        slots = self.slots
+        settings = (slots.columns[name][new] for name in ("temperature", "greedy", "seed", "count"))
+        self.first.append(FirstTokens(slots.number[new], *sample_unread(logits_NV, source_B, *settings)))
+        slots.under_way[new] = 1
+        slots.length[new] -= 1  # as before the last token of the prompt, which gives the first of the response
+
+    def _see_first(self) -> dict[int, str]:
+        """Read the first tokens that nobody has gone on with yet; the rows that end with them, and why."""
+        slots, found = self.slots, {}
+        for first in self.first:
+            place = first.places(slots.number[slots.active])
+            seen, place = slots.active[place >= 0], place[place >= 0]
+            slots.tokens[seen, 0] = slots.last[seen] = first.tokens.cpu().numpy()[place]
+            slots.log_probs[seen, 0] = first.log_probs.cpu().numpy()[place]
+            slots.count[seen], slots.under_way[seen] = 1, 0
+            slots.length[seen] += 1
+            found |= self._ended(seen)
+        self.first = []
+        return found
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def _ended(self, slots_B: np.ndarray) -> dict[int, str]:
@@ -303,6 +355,7 @@ class NativeEngine(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.check_awake("weights")
+        self._catch_up()  # what is under way is made by the old weights, and counted as theirs
         for slot in self.slots.active.tolist():
             self.slots.note_version(slot, self.version)
         self.queue.forget()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from posttrain.errors import UserError
+from posttrain.kernels.cuda import to_device
 from posttrain.kernels.decode import BLOCK, LayerCache, copy_tokens, new_cache
 
 KEPT = 2**30  # bytes of host memory that a sleeping pool keeps: faulting them in again each time costs more
@@ -94,7 +95,7 @@ class Pool:
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Keys and values from places to places of all layers; a place is block * BLOCK + offset."""
-        source_T, target_T = (torch.tensor(places, device=self.device) for places in (source, target))
+        source_T, target_T = (to_device(torch.tensor(places), self.device) for places in (source, target))
         for cache in self.layers.values():
             copy_tokens(cache, source_T, target_T)
 

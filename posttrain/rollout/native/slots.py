@@ -24,6 +24,8 @@ _COLUMNS = {
     "by_text": bool,  # ended by a stop string
     "stops": np.int32,  # which set of stop tokens
     "history": np.int64,  # the same for rows with the same prompt and the same tokens up to the newest
+    "number": np.int64,  # of the row among all that there ever were
+    "under_way": np.int64,  # tokens that the decoder may have made, beyond those that are known here
 }
 _BY_SAMPLING = ("limit", "temperature", "greedy", "special", "by_text", "stops")
 
@@ -47,6 +49,7 @@ class Slots:
         self.free: list[int] = []
         self.active = np.zeros(0, np.int64)
         self.next_history = np.zeros(1, np.int64)
+        self.started = 0  # rows that there ever were
 
     def __getattr__(self, name: str) -> np.ndarray:
         return self.__dict__["columns"][name]
@@ -80,7 +83,9 @@ class Slots:
         self.length[slots] = [len(prompt.ids) for _, prompt, _ in rows]
         self.history[slots] = [prompt.history for _, prompt, _ in rows]
         self.seed[slots] = np.array([request.seed & (2**64 - 1) for request, _, _ in rows], np.uint64)
-        self.last[slots] = self.count[slots] = 0
+        self.last[slots] = self.count[slots] = self.under_way[slots] = 0
+        self.number[slots] = np.arange(self.started, self.started + len(rows))
+        self.started += len(rows)
         kinds: dict[int, tuple] = {}  # what follows from the sampling, which most rows share
         for request, _, _ in rows:
             if id(request.sampling) not in kinds:

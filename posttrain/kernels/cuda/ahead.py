@@ -1,0 +1,100 @@
+"""Decoding that runs ahead of the host: which row is at which place of the buffers, and results that are on their way.
+
+A round is a number of steps that the device takes alone. While it computes one, the host deals with what the round
+before it made: rows that have ended there are still at their places, standing still, and nobody else knows it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from posttrain.kernels.first_tokens import places_of
+from posttrain.kernels.whole_step import DecodeRows
+
+NOBODY = -1
+
+
+@dataclass
+class Seating:
+    """What must be done to the buffers before a round, in this order."""
+
+    gone: np.ndarray  # places whose rows have left
+    moved: np.ndarray | None  # places of those that stay, if they must move to the front
+    joined: np.ndarray  # which of the rows are new
+    places: np.ndarray  # and where they sit
+
+
+class Order:
+    """The number of the row at each place."""
+
+    def __init__(self, capacity: int) -> None:
+        self.numbers = np.full(capacity, NOBODY, np.int64)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.numbers != NOBODY).any()
+
+    def clear(self) -> None:
+        self.numbers[:] = NOBODY
+
+    def seat(self, rows: np.ndarray, size: int) -> Seating:
+        """Have exactly these rows, all of them at the first `size` places."""
+        numbers = self.numbers
+        gone = np.flatnonzero((numbers != NOBODY) & ~np.isin(numbers, rows))
+        numbers[gone] = NOBODY
+        stay, moved = np.flatnonzero(numbers != NOBODY), None
+        if len(stay) and stay[-1] >= size:
+            moved, staying = stay, numbers[stay]
+            self.clear()
+            numbers[: len(stay)] = staying
+        joined = np.flatnonzero(places_of(rows, numbers) < 0)
+        places = np.flatnonzero(numbers[:size] == NOBODY)[: len(joined)]
+        numbers[places] = rows[joined]
+        return Seating(gone, moved, joined, places)
+
+
+class Flight:
+    """What a round made, on its way to the host: the copies are queued behind it, and the next round behind them."""
+
+    def __init__(self, numbers: np.ndarray, results: Sequence[torch.Tensor]) -> None:
+        self.numbers = numbers.copy()
+        self.results = [_leave_for_host(tensor) for tensor in results]
+        self.landed = _after_all_that_is_queued(results[0].device)
+
+    def wait(self) -> list[np.ndarray]:
+        if self.landed is not None:
+            self.landed.synchronize()
+        return [tensor.numpy() for tensor in self.results]
+
+    def give(self, rows: DecodeRows) -> None:
+        """Write what these rows made into their arrays; a row that was not in the round made nothing."""
+        place = places_of(rows.numbers, self.numbers)
+        there = place >= 0
+        made, ended, last, tokens, log_probs = (array[place] for array in self.wait())
+        made = np.where(there, made, 0).astype(np.int64)
+        rows.ended[:] = np.where(there, ended, 0)
+        rows.last = np.where(there, last, rows.last)
+        rows.tokens, rows.log_probs = tokens, log_probs
+        first = (rows.counts == 0) & (made > 0)  # of each of these one token came from the prompt
+        rows.next_history += int(made.sum() - first.sum())
+        rows.positions = rows.positions + made.astype(rows.positions.dtype)
+        rows.counts = rows.counts + made
+
+
+def _leave_for_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, which is there once the device has come so far."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _after_all_that_is_queued(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
