@@ -30,6 +30,7 @@ _BETAS: Range = (
     "two numbers from 0 to below 1",
 )
 _WEIGHTS: Range = (lambda value: len(value) > 0 and all(0 < weight < inf for weight in value), "positive numbers")
+_STEPS: Range = (lambda value: all(step >= 1 for step in value), "steps, which are counted from 1")
 _SEED: Range = (lambda value: abs(value) < 2**63, "smaller than 2**63")
 _GROUP: Range = (lambda value: 1 <= value <= 10_000, "from 1 to 10000")
 _PROCESSES: Range = (lambda value: 1 <= value <= 1000, "from 1 to 1000")
@@ -58,6 +59,7 @@ TRAINER_RANGES: dict[str, Range] = {
     "n_gpus_per_node": _ONE_OR_MORE,
     "nnodes": _ONE_OR_MORE,
     "max_bad_steps": _ONE_OR_MORE,
+    "profile_steps": _STEPS,
     "seed": _SEED,
 }
 PARALLEL_RANGES: dict[str, Range] = {"fsdp_size": _COUNT_OR_ALL, "ulysses_sequence_parallel_size": _ONE_OR_MORE}

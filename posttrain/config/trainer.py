@@ -52,6 +52,8 @@ class RunConfig(Section):
     """Seed of sampling, data order and initialisation."""
     deterministic: bool = False
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
+    profile_steps: list[int] | None = None
+    """Steps of which torch's profiler writes a trace to `traces/` in the run directory; they take longer."""
     dry_run: bool = False
     """Look at everything that can be known before the run (`posttrain doctor`), print it, and do not train."""
     max_bad_steps: int = 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from posttrain.controller.group import WorkerGroup
@@ -22,6 +24,11 @@ class Workers(ABC):
         """[method, when it began, its seconds, who] of the ranks' work since the last time; none where the caller's own
         times say it all."""
         return []
+
+    def traced(self, stem: Path) -> AbstractContextManager[None]:
+        """Inside, every rank records what it does, and writes STEM.rank_R.json.gz in the end; nothing where the
+        caller's own trace says it all."""
+        return nullcontext()
 
     @abstractmethod
     def words(self) -> str:

@@ -8,7 +8,9 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,7 @@ class RankHost:
 
         torch.set_num_threads(threads)
         self.workers: dict[str, Any] = {}
+        self.profiler: Any = None
         self.spans: list[list[Any]] = []
         """[method, when it began, its seconds] of the calls since they were last taken."""
 
@@ -86,9 +89,31 @@ class RankHost:
     def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Call a worker's method."""
         begun = time.time()
-        answer = self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
+        with self._range(f"{role}.{name}"):
+            answer = self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
         self._note_span(name, begun, time.time())
         return answer
+
+    def begin_trace(self) -> None:
+        """Record what this rank does from now on."""
+        from posttrain.controller.tracing import begin_trace
+
+        self.profiler = begin_trace()
+
+    def end_trace(self, path: str | None) -> Parcel:
+        """Write it, or forget it without a path."""
+        from posttrain.controller.tracing import end_trace
+
+        profiler, self.profiler = self.profiler, None
+        return self._answer(end_trace, profiler, None if path is None else Path(path))
+
+    def _range(self, name: str) -> AbstractContextManager[Any]:
+        """A range of this name in the trace, if one is made."""
+        if self.profiler is None:
+            return nullcontext()
+        import torch
+
+        return torch.profiler.record_function(name)
 
     def _note_span(self, name: str, begun: float, ended: float) -> None:
         last = self.spans[-1] if self.spans else None

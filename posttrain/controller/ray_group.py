@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -101,8 +103,9 @@ class RayWorkers(Workers):
         cluster: RayCluster | None = None,
         prepare: Callable[[], None] | None = None,
         machines: int = 1,
+        tell: Callable[[str], None] = print,
     ) -> None:
-        self.world_size, self.hosts, self.prepare, self.machines = ranks, [], prepare, machines
+        self.world_size, self.hosts, self.prepare, self.machines, self.tell = ranks, [], prepare, machines, tell
         self.cluster, self._shared = cluster or RayCluster(ranks), cluster is not None
         try:
             self.hosts = self._start(ranks, device)
@@ -114,7 +117,7 @@ class RayWorkers(Workers):
         if not self._shared:
             self.cluster.start()
         each = ranks // self.machines
-        machines = machines_for(self.machines, each, device.type)
+        machines = machines_for(self.machines, each, device.type, self.tell)
         hosts = [self._host(rank, machines[rank // each], each, device) for rank in range(ranks)]
         address = ray.get(hosts[0].free_address.remote(machines[0].address))
         for ref in [host.connect.remote(address, *pack(self.prepare)) for host in hosts]:
@@ -139,6 +142,18 @@ class RayWorkers(Workers):
     def spans(self) -> list[list[Any]]:
         found = ray.get([host.take_spans.remote() for host in self.hosts])
         return [[*span, f"rank {rank}"] for rank, own in enumerate(found) for span in own]
+
+    @contextmanager
+    def traced(self, stem: Path) -> Iterator[None]:
+        ray.get([host.begin_trace.remote() for host in self.hosts])
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            paths = [f"{stem}.rank_{rank}.json.gz" if whole else None for rank in range(self.world_size)]
+            for ref in [host.end_trace.remote(path) for host, path in zip(self.hosts, paths, strict=True)]:
+                _fetched(ref)
 
     def words(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""

@@ -6,6 +6,7 @@ outputs/<project>/<experiment>/
   samples/        step_N.parquet, val_N.parquet
   logs/           run.log
   checkpoints/    global_step_N/
+  traces/         step_N.json.gz of trainer.profile_steps
   crash/          what was at hand when a run failed
 outputs/checkpoints -> the checkpoints of the newest run that has one
 """

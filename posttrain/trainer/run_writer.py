@@ -21,6 +21,7 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import FRESH_S, NAME, write_status
 from posttrain.trainer.run.memory import named_stage
 from posttrain.trainer.run.peaks import StagePeaks
+from posttrain.trainer.run.traces import StepTraces
 
 
 class RunWriter:
@@ -33,6 +34,7 @@ class RunWriter:
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
         self.peaks = StagePeaks()
+        self.traces = StepTraces(config.trainer.profile_steps, run.path)
         self.spans: list[list[Any]] = []
         """[stage, when it began, its seconds] of this step."""
         self.worker_spans: Callable[[], list[list[Any]]] = list
@@ -43,6 +45,7 @@ class RunWriter:
     def start(self, step: int) -> None:
         """Open loggers and the bar; `step` steps are done already, what lies beyond them is cut off."""
         self.step = step
+        self.traces.check(step + 1, self.total_steps)
         self.run.truncate_after(step if step else -1)
         self.run.write_config(self.stored_config)
         self.history = (
@@ -88,7 +91,7 @@ class RunWriter:
         started, at = time.perf_counter(), time.time()
         self.peaks.begin()
         try:
-            with self.showing(name), named_stage(name):
+            with self.showing(name), named_stage(name), self.traces.stage(name):
                 yield
         finally:
             spent = time.perf_counter() - started

@@ -124,6 +124,8 @@ def other_value(key: str) -> str:
         return str(not default)
     if kind is int:
         return str(max(default or 0, 3) + 1)
+    if leaf.key == "trainer.profile_steps":
+        return "[3]"
     return "0.25" if kind is float else "{depth: 7}" if leaf.free_keys else "[one]"
 
 

@@ -156,7 +156,8 @@ def test_adapters_on_modules_that_do_not_exist_are_refused_with_those_that_do(ti
 
 
 def test_start_and_end_are_said_in_plain_words(tiny_model, tmp_path, capsys):
-    run = sft(tiny_model, tmp_path, val_data=PAIRS[:2])
+    run = sft(tiny_model, tmp_path, val_data=PAIRS[:2], trainer__profile_steps=[2])
+    assert [path.name for path in (run.path / "traces").iterdir()] == ["step_2.json.gz"]
     said = capsys.readouterr().out
     assert "SFT: 2 optimizer steps on 20 rows (prompts with responses)" in said
     assert "2 rows are held out" in said and "step 2/2: loss" in said

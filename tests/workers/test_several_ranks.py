@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import os
 import shutil
 import signal
@@ -99,6 +100,20 @@ def test_ranks_tell_when_they_were_at_work_and_at_what(ranks):
     told = [(name, who) for name, _, _, who in two.spans()]
     assert told == [("nap", "rank 0"), ("nap", "rank 1")] and two.spans() == []
     assert LocalWorkers().spans() == []
+
+
+def test_ranks_write_traces_of_the_calls_that_they_answered_and_none_of_a_step_that_failed(ranks, tmp_path):
+    workers = ranks(2)
+    toy = workers.create("toy", Toy, None)
+    with workers.traced(tmp_path / "step_3"):
+        toy.process()
+    traces = sorted(tmp_path.iterdir())
+    assert [path.name for path in traces] == ["step_3.rank_0.json.gz", "step_3.rank_1.json.gz"]
+    assert all(b'"toy.process"' in gzip.decompress(path.read_bytes()) for path in traces)
+    with pytest.raises(ValueError), workers.traced(tmp_path / "step_4"):
+        raise ValueError
+    toy.process()
+    assert sorted(tmp_path.iterdir()) == traces
 
 
 def test_short_calls_that_follow_each_other_are_one_span_of_work():

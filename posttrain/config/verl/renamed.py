@@ -49,6 +49,7 @@ RENAMED: dict[str, str] = {
     "reward.reward_model.model_path": "reward_model.model.path",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "global_profiler.steps": "trainer.profile_steps",
 }
 
 SUPERVISED_RENAMED: dict[str, str] = {
@@ -57,4 +58,5 @@ SUPERVISED_RENAMED: dict[str, str] = {
     "optim.lr_decay_style": "optim.lr_scheduler_type",
     "optim.warmup_style": "optim.lr_scheduler_type",
     "data.trust_remote_code": "model.trust_remote_code",
+    "global_profiler.steps": "trainer.profile_steps",
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
 
 _ASYNC = "asynchronous training is not built: a step trains on responses of its own policy"
-_PROFILE = "profilers are not started by settings"
-_PROFILE_DO = "remove it; timing_s/* in metrics.jsonl shows each stage, and py-spy or nsys can watch the process"
+_PROFILE_DO = (
+    "set it to torch, or remove it: trainer.profile_steps writes traces; nsys can watch the process from outside"
+)
 
 RUN: tuple[Rule, ...] = (
     not_supported(
@@ -47,11 +48,9 @@ RUN: tuple[Rule, ...] = (
         off=("0",),
     ),
     not_supported("trainer.worker_env.*", "workers take over the environment of the command", "export it before"),
-    not_supported("*.profiler.enable", _PROFILE, _PROFILE_DO),
-    not_supported("global_profiler.{tool,steps}", _PROFILE, _PROFILE_DO),
-    not_supported("trainer.profile_steps", _PROFILE, _PROFILE_DO),
-    not_needed("*.profiler.*", "settings of profilers, which are not started by settings"),
-    not_needed("{global_profiler,trainer.npu_profile}.*", "settings of profilers, which are not started by settings"),
+    not_supported("global_profiler.tool", "traces are those of torch's profiler", _PROFILE_DO, off=("torch",)),
+    not_needed("*.profiler.*", "trainer.profile_steps alone traces every stage and every rank"),
+    not_needed("{global_profiler,trainer.npu_profile}.*", "traces are those of torch's profiler, without options"),
     not_supported(
         "{async_training,async_flow,async_resources}.*", _ASYNC, "remove it, and start main_ppo instead of the recipe"
     ),

@@ -74,7 +74,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         "contents",
         "a checkpoint always holds model, optimizer and the rest; `hf_model` in it sets `trainer.export_hf=all`",
     ),
-    not_needed("{profiler,global_profiler}.*", "settings of profilers, which are not started by settings"),
+    not_needed("{profiler,global_profiler}.*", "trainer.profile_steps alone traces every stage and every rank"),
     not_needed(
         "trainer.{balance_batch,log_val_generations}", "rows are always spread over the workers by their tokens"
     ),

@@ -139,6 +139,7 @@ class RayPPOTrainer:
         )
         self.recorder.works_here = isinstance(self.workers, LocalWorkers)
         self.recorder.worker_spans = self.workers.spans
+        self.recorder.traces.workers = self.workers
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
         self.experience = Experience(
@@ -172,7 +173,8 @@ class RayPPOTrainer:
                 while self.step < self.sizes.total_steps and not self.config.trainer.val_only:
                     if stop.requested:
                         break
-                    self._train_step()
+                    with self.recorder.traces.of(self.step + 1):
+                        self._train_step()
                 self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._leave(stop)

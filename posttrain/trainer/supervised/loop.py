@@ -42,7 +42,8 @@ class SupervisedTrainer:
             with GracefulStop(say) as stop:
                 self._validate_at_start()
                 while self.step < self.total_steps and not stop.requested:
-                    self._train_step()
+                    with self.recorder.traces.of(self.step + 1):
+                        self._train_step()
                 status = "finished" if self.step >= self.total_steps else "stopped"
                 self._leave(stop)
         except KeyboardInterrupt:

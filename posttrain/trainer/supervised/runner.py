@@ -76,6 +76,7 @@ def run_supervised(
             _say_model(config, task, device, max(train.longest, val.longest if val else 0))
             trainer = SupervisedTrainer(config, task, run, stored_config=stored)
             trainer.recorder.worker_spans = workers.spans
+            trainer.recorder.traces.workers = workers
             return trainer.fit()
 
 
