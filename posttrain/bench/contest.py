@@ -89,7 +89,8 @@ class Contest:
     asks: Sequence[Mapping[str, Any]] = ({},)
     """What a system is asked in each of its runs, one after the other, beside the seed."""
     warming: Mapping[str, Any] = field(default_factory=dict)
-    """What goes with the asks while it warms up."""
+    """What goes with the asks while a peer warms up; ours compile what they need when they first need it, and are
+    asked in full."""
 
     def measure(self, systems: Sequence[System], make_job: MakeJob) -> list[Entry]:
         """`repeat` answers to each ask of every system that runs; the others carry their problem."""
@@ -139,9 +140,10 @@ class Contest:
             entry.problem = str(failed)
             return False
         entry.facts["load_s"] = time.monotonic() - started
+        more = {} if entry.system.ours else self.warming
         for number in range(self.warm_ups):
             for ask in self.asks:
-                self._ask(entry, child, {"seed": number, **ask, **self.warming}, f"{entry.system.name}: warming up")
+                self._ask(entry, child, {"seed": number, **ask, **more}, f"{entry.system.name}: warming up")
         entry.facts["warm_ups"] = entry.answers[:]
         entry.answers.clear()
         return entry.problem is None

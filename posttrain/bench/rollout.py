@@ -18,7 +18,7 @@ from posttrain.bench.works import settle
 from posttrain.errors import UserError
 
 WARM_UPS = 2  # the second shows what the first had to compile or allocate
-WARMING = 64  # tokens of a response in the one warm-up of a CUDA device, where whole ones would cost minutes
+WARMING = 64  # tokens of a response in a peer's one warm-up on a CUDA device; it compiles and captures while loading
 SIZES = ("work", "prompts", "n", "prompt_tokens", "tokens", "lengths", "mean_tokens", "slots", "repeat")
 
 

@@ -144,13 +144,15 @@ _built_in: dict[tuple[object, ...], Composed] = {}
 
 
 def _own_keys(file: Path) -> Any:
-    """What the file itself says; one that does not change is read once per process. To be read, not changed."""
+    """What the file itself says; one of the built-in tree is read once per process as long as it does not change."""
     from omegaconf import OmegaConf
 
+    if PACKAGE_TREE not in file.parents:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     key = _stamp(file)
     if key not in _read:
         _read[key] = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    return _read[key]
+    return copy.deepcopy(_read[key])
 
 
 def _stamp(file: Path) -> tuple[object, ...]:

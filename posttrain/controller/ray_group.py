@@ -103,8 +103,9 @@ class RayWorkers(Workers):
         cluster: RayCluster | None = None,
         prepare: Callable[[], None] | None = None,
         machines: int = 1,
+        tell: Callable[[str], None] = print,
     ) -> None:
-        self.world_size, self.hosts, self.prepare, self.machines = ranks, [], prepare, machines
+        self.world_size, self.hosts, self.prepare, self.machines, self.tell = ranks, [], prepare, machines, tell
         self.cluster, self._shared = cluster or RayCluster(ranks), cluster is not None
         try:
             self.hosts = self._start(ranks, device)
@@ -116,7 +117,7 @@ class RayWorkers(Workers):
         if not self._shared:
             self.cluster.start()
         each = ranks // self.machines
-        machines = machines_for(self.machines, each, device.type)
+        machines = machines_for(self.machines, each, device.type, self.tell)
         hosts = [self._host(rank, machines[rank // each], each, device) for rank in range(ranks)]
         address = ray.get(hosts[0].free_address.remote(machines[0].address))
         for ref in [host.connect.remote(address, *pack(self.prepare)) for host in hosts]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import ray
 from posttrain.errors import UserError
 
 ITSELF = "127.0.0.1"
+WAIT_S = 60.0
+"""For machines that join late."""
 
 
 class TooFewMachines(UserError):
@@ -27,12 +30,23 @@ class Machine:
     cores: int
 
 
-def machines_for(count: int, each: int, device: str) -> list[Machine]:
-    """`count` machines, each for `each` ranks on `device`: the command's own first, if it can, and one is always it."""
+def machines_for(count: int, each: int, device: str, tell: Callable[[str], None] = print) -> list[Machine]:
+    """`count` machines, each for `each` ranks on `device`: the command's own first, if it can, and one is always it.
+    Others may join the cluster a while after the command was given; the user is told who is waited for."""
     here = ray.get_runtime_context().get_node_id()
     if count == 1:
         return [Machine(here, ITSELF, os.cpu_count() or 1)]
-    return chosen(ray.nodes(), here, count, each, device)
+    until, told = time.monotonic() + WAIT_S, False
+    while True:
+        try:
+            return chosen(ray.nodes(), here, count, each, device)
+        except TooFewMachines as error:
+            if time.monotonic() > until:
+                raise
+            if not told:
+                tell(f"Waiting {WAIT_S:.0f} s for machines to join. {error}.")
+            told = True
+        time.sleep(1)
 
 
 def chosen(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int, device: str) -> list[Machine]:

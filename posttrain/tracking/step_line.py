@@ -58,7 +58,8 @@ def _length(known: Known) -> str | None:
     length, change = known.get("response_length"), known.change("response_length")
     if length is None:
         return None
-    drift = "" if change is None or known.is_noise("response_length") else f" ({change:+.0f})"
+    still = change is None or not round(change) or known.is_noise("response_length")
+    drift = "" if still else f" ({change:+.0f})"
     return f"length {length:.0f}{drift}"
 
 

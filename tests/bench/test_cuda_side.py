@@ -116,12 +116,15 @@ def test_on_a_device_systems_run_one_after_the_other_and_each_is_kept_when_it_is
 
     def contest(place: Place) -> Contest:
         keep = lambda entries: kept.append([len(entry.answers) for entry in entries])  # noqa: E731
-        return Contest("rollout", place, threads=1, repeat=2, warm_ups=1, line=Line(), keep=keep)
+        return Contest("rollout", place, 1, repeat=2, warm_ups=1, line=Line(), keep=keep, warming={"most": 64})
 
-    systems = [Fake("a", ""), Fake("b", ""), System("gone", "", script="x.py", needs="no_such_package")]
+    ours, peer = Fake("a", "", engine="native"), Fake("b", "", script="b.py")
+    systems = [ours, peer, System("gone", "", script="x.py", needs="no_such_package")]
     entries = contest(H200).measure(systems, lambda system: {"name": system.name})
     assert order == ["a on cuda", "b on cuda"] and kept == [[2, 0, 0], [2, 2, 0], [2, 2, 0]]
     assert [entry.problem for entry in entries] == [None, None, "not installed here (--python)"]
+    assert [entry.facts["warm_ups"][0].get("most") for entry in entries[:2]] == [None, 64], "a peer's is short"
+    assert not any("most" in answer for entry in entries[:2] for answer in entry.answers)
     kept.clear()
     contest(Place("cpu")).measure(systems[:2], lambda system: {"name": system.name})
     assert kept == [[2, 2]]

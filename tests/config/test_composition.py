@@ -183,6 +183,13 @@ def test_S0_23_a_file_laid_over_the_built_in_tree_is_named(load, write):
     assert resolved.main_file == "my_grpo_config.yaml over posttrain/trainer/config/ppo_trainer.yaml"
 
 
+def test_a_file_of_the_users_that_was_edited_is_read_again(load, write):
+    write("mine.yaml", "trainer: {seed: 7}\n")
+    assert load("--config-path=.", "--config-name=mine").value("trainer.seed") == 7
+    write("mine.yaml", "trainer: {seed: 11}\n")
+    assert load("--config-path=.", "--config-name=mine").value("trainer.seed") == 11
+
+
 def test_S0_22_M_08_a_file_without_defaults_is_laid_over_the_built_in_tree(load, problems, write):
     write("my_grpo_config.yaml", GRPO_BLOCK)
     resolved = load("--config-path=.", "--config-name=my_grpo_config", "data.train_files=a.parquet")

@@ -74,6 +74,8 @@ def test_line_names_the_trend_only_when_it_is_more_than_scatter():
     assert "reward 0.500 (+0.222)" in diagnose(rising[-1], rising[:-1])[0]
     wavering = [HEALTHY | {"reward_mean": 0.5 + 0.1 * (-1) ** i} for i in range(10)]
     assert "reward 0.400, " in diagnose(wavering[-1], wavering[:-1])[0]
+    shorter = [HEALTHY | {"response_length": value} for value in ramp(3.4, 3.0)]
+    assert "length 3, " in diagnose(shorter[-1], shorter[:-1])[0]  # not (-0)
     assert "KL" not in diagnose(HEALTHY, [], RunFacts(kl_on=False))[0]
     assert diagnose({}, []) == ("", [])
 

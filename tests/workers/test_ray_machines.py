@@ -9,7 +9,8 @@ import pytest
 from posttrain.errors import UserError
 
 pytest.importorskip("ray")
-from posttrain.controller.ray_machines import chosen
+from posttrain.controller import ray_machines
+from posttrain.controller.ray_machines import chosen, machines_for
 
 
 def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -40,3 +41,33 @@ def test_too_few_machines_are_counted_in_words():
         chosen(NODES, "5", 3, 8, "cuda")
     with pytest.raises(UserError, match=r"nnodes=5: the Ray of this run has 4 machine\(s\), 4 in all"):
         chosen(NODES, "5", 5, 1, "cpu")
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A Ray that shows one machine more each time that it is asked; a second passes between."""
+    asked, clock = [], [0.0]
+
+    def nodes() -> list[dict[str, Any]]:
+        asked.append(clock[0])
+        return [node(str(number), CPU=4.0) for number in range(len(asked))]
+
+    context = type("Context", (), {"get_node_id": lambda self: "0"})
+    monkeypatch.setattr(ray_machines.ray, "get_runtime_context", context)
+    monkeypatch.setattr(ray_machines.ray, "nodes", nodes)
+    monkeypatch.setattr(ray_machines.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_machines.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    return asked
+
+
+def test_machines_that_join_late_are_waited_for_and_the_user_is_told_once(cluster):
+    told: list[str] = []
+    taken = machines_for(3, 1, "cpu", told.append)
+    assert [machine.id for machine in taken] == ["0", "1", "2"] and cluster == [0.0, 1.0, 2.0]
+    assert len(told) == 1 and told[0].startswith("Waiting 60 s for machines to join. trainer.nnodes=3: the Ray of")
+
+
+def test_machines_that_never_join_are_an_error_after_a_minute(cluster):
+    with pytest.raises(UserError, match=r"nnodes=1000: the Ray of this run has 62 machine\(s\)"):
+        machines_for(1000, 1, "cpu", lambda words: None)
+    assert cluster[-1] == 61.0

@@ -26,7 +26,7 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
 
     where = f" on {machines} machines" if machines > 1 else ""
     say(f"{ranks} workers{where}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
-    return RayWorkers(ranks, device, prepare=partial(_prepare, config, device, external), machines=machines)
+    return RayWorkers(ranks, device, prepare=partial(_prepare, config, device, external), machines=machines, tell=say)
 
 
 def keep_worker_logs(workers: Workers, folder: Path) -> None:
