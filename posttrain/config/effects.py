@@ -145,11 +145,6 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(("reward_model.",), lambda c: not c.reward_model.enable, "reward_model.enable is False"),
     Effect(
-        ("reward_model.forward_max_token_len_per_gpu",),
-        lambda c: not c.reward_model.use_dynamic_bsz,
-        "reward_model.use_dynamic_bsz is False",
-    ),
-    Effect(
         (f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules", f"{_MODEL}.exclude_modules", "trainer.export_lora"),
         lambda c: c.actor_rollout_ref.model.lora_rank == 0,
         f"{_MODEL}.lora_rank is 0, so that there are no adapters",

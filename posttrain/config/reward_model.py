@@ -45,8 +45,6 @@ class RewardModelConfig(Section):
     (`custom_reward_function`, `reward.functions`), else 0, so that it is only recorded."""
     micro_batch_size_per_gpu: int | None = None
     """Most conversations in one forward pass of a worker; null fills the token budget."""
-    use_dynamic_bsz: bool = True
-    """Cut passes by tokens (and rows); false by `micro_batch_size_per_gpu` alone."""
     forward_max_token_len_per_gpu: int = 16384
     """Token budget of one packed forward pass of a worker."""
     max_length: int | None = None

@@ -22,11 +22,6 @@ def _reward_model(checked: Checked) -> Iterator[Finding]:
         what = "A reward model is asked for (reward_model.enable=True), but none is named."
         do = "set reward_model.model.path to a folder or hub id, or reward_model.enable=False for a function reward"
         yield checked.problem(what, do, "reward_model.enable", "reward_model.model.path")
-    if not config.use_dynamic_bsz and config.micro_batch_size_per_gpu is None:
-        what = (
-            "reward_model.use_dynamic_bsz=False cuts passes by rows, but reward_model.micro_batch_size_per_gpu is null."
-        )
-        yield checked.problem(what, "set it, e.g. to 16", "reward_model.use_dynamic_bsz")
     if config.weight == 0:
         what = "reward_model.weight=0: the reward model would be computed and would not count."
         yield checked.problem(what, "give another weight, or reward_model.enable=False", "reward_model.weight")

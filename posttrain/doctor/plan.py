@@ -237,8 +237,7 @@ def _rewarding(config: PPOConfig, device: Device, shape: Shape, counter: Counter
     settings = config.reward_model
     longest = min(shape.longest, settings.max_length or shape.longest)
     rows = min(shape.batch_rows, settings.micro_batch_size_per_gpu or shape.batch_rows)
-    if settings.use_dynamic_bsz:
-        rows = max(1, min(rows, settings.forward_max_token_len_per_gpu // longest))
+    rows = max(1, min(rows, settings.forward_max_token_len_per_gpu // longest))
     return counter(config, device, "reward model", counting.rewarding_peak, rows, longest)
 
 

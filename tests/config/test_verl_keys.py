@@ -178,6 +178,14 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         ([f"{ACTOR}.{MICRO}=4", f"{ACTOR}.use_dynamic_bsz=False"], {f"{ACTOR}.{MICRO}": 4}),
         (["algorithm=ppo", f"critic.{MICRO}=4", "critic.use_dynamic_bsz=True"], {f"critic.{MICRO}": None}),
         (
+            ["reward_model.micro_batch_size_per_gpu=4", "reward_model.use_dynamic_bsz=True"],
+            {"reward_model.micro_batch_size_per_gpu": None},
+        ),
+        (
+            ["reward_model.micro_batch_size_per_gpu=4", "reward_model.use_dynamic_bsz=False"],
+            {"reward_model.micro_batch_size_per_gpu": 4},
+        ),
+        (
             ["sft", "data.micro_batch_size_per_gpu=4", "data.use_dynamic_bsz=True"],
             {"data.micro_batch_size_per_gpu": None},
         ),

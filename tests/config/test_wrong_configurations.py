@@ -159,7 +159,6 @@ def test_M_33_a_warm_up_over_all_steps_is_noted(load):
         (["reward_model.enable=True"], "set reward_model.model.path"),
         (["reward.type=model"], "set reward_model.model.path"),
         (["reward.type=function", "reward_model.enable=True"], "keep one of them"),
-        (["reward_model.use_dynamic_bsz=False", *RM], "set it, e.g. to 16"),
         (["reward_model.weight=0", *RM], "would not count"),
         (["reward_model.truncation=both", *RM], "known: left, right, error"),
         (["reward_model.max_length=1", *RM], "2 or more"),

@@ -235,7 +235,6 @@ def test_the_reward_models_pass_grows_with_its_budget_and_its_rows(planned, fold
     whole = temporary()
     assert temporary(micro_batch_size_per_gpu=8) < temporary(forward_max_token_len_per_gpu=1024) < whole
     assert temporary(max_length=16) < whole
-    assert temporary(use_dynamic_bsz=False, micro_batch_size_per_gpu=64, forward_max_token_len_per_gpu=64) == whole
 
 
 def test_the_critic_may_recompute_activations_by_itself(planned):

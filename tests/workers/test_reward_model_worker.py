@@ -99,9 +99,9 @@ def test_S4_49_no_more_rows_per_pass_than_set_and_the_same_scores(rm_same, monke
 
     settings = (
         {},
-        {"micro_batch_size_per_gpu": 1, "use_dynamic_bsz": False},
+        {"micro_batch_size_per_gpu": 1},
         {"forward_max_token_len_per_gpu": 60},
-        {"micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False, "forward_max_token_len_per_gpu": 1},
+        {"micro_batch_size_per_gpu": 2},
     )
     groups = [worker(rm_same, **chosen) for chosen in settings]  # the proof of each makes passes of its own
     passes: list[int] = []

@@ -20,6 +20,12 @@ BATCHING: tuple[Rule, ...] = (
         "false leaves it as a further bound",
     ),
     translated(
+        "reward_model.use_dynamic_bsz",
+        "dynamic",
+        "passes are filled up to `reward_model.forward_max_token_len_per_gpu` anyway: true sets "
+        "`reward_model.micro_batch_size_per_gpu` to null, false leaves it as a further bound",
+    ),
+    translated(
         f"{_TRAINED}.ppo_micro_batch_size",
         "share",
         "`ppo_micro_batch_size_per_gpu`: this many over all workers, so divided by them",

@@ -37,7 +37,7 @@ def _empty(entry: Entry) -> bool:
 def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
     """True: passes are bounded by tokens alone, so that a bound on rows, if there is one, does not count."""
     prefix = key.removesuffix("use_dynamic_bsz")
-    micro = f"{prefix}{'' if prefix == 'data.' else 'ppo_'}micro_batch_size_per_gpu"
+    micro = f"{prefix}{'' if prefix in ('data.', 'reward_model.') else 'ppo_'}micro_batch_size_per_gpu"
     if plain(entry.value) not in ON:
         merged.note(f"`{entry.spelling}=False`: passes are bounded by rows ({micro}) and by tokens.")
         return

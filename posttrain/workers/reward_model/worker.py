@@ -101,7 +101,7 @@ class RewardModelWorker:
                 scores_B[readable] = score_rows(
                     self.module,
                     [self._fit(row) for row in whole],
-                    token_budget=self.config.forward_max_token_len_per_gpu if self.config.use_dynamic_bsz else 2**62,
+                    token_budget=self.config.forward_max_token_len_per_gpu,
                     max_rows=self.config.micro_batch_size_per_gpu,
                 )
         errors = [str(row) if isinstance(row, Unreadable) else None for row in rows]
