@@ -122,10 +122,9 @@ def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_
     key, value = (x.index_select(0, pieces.prompt_P) for x in (key_TKD, value_TKD))
     logsum = logsum_HT.index_select(1, pieces.response_R).contiguous()
     over = back(grad, query, key, value, out, logsum, pieces.over, False)
-    grad_query, *others = grads
+    grad_query, grad_key, grad_value = grads
     grad_query.index_add_(0, pieces.response_R, over[0])
-    keys = (_added(own, pieces.prompt_P, more) for own, more in zip(others, over[1:], strict=True))
-    return grad_query, *keys
+    return grad_query, _added(grad_key, pieces.prompt_P, over[1]), _added(grad_value, pieces.prompt_P, over[2])
 
 
 def _added(own_TKD: torch.Tensor, prompt_P: torch.Tensor, more_PKD: torch.Tensor) -> torch.Tensor:
