@@ -141,9 +141,15 @@ def test_decoding_attention_reads_live_keys_only(dtype, window, splits):
     lengths = [f + at + 1 - p for f, at, p in zip(full, newest, prompts, strict=True)]
     given = (torch.tensor(column, dtype=torch.int32).to(DEVICE) for column in (lengths, prompts))
     how = {"scale": 0.3, "window": window, "splits": splits}
-    found = decode_attention(query, (keys, values), table.to(DEVICE), *given, **how)
-    for row in range(3):
-        places = [p if p < prompts[row] else full[row] + p - prompts[row] for p in range(newest[row] + 1)]
+    rows = [
+        [p if p < prompts[row] else full[row] + p - prompts[row] for p in range(newest[row] + 1)] for row in range(3)
+    ]
+    cache = (torch.full_like(keys, float("nan")), torch.full_like(values, float("nan")))
+    for row, places in enumerate(rows):  # what lies at other places counts for nothing, whatever it is
+        for at in [(table[row, p // BLOCK], slice(None), p % BLOCK) for p in places]:
+            cache[0][at], cache[1][at] = keys[at], values[at]
+    found = decode_attention(query, cache, table.to(DEVICE), *given, **how)
+    for row, places in enumerate(rows):
         key, value = (
             torch.stack([pool[table[row, p // BLOCK], :, p % BLOCK] for p in places], 1)
             .repeat_interleave(H // K, 0)
@@ -238,7 +244,7 @@ def test_parts_of_an_attention_are_joined_by_their_sums(dtype):
     out, over = draw(9, 3, 40, dtype=dtype, seed=6), draw(4, 3, 40, dtype=dtype)
     logsum, over_logsum, places = draw(3, 9), 2 * draw(3, 4), torch.tensor([1, 2, 5, 8]).to(DEVICE)
     both = torch.logaddexp(logsum[:, places], over_logsum)
-    wanted, sums = out.float(), logsum.clone()
+    wanted, sums = out.float().clone(), logsum.clone()
     shares = [(x - both).exp().T[..., None] for x in (logsum[:, places], over_logsum)]
     wanted[places], sums[:, places] = out[places].float() * shares[0] + over.float() * shares[1], both
     join_parts(out, logsum, over, over_logsum, places)

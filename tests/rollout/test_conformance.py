@@ -198,6 +198,8 @@ def test_a_batch_is_padded_to_its_longest_only(make, prompts):
     assert batch["prompts"].shape == (4, max(map(len, prompts))) and batch["responses"].shape == (4, 4)
     assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], -1))
     assert batch["response_mask"].sum(-1).tolist() == [3, 1, 4, 2]
+    for row, output in zip(batch["rollout_log_probs"], outputs, strict=True):
+        assert row.tolist() == pytest.approx([*output.log_probs, *[0.0] * (4 - len(output.token_ids))])
     assert batch["attention_mask"].sum(-1).tolist() == [len(p) + n for p, n in zip(prompts, (3, 1, 4, 2), strict=True)]
 
 
