@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -47,7 +47,7 @@ SCENES = {
     "long-step": Scene(120, f"{TRAIN} train preset=embedded {LONG} {SMALL}", r"step 1/.*rollout .*tok/s, \S+ left", 14),
     "sft": Scene(
         80,
-        f"{TRAIN} sft model.path=MODEL data.train_files=DATA data.response_key=ground_truth data.max_length=64 "
+        f"{TRAIN} sft model.path=./model data.train_files=train.json data.response_key=ground_truth data.max_length=64 "
         f"data.train_batch_size=512 data.max_token_len_per_gpu=256 trainer.total_training_steps=6 {SMALL}",
         r"step [2-5]/6 .*update [1-9]\d*/",
         16,
@@ -115,20 +115,21 @@ def play(scene: Scene, folder: Path, limit: float = 300) -> list[str]:
         subprocess.run([*server, "kill-server"], capture_output=True)
 
 
-def ready(scene: Scene) -> Scene:
-    """The scene with the embedded model and its data by their paths."""
+def lay_out(folder: Path) -> None:
+    """The embedded model and its data, by names that are the same on every machine."""
     from posttrain.trainer.embedded import ensure_embedded
 
-    folder = ensure_embedded(print)
-    command = scene.command.replace("MODEL", str(folder / "model")).replace("DATA", str(folder / "train.json"))
-    return replace(scene, command=command)
+    found = ensure_embedded(print)
+    for name in ("model", "train.json"):
+        (folder / name).symlink_to(found / name)
 
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
     for name in sys.argv[1:] or SCENES:
-        scene = ready(SCENES[name])
+        scene = SCENES[name]
         with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
+            lay_out(Path(folder))
             lines = play(scene, Path(folder))
         (IMAGES / f"terminal-{name}.svg").write_text(picture(lines, scene.width))
         print(f"docs/images/terminal-{name}.svg", flush=True)

@@ -13,7 +13,7 @@ from posttrain.bench.floor import decoding_floor
 from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import ROLLOUT, System
 from posttrain.bench.table import factor, render
-from posttrain.bench.workload import Workload, as_job, make_workload
+from posttrain.bench.workload import Workload, as_job, workload_of
 from posttrain.bench.works import settle
 from posttrain.errors import UserError
 
@@ -81,15 +81,7 @@ def main(options: argparse.Namespace) -> int:
 def make_work(bench: Prepared, sizes: argparse.Namespace) -> Work:
     """The rows of a work, and the seconds below which the chip cannot go; None where its rates are not known (`bench
     sweep` measures a CPU's)."""
-    rows = make_workload(
-        prompts=sizes.prompts,
-        n=sizes.n,
-        prompt_tokens=sizes.prompt_tokens,
-        tokens=sizes.tokens,
-        kind=sizes.lengths,
-        mean=sizes.mean_tokens,
-        vocab_size=bench.model.vocab_size,
-    )
+    rows = workload_of(sizes, bench.model.vocab_size)
     chip, shape, least = bench.place.chip, bench.shape, None
     if chip is not None and shape is not None:
         least = decoding_floor(

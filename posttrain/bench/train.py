@@ -17,7 +17,7 @@ from posttrain.bench.floor import update_flops
 from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import TRAIN, System
 from posttrain.bench.table import factor, render
-from posttrain.bench.workload import Workload, make_workload
+from posttrain.bench.workload import Workload, workload_of
 
 WARM_UPS = 2
 BUDGET = 16384
@@ -30,15 +30,7 @@ def main(options: argparse.Namespace) -> int:
     bench = prepare(options, TRAIN)
     model = bench.model
     options.budget = options.budget or BUDGET
-    work = make_workload(
-        prompts=options.prompts,
-        n=options.n,
-        prompt_tokens=options.prompt_tokens,
-        tokens=options.tokens,
-        kind=options.lengths,
-        mean=options.mean_tokens,
-        vocab_size=model.vocab_size,
-    )
+    work = workload_of(options, model.vocab_size)
     draw = random.Random(1)
     responses = [[draw.randrange(model.vocab_size) for _ in range(n)] for n in work.lengths]
 

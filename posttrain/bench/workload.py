@@ -5,6 +5,7 @@ Everything is drawn once from a seed, before any system is started, so that all 
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Sequence
@@ -46,6 +47,19 @@ def make_workload(
     distinct = [[draw.randrange(highest) for _ in range(prompt_tokens)] for _ in range(prompts)]
     rows = [prompt for prompt in distinct for _ in range(n)]
     return Workload(rows, response_lengths(len(rows), tokens, kind, seed, mean))
+
+
+def workload_of(sizes: argparse.Namespace, vocab_size: int) -> Workload:
+    """The rows that the options of a job ask for."""
+    return make_workload(
+        prompts=sizes.prompts,
+        n=sizes.n,
+        prompt_tokens=sizes.prompt_tokens,
+        tokens=sizes.tokens,
+        kind=sizes.lengths,
+        mean=sizes.mean_tokens,
+        vocab_size=vocab_size,
+    )
 
 
 def response_lengths(rows: int, tokens: int, kind: str, seed: int = 0, mean: float | None = None) -> list[int]:

@@ -15,18 +15,18 @@ from posttrain.doctor import on_cuda
 from posttrain.doctor.counting import LiveBytes, saved_bytes
 from posttrain.doctor.meta_models import META
 from posttrain.kernels import logprob_head
-from posttrain.kernels.compiled import why_not
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.forward import hidden_states
 from posttrain.models.fused_layer import fuse_layers
 from posttrain.models.lora import with_adapters
 from posttrain.models.norms import fuse_norms
+from tests.machine import has_compiler
 
 FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
 SHAPE |= {"head_dim": 16, "vocab_size": 100, "tie_word_embeddings": True}
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason="the fused layer needs the compiled kernels")
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 
 
 def meta_model(family: str, layers: int, rank: int = 0):
