@@ -141,3 +141,18 @@ def test_the_trainers_of_every_kind_settle_memory_before_workers_are_made(tiny_m
         posttrain.train({"actor_rollout_ref.model.path": str(tiny_model), **common}, data=rows)
     with pytest.raises(Settled, match=r"trainer\."):
         run_sft({"model.path": str(tiny_model), **common}, data=[{"prompt": "1 + 1 =", "response": "2"}] * 4)
+
+
+def test_a_run_tells_the_plan_which_settings_were_given(monkeypatch, capsys):
+    from posttrain.config.root import PPOConfig
+    from posttrain.doctor import memory as devices
+    from posttrain.doctor import settling
+    from posttrain.trainer.run.memory import settle_memory
+
+    told = []
+    monkeypatch.setattr(devices, "find_device", lambda config: "the device")
+    monkeypatch.setattr(settling, "settle", lambda *given: told.append(given[1:3]) or ["The plan chose."])
+    settle_memory(PPOConfig(), torch.device("cuda"), {"given.key"})
+    assert told == [("the device", {"given.key"})] and "The plan chose." in capsys.readouterr().out
+    settle_memory(PPOConfig(), torch.device("cpu"), set())
+    assert len(told) == 1, "on a CPU nothing is settled"
