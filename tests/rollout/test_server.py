@@ -55,7 +55,7 @@ def test_conversations_side_by_side_say_what_each_says_alone(name):
 def test_a_short_turn_does_not_wait_for_a_long_one():
     async def main():
         engine = engines()["native"]
-        engine.tokens_per_step = 1
+        engine.rounds.tokens_per_step = 1
         async with Server(engine) as server:
             long = asyncio.create_task(server.generate(Request("long", [1, 2], Sampling(max_tokens=2000), 0)))
             short = [await server.generate(Request(n, [3, n], Sampling(max_tokens=2), n)) for n in range(5)]
