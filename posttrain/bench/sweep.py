@@ -12,16 +12,14 @@ from typing import Any
 
 from posttrain.bench import bench_folder
 from posttrain.bench.child import Child, ChildFailed
-from posttrain.bench.chips import Place, find_place
 from posttrain.bench.contest import LOAD_S, RUN_S
 from posttrain.bench.floor import Shape, floor_seconds, shape_of
-from posttrain.bench.plot import Panel, write_plot
+from posttrain.bench.pictures import Panel, write_plot
+from posttrain.bench.place import Place, circumstances, find_place, writable, write_json
 from posttrain.bench.presets import PRESETS, Model, find_shape
-from posttrain.bench.progress import Line
-from posttrain.bench.record import circumstances, writable, write_json
 from posttrain.bench.systems import System
-from posttrain.bench.table import render
-from posttrain.bench.works import default_model
+from posttrain.bench.table import Line, render
+from posttrain.bench.workload import default_model
 from posttrain.errors import UserError
 
 ROWS = [2**power for power in range(10)]

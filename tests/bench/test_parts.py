@@ -11,8 +11,7 @@ import pytest
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
 from posttrain.bench.environments import ENVIRONMENTS
-from posttrain.bench.floor import floor_seconds, shape_of
-from posttrain.bench.machine import bandwidth_for
+from posttrain.bench.floor import bandwidth_for, floor_seconds, shape_of
 from posttrain.bench.rollout import table as rollout_table
 from posttrain.bench.step import counted
 from posttrain.bench.step import table as step_table

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.bench.preparing import tuned
 from posttrain.bench.presets import PRESETS, find_model
 from posttrain.bench.rollout import WARM_UPS
 from posttrain.bench.step import ending_model, make_job
 from posttrain.bench.systems import ROLLOUT, STEP, choose
-from posttrain.bench.tuning import tuned
 from posttrain.bench.workload import as_job, make_workload, response_lengths
 from posttrain.errors import UserError
 

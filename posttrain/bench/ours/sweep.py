@@ -12,7 +12,7 @@ from posttrain.trainer.constants_ppo import apply_environment
 
 
 def start(job: dict[str, Any]):
-    from posttrain.bench.machine import bandwidths, peak_flops
+    from posttrain.bench.floor import bandwidths, peak_flops
     from posttrain.models.loading import DTYPES
     from posttrain.rollout.base import Request, Sampling
     from posttrain.rollout.generate import advance
