@@ -49,7 +49,11 @@ case $PART in
     bench step-7b-lora step --model 7b --work group --lora-rank 32 --only native,trl --steps 3 --set trl:bf16=true \
       --set trl:per_device_train_batch_size=8 --set trl:gradient_accumulation_steps=64
     ;;
-  6) SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 ;;
+  6)
+    # It wants an environment without TRL and with transformers 5.9: VERL is a folder of its packages.
+    SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 \
+      ${VERL:+--env "verl:PYTHONPATH=$VERL"}
+    ;;
   7)
     bench sweep sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
       --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 2048 --models "${MODEL:-0.1b,0.5b,1.5b,7b}" \
