@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of docs/gpu.md, in parts of less than nine minutes on one H200: scripts/gpu_figures.sh PART [FOLDER]
 #
-#   1 rollout 0.5B beside vLLM: rows and long tail     5 step 1.5B and 7B LoRA beside TRL
+#   1 rollout 0.5B beside vLLM; distance from float32  5 step 1.5B and 7B LoRA beside TRL
 #   2 rollout 7B beside vLLM: rows and long tail       6 step beside verl
 #   3 step 0.5B beside TRL                             7 how decoding time grows by rows, length and model
 #   4 updates of 0.5B, 1.5B, 7B in rows of 640, 16k    8 whole steps of 32k (0.5B) and 16k (7B LoRA); sync; repetition
@@ -30,7 +30,7 @@ bench() { # bench NAME JOB options...
 }
 
 case $PART in
-  1) bench rollout-0.5b rollout --model 0.5b --work group,tail --only native,vllm --repeat 2 ;;
+  1) bench rollout-0.5b rollout --model 0.5b --work group,tail --only native,vllm --repeat 2 --truth 64 ;;
   2) bench rollout-7b rollout --model 7b --work group,tail --only native,vllm --repeat 1 ;;
   3) bench step-0.5b step --model 0.5b --work group --only native,trl,trl-float32 ;;
   4)
