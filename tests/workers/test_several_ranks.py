@@ -49,7 +49,7 @@ def ranks(cluster):
     from posttrain.controller.ray_group import RayWorkers, _fetched
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.cpu_count", lambda: 4)  # one thread each on every machine
+        patch.setattr("posttrain.cores.usable", lambda: 4)  # one thread each on every machine
         four = RayWorkers(4, CPU, cluster)
 
     def workers(count: int) -> Workers:
@@ -255,7 +255,7 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
     line = [f"{key}={value}" for key, value in given.items()]
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
     with pytest.raises(SystemExit) as left:
         load_config(line, environment=True)
     assert left.value.code == 0 and not (runs.folder / "torchrun").exists()
