@@ -65,6 +65,32 @@ def test_silu_mul_and_its_gradient(dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("ranks", [(3, 3, 3), (40, 0, 5), (0, 8, 0), (0, 0, 70)], ids=str)
+def test_the_gate_with_adapters_and_its_gradient(dtype, ranks, monkeypatch):
+    """Against the plain formula; blocks of tokens, columns and ranks that are not full."""
+    from posttrain.kernels.cuda import adapted_gate
+
+    monkeypatch.setattr(adapted_gate, "TOKENS", 16)
+    monkeypatch.setattr(adapted_gate, "COLUMNS", 16)
+    tokens, size = 37, 44
+    both, grad = draw(tokens, 2 * size, dtype=dtype, seed=6), draw(tokens, size, dtype=dtype)
+    stacked = draw(tokens, 210, dtype=dtype) / 8
+    factors = [  # left ones are columns of a wider tensor, right ones are transposed but for the last, as in a layer
+        (stacked[:, place * 70 : place * 70 + rank], right) if rank else None
+        for place, rank in enumerate(ranks)
+        for right in [draw(size, rank, dtype=dtype).T if place < 2 else draw(rank, size, dtype=dtype)]
+    ]
+    sums = [x[0].double() @ x[1].double() if x else 0.0 for x in factors]
+    leaf = both.double().requires_grad_()
+    product = F.silu(leaf[:, :size] + sums[0]) * (leaf[:, size:] + sums[1])
+    near(adapted_gate.forward(both, factors[0], factors[1]), product.detach(), at=2)
+    product.backward(grad.double() + sums[2])
+    again, grad_both = adapted_gate.backward(grad, both, *factors)
+    near(again, product.detach(), at=2)
+    near(grad_both, leaf.grad, at=4)
+
+
+@each_dtype
 def test_norm_of_training_and_its_gradient(dtype):
     from posttrain.kernels.cuda.layers import norm_backward, norm_forward
 
