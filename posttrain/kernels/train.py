@@ -111,6 +111,13 @@ def _shape(query_THD: torch.Tensor, key_heads: int, units: int, scale: float) ->
     return _Shape(tokens, units, heads, key_heads, size, _threads(query_THD.numel()), scale)
 
 
+def spare_rows(x_TE: torch.Tensor, sight: Sight, size: int) -> int:
+    """Rows behind the last token that attention over heads of this size would otherwise have to copy everything for.
+
+    Queries, keys and values may have them, of any finite numbers; outputs have them then, gradients have not."""
+    return sight.pieces.spare_rows(size) if on_cuda(x_TE) else 0
+
+
 def attention_forward(query_THD, key_TKD, value_TKD, sight: Sight, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs, logarithms of the sums of exponentials), (T, H, D) and (T, H). All tensors are contiguous."""
     if on_cuda(query_THD):
@@ -165,7 +172,8 @@ def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[to
 
 
 def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
-    """Rotated queries and keys, and values, each contiguous, of rows that hold all three."""
+    """Rotated queries and keys, and values, each contiguous, of rows that hold all three; on a CUDA device spare rows
+    behind those that there are positions of stay as they are."""
     if on_cuda(qkv_TC):
         from posttrain.kernels.cuda import layers
 

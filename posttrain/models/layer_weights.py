@@ -26,11 +26,26 @@ class Joined:
         self.whole = end_to_end(weights)
         self.bias = None if biases[0] is None else _end_to_end(biases)  # pyright: ignore
 
-    def product(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def product(self, x_TE: torch.Tensor, spare: int = 0) -> torch.Tensor:
+        """With so many rows of zeros behind it."""
+        if spare:
+            y = x_TE.new_empty(len(x_TE) + spare, sum(self.rows))
+            y[len(x_TE) :].zero_()
+            return self._into(y, x_TE)
         if self.whole is None:
             y = torch.cat([x_TE @ weight.T for weight in self.weights], 1)
             return y if self.bias is None else y.add_(self.bias)
         return x_TE @ self.whole.T if self.bias is None else torch.addmm(self.bias, x_TE, self.whole.T)
+
+    def _into(self, y: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
+        here = y[: len(x_TE)]
+        if self.whole is None:
+            here.copy_(self.product(x_TE))
+        elif self.bias is None:
+            torch.mm(x_TE, self.whole.T, out=here)
+        else:
+            torch.addmm(self.bias, x_TE, self.whole.T, out=here)
+        return y
 
     def back(self, grad_TC: torch.Tensor) -> torch.Tensor:
         """The gradient of the input."""

@@ -141,6 +141,23 @@ def test_statistics_of_logits_and_their_gradient(dtype, temperature):
     near(gradient(logits.detach(), [labels, logsum, entropy, *grads], temperature, dtype), logits.grad)
 
 
+@pytest.mark.parametrize("keep", [0, 2, 3], ids=["none kept", "some kept", "all kept"])
+def test_the_head_gives_the_same_whether_logits_wait_or_are_computed_again(keep):
+    from posttrain.kernels import logprob_head as head
+
+    hidden, weight = draw(17, 24, seed=5).requires_grad_(), draw(300, 24).requires_grad_()
+    labels = torch.randint(0, 300, (17,)).to(DEVICE)
+    chunks = [slice(0, 7), slice(7, 14), slice(14, 17)]
+    results = []
+    for found in (
+        head._CudaHead.apply(hidden, weight, labels, 0.7, chunks, keep),
+        head.plain_logprob_head(hidden, weight, labels, temperature=0.7),
+    ):
+        results.append([*found, *torch.autograd.grad((found[0] - 0.3 * found[1]).sum(), [hidden, weight])])
+    for ours, wanted in zip(*results, strict=True):
+        near(ours.detach(), wanted.detach(), at=4)
+
+
 def test_sampling_takes_the_tokens_that_the_cpu_takes():
     logits = 3 * draw(6, 5000, seed=5)
     source, places = np.array([0, 1, 2, 3, 4, 5, 0, 1]), np.arange(8) * 3

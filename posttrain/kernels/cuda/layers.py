@@ -126,7 +126,7 @@ def _sizes(heads: int, key_heads: int, size: int) -> tuple[int, ...]:
 def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
     """Rotated queries and keys, and values, of rows that hold all three: views into them, as they are from now on."""
     size = cosine_TD.shape[1]
-    _move_heads[(len(qkv_TC),)](
+    _move_heads[(len(cosine_TD),)](
         qkv_TC, cosine_TD, sine_TD, None, None, None, *_sizes(heads, key_heads, size), False, num_warps=4
     )
     return qkv_TC.unflatten(1, (-1, size)).split([heads, key_heads, key_heads], 1)
