@@ -8,11 +8,15 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from posttrain.bench import bench_folder
+from posttrain.bench.systems import System
 
 
 class ChildFailed(Exception):
@@ -89,6 +93,23 @@ class Child:
             self.process.wait()
         self._signal(signal.SIGKILL)
         self.process.stdout.close()
+
+
+@contextmanager
+def running(
+    system: System, module: str, job: Mapping[str, Any], name: str, *, threads: int, kind: str = "cpu"
+) -> Iterator[Child]:
+    """The system's runner with this job, its words in NAME.log among the bench's; it ends with the block."""
+    logs = bench_folder() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        child = Child(system.command(path, module, kind), system.variables_for(threads, kind), logs / f"{name}.log")
+        try:
+            yield child
+        finally:
+            child.close()
 
 
 class UsedByOthers:

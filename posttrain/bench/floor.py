@@ -83,6 +83,27 @@ def update_flops(shape: Shape, lengths: list[int]) -> float:
     return tokens * (6 * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)
 
 
+def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The higher of two measurements of each limit: a neighbour's work can only lower them."""
+    rates = {int(size): max(rate, other["bandwidth"][size]) for size, rate in one["bandwidth"].items()}
+    return {"peak_flops": max(one["peak_flops"], other["peak_flops"]), "bandwidth": rates}
+
+
+def floor_us(shape: Shape, machine: dict[str, Any], point: dict[str, Any], prompt: int) -> float:
+    """Microseconds per token below which this machine cannot go."""
+    rows, given = point["rows"], point.get("prefix", 0)
+    tokens = point["tokens"] - given
+    least = floor_seconds(
+        shape,
+        rows=rows,
+        prompt=given or prompt,
+        tokens=tokens,
+        peak=machine["peak_flops"],
+        bandwidth=machine["bandwidth"],
+    )
+    return least * 1e6 / (rows * tokens)
+
+
 # -- what the machine can do ----------------------------------------------------------------------------------------
 MIB = 2**20
 SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)

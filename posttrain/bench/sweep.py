@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from posttrain.bench import bench_folder
-from posttrain.bench.child import Child, ChildFailed
+from posttrain.bench.child import Child, ChildFailed, running
 from posttrain.bench.contest import LOAD_S, RUN_S
-from posttrain.bench.floor import Shape, floor_seconds, shape_of
+from posttrain.bench.floor import better, floor_us, shape_of
 from posttrain.bench.pictures import Panel, write_plot
 from posttrain.bench.place import Place, circumstances, find_place, writable, write_json
 from posttrain.bench.presets import PRESETS, Model, find_shape
 from posttrain.bench.systems import System
 from posttrain.bench.table import Line, render
-from posttrain.bench.workload import default_model
+from posttrain.bench.workload import Point, SweepSizes, default_model
 from posttrain.errors import UserError
 
-ROWS = [2**power for power in range(10)]
-LENGTHS = [2**power for power in range(4, 13)]
 AXES = ("rows", "length", "model")
-
-Point = dict[str, Any]
 
 
 def main(options: argparse.Namespace) -> int:
@@ -34,7 +26,7 @@ def main(options: argparse.Namespace) -> int:
     json_path, svg_path = writable(options.json), writable(options.svg)
     place, line = find_place(options.device), Line()
     name = options.model or default_model(place)
-    sizes = Sizes(options)
+    sizes = SweepSizes(options)
     record = circumstances(options.threads, place)
     found: dict[str, Any] = {"model": find_shape(name).name, "engine": options.engine, "models": {}, "by_model": []}
     try:
@@ -54,48 +46,10 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-class Sizes:
-    """The points of the sweep: rows, tokens of a response, and the part of it that is a given prefix."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.rows = options.rows or ROWS
-        self.lengths = options.lengths or LENGTHS
-        unknown = [name for name in options.models or () if name not in PRESETS]
-        if unknown:
-            raise UserError(f"--models {','.join(unknown)}: give presets, of {', '.join(PRESETS)}")
-
-    def models(self, name: str) -> list[str]:
-        """The sweep's own model and those that are compared with it, each once."""
-        return list(dict.fromkeys([name, *(self.options.models or ())]))
-
-    def by_rows(self) -> list[Point]:
-        return [{"rows": rows, "tokens": self.options.row_tokens} for rows in self.rows]
-
-    def by_length(self) -> list[Point]:
-        return [self._of_length(tokens) for tokens in self.lengths]
-
-    def fixed(self) -> Point:
-        """The point at which models are compared."""
-        return {"rows": self.options.length_rows, "tokens": self.options.row_tokens}
-
-    def _of_length(self, tokens: int) -> Point:
-        """Rows as long as `--whole` are decoded from end to end; of longer ones the last `--tail` tokens, after a given
-        prefix, and so many that they have `--most-tokens` together."""
-        options = self.options
-        if tokens <= options.whole:
-            return {"rows": options.length_rows, "tokens": tokens}
-        rows = max(1, min(options.length_rows, options.most_tokens // tokens))
-        return {"rows": rows, "tokens": tokens, "prefix": tokens - min(options.tail, tokens - 1)}
-
-    def slots(self) -> int:
-        return max(*self.rows, self.options.length_rows)
-
-
 class Sweep:
     """Asks the process of one model's engine for one point after another."""
 
-    def __init__(self, child: Child, model: Model, options: argparse.Namespace, sizes: Sizes, line: Line) -> None:
+    def __init__(self, child: Child, model: Model, options: argparse.Namespace, sizes: SweepSizes, line: Line) -> None:
         self.child, self.model, self.options, self.sizes, self.line = child, model, options, sizes, line
         self.known: dict[tuple, Point] = {}
         self.chip: dict[str, Any] | None = None
@@ -125,7 +79,7 @@ class Sweep:
 
 
 @contextmanager
-def opened(model: Model, options: argparse.Namespace, sizes: Sizes, place: Place, line: Line) -> Iterator[Sweep]:
+def opened(model: Model, options: argparse.Namespace, sizes: SweepSizes, place: Place, line: Line) -> Iterator[Sweep]:
     """The engine over this model in a process of its own, ready."""
     system = System(options.engine, "", engine=options.engine)
     job = {
@@ -140,23 +94,14 @@ def opened(model: Model, options: argparse.Namespace, sizes: Sizes, place: Place
         "device": place.kind,
         "settings": {},
     }
-    logs = bench_folder() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job))
-        log = logs / f"sweep-{options.engine}-{model.name}.log"
-        child = Child(system.command(path, "sweep"), system.variables_for(options.threads), log)
-        try:
-            words = f"{options.engine}, {model.name}: loading"
-            line.show(words)
-            sweep = Sweep(child, model, options, sizes, line)
-            sweep.facts = child.ready(lambda s: line.waiting(words, s), LOAD_S)
-            if (chip := place.chip) is not None:
-                sweep.chip = {"peak_flops": chip.flops, "bandwidth": {1: chip.bandwidth}}
-            yield sweep
-        finally:
-            child.close()
+    with running(system, "sweep", job, f"sweep-{options.engine}-{model.name}", threads=options.threads) as child:
+        words = f"{options.engine}, {model.name}: loading"
+        line.show(words)
+        sweep = Sweep(child, model, options, sizes, line)
+        sweep.facts = child.ready(lambda s: line.waiting(words, s), LOAD_S)
+        if (chip := place.chip) is not None:
+            sweep.chip = {"peak_flops": chip.flops, "bandwidth": {1: chip.bandwidth}}
+        yield sweep
 
 
 def measure(sweep: Sweep, found: dict[str, Any], *, main: bool) -> None:
@@ -177,27 +122,6 @@ def measure(sweep: Sweep, found: dict[str, Any], *, main: bool) -> None:
         found["by_model"].append({"model": model.name, "parameters": size, **point})
     found["by_model"].sort(key=lambda point: point["parameters"])
     found["models"][model.name] = {"dtype": model.dtype, "config": model.config, **sweep.facts, "machine": machine}
-
-
-def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The higher of two measurements of each limit: a neighbour's work can only lower them."""
-    rates = {int(size): max(rate, other["bandwidth"][size]) for size, rate in one["bandwidth"].items()}
-    return {"peak_flops": max(one["peak_flops"], other["peak_flops"]), "bandwidth": rates}
-
-
-def floor_us(shape: Shape, machine: dict[str, Any], point: Point, prompt: int) -> float:
-    """Microseconds per token below which this machine cannot go."""
-    rows, given = point["rows"], point.get("prefix", 0)
-    tokens = point["tokens"] - given
-    least = floor_seconds(
-        shape,
-        rows=rows,
-        prompt=given or prompt,
-        tokens=tokens,
-        peak=machine["peak_flops"],
-        bandwidth=machine["bandwidth"],
-    )
-    return least * 1e6 / (rows * tokens)
 
 
 TITLES = {"rows": "by rows decoded side by side", "length": "by length of the response", "model": "by model"}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.bench.place import Place
+from posttrain.bench.presets import PRESETS
 from posttrain.errors import UserError
 
 _GROUP = {"n": 8, "prompt_tokens": 128, "tokens": 512}
@@ -152,3 +153,48 @@ def as_job(workloads: Sequence[Workload], *, model: str, dtype: str, threads: in
         "settings": {},
         **more,
     }
+
+
+# -- of a sweep -----------------------------------------------------------------------------------------------------
+ROWS = [2**power for power in range(10)]
+ROW_LENGTHS = [2**power for power in range(4, 13)]
+Point = dict[str, Any]
+"""Rows, tokens of a response, and the part of it that is a given prefix; later what was measured there."""
+
+
+class SweepSizes:
+    """The points of a sweep."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows = options.rows or ROWS
+        self.lengths = options.lengths or ROW_LENGTHS
+        unknown = [name for name in options.models or () if name not in PRESETS]
+        if unknown:
+            raise UserError(f"--models {','.join(unknown)}: give presets, of {', '.join(PRESETS)}")
+
+    def models(self, name: str) -> list[str]:
+        """The sweep's own model and those that are compared with it, each once."""
+        return list(dict.fromkeys([name, *(self.options.models or ())]))
+
+    def by_rows(self) -> list[Point]:
+        return [{"rows": rows, "tokens": self.options.row_tokens} for rows in self.rows]
+
+    def by_length(self) -> list[Point]:
+        return [self._of_length(tokens) for tokens in self.lengths]
+
+    def fixed(self) -> Point:
+        """The point at which models are compared."""
+        return {"rows": self.options.length_rows, "tokens": self.options.row_tokens}
+
+    def _of_length(self, tokens: int) -> Point:
+        """Rows as long as `--whole` are decoded from end to end; of longer ones the last `--tail` tokens, after a given
+        prefix, and so many that they have `--most-tokens` together."""
+        options = self.options
+        if tokens <= options.whole:
+            return {"rows": options.length_rows, "tokens": tokens}
+        rows = max(1, min(options.length_rows, options.most_tokens // tokens))
+        return {"rows": rows, "tokens": tokens, "prefix": tokens - min(options.tail, tokens - 1)}
+
+    def slots(self) -> int:
+        return max(*self.rows, self.options.length_rows)

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.bench.contest import Contest, Entry
 from posttrain.bench.floor import decoding_floor, shape_of, update_flops
-from posttrain.bench.ours.step import peak
+from posttrain.bench.ours.training import peak
 from posttrain.bench.place import Place, chip_called, find_place
 from posttrain.bench.presets import PRESETS
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
