@@ -56,8 +56,8 @@ case $PART in
     ;;
   7)
     bench sweep sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
-      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 2048 --models "${MODEL:-0.1b,0.5b,1.5b,7b}" \
-      --repeat 1 --svg "$OUTPUT/sweep.svg"
+      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 1024 --most-tokens 4500000 \
+      --models "${MODEL:-0.1b,0.5b,1.5b,7b}" --repeat 1 --svg "$OUTPUT/sweep.svg"
     ;;
   8)
     bench sync-0.5b sync --model 0.5b
