@@ -170,18 +170,14 @@ class FastDecoder:
 
     def _next_logits(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
         """Logits after each row's newest token, which enters the cache; all that is called here is captured."""
-        from posttrain.kernels.cuda.elementwise import rotate_and_store
+        from posttrain.kernels.cuda.decode_attention import decode_attention
 
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
+        how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
             x_BE = add_rms_norm(residual_BE, added_BE, layer.before, self.epsilon)
-            heads = layer.qkv(x_BE).unflatten(1, (-1, self.size))
-            query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
-            query = rotate_and_store(
-                query, key, value, cache, rows.positions, rows.slots,
-                rotation=self.rotation, norms=layer.heads, epsilon=self.epsilon,
-            )  # fmt: skip
-            added_BE = layer.out(rows.attend(query, cache, self.scale, layer.window))
+            qkv_BC = layer.qkv(x_BE)
+            added_BE = layer.out(decode_attention(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
             x_BE = add_rms_norm(residual_BE, added_BE, layer.between, self.epsilon)
             added_BE = layer.down(silu_mul(layer.gate_up(x_BE)))
         return self.logits(add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon))

@@ -127,39 +127,58 @@ def test_sampling_takes_the_tokens_that_the_cpu_takes():
     np.testing.assert_allclose(found_log_probs, log_probs, atol=2e-5)
 
 
+def half_turn(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+
+
 @each_dtype
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_decoding_attention_reads_live_keys_only(dtype, window, splits):
-    from posttrain.kernels.cuda.attention import decode_attention
+@pytest.mark.parametrize("normed", [False, True])
+def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
+    from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention
 
-    prompts, newest = [40, 7, 64], [45, 7, 100]
-    table = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9]], dtype=torch.int32)
-    keys, values = draw(12, K, BLOCK, D, dtype=dtype, seed=6), draw(12, K, BLOCK, D, dtype=dtype)
-    query = draw(3, H, D, dtype=dtype)
+    prompts, newest = [40, 7, 64, 5], [45, 7, 100, 9]
+    table = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9], [10, 11, 0, 0]], dtype=torch.int32)
     full = [-(-prompt // BLOCK) * BLOCK for prompt in prompts]
-    lengths = [f + at + 1 - p for f, at, p in zip(full, newest, prompts, strict=True)]
-    given = (torch.tensor(column, dtype=torch.int32).to(DEVICE) for column in (lengths, prompts))
-    how = {"scale": 0.3, "window": window, "splits": splits}
     rows = [
-        [p if p < prompts[row] else full[row] + p - prompts[row] for p in range(newest[row] + 1)] for row in range(3)
+        [p if p < prompts[row] else full[row] + p - prompts[row] for p in range(newest[row] + 1)] for row in range(4)
     ]
+    slots = [int(table[row, rows[row][-1] // BLOCK]) * BLOCK + rows[row][-1] % BLOCK for row in range(4)]
+    slots[3] = -1  # a row that has ended: it writes nothing
+    keys, values = draw(12, K, BLOCK, D, dtype=dtype, seed=6), draw(12, K, BLOCK, D, dtype=dtype)
     cache = (torch.full_like(keys, float("nan")), torch.full_like(values, float("nan")))
     for row, places in enumerate(rows):  # what lies at other places counts for nothing, whatever it is
-        for at in [(table[row, p // BLOCK], slice(None), p % BLOCK) for p in places]:
+        for at in [(table[row, p // BLOCK], slice(None), p % BLOCK) for p in places[:-1]]:
             cache[0][at], cache[1][at] = keys[at], values[at]
-    found = decode_attention(query, cache, table.to(DEVICE), *given, **how)
+    qkv = draw(4, (H + 2 * K) * D, dtype=dtype)
+    rotation, norms = (draw(128, D), draw(128, D)), (draw(D, dtype=dtype), draw(D, dtype=dtype)) if normed else None
+    columns = (newest, slots, [places[-1] + 1 for places in rows], prompts)
+    given = [torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns]
+    step = StepRows(given[0], given[1].long(), *given[2:], table.to(DEVICE), splits)
+    how = {"scale": 0.3, "window": window, "rotation": rotation, "norms": norms, "epsilon": 1e-6}
+    found = decode_attention(qkv, cache, step, **how)
+
+    query, key, value = qkv.float().view(4, -1, D).split([H, K, K], 1)
+    if norms:
+        query, key = (F.rms_norm(x, (D,), w.float(), 1e-6) for x, w in zip((query, key), norms, strict=True))
+    cosine, sine = (part[torch.tensor(newest)][:, None].float() for part in rotation)
+    query, key = (x * cosine + half_turn(x) * sine for x in (query, key))
     for row, places in enumerate(rows):
-        key, value = (
-            torch.stack([pool[table[row, p // BLOCK], :, p % BLOCK] for p in places], 1)
-            .repeat_interleave(H // K, 0)
-            .float()
-            for pool in (keys, values)
-        )
-        scores = torch.einsum("hd,hld->hl", query[row].float(), key) * 0.3
+        seen = [(table[row, p // BLOCK], slice(None), p % BLOCK) for p in places[:-1]]
+        pairs = ((keys, key), (values, value))
+        own, held = (torch.stack([*(pool[at].float() for at in seen), new[row]], 1) for pool, new in pairs)
+        scores = torch.einsum("hd,hld->hl", query[row], own.repeat_interleave(H // K, 0)) * 0.3
         if window:
             scores[:, : max(0, len(places) - window)] = float("-inf")
-        near(found[row], torch.einsum("hl,hld->hd", scores.softmax(-1), value).flatten())
+        wanted = torch.einsum("hl,hld->hd", scores.softmax(-1), held.repeat_interleave(H // K, 0))
+        near(found[row], wanted.flatten(), at=2)
+        at = (table[row, places[-1] // BLOCK], slice(None), places[-1] % BLOCK)
+        if slots[row] < 0:
+            assert cache[0][at].isnan().all() and cache[1][at].isnan().all()
+        else:
+            near(cache[0][at], key[row], at=2)
+            near(cache[1][at], value[row])
 
 
 @pytest.mark.parametrize("window", [None, 7])

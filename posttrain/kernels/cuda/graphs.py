@@ -10,7 +10,6 @@ Shapes: B rows, N blocks of a row, V vocabulary, S steps of a round.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,29 +18,12 @@ import triton.language as tl
 
 from posttrain.kernels.cuda import bucket, to_device
 from posttrain.kernels.cuda.ahead import Flight, Order
-from posttrain.kernels.cuda.attention import decode_attention, splits_for
+from posttrain.kernels.cuda.decode_attention import StepRows, splits_for
 from posttrain.kernels.cuda.row_buffers import MOST_STEPS, MOST_TOKENS, RowBuffers
 from posttrain.kernels.cuda.sampling import CHUNK, _chunk_sums, _pick
 from posttrain.kernels.whole_step import DecodeRows
 
 Replay = Callable[[], None]
-
-
-@dataclass
-class StepRows:
-    """What the layers of one step read: (B,) each, `table` (B, N); views into the buffers."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    lengths: torch.Tensor
-    prompts: torch.Tensor
-    table: torch.Tensor
-    splits: int
-
-    def attend(self, query_BHD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], scale: float, window):
-        return decode_attention(
-            query_BHD, cache, self.table, self.lengths, self.prompts, scale=scale, window=window, splits=self.splits
-        )
 
 
 @triton.jit
