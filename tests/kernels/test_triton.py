@@ -127,6 +127,58 @@ def test_sampling_takes_the_tokens_that_the_cpu_takes():
     np.testing.assert_allclose(found_log_probs, log_probs, atol=2e-5)
 
 
+HALF = (
+    torch.bfloat16 if ON_CUDA else torch.float32
+)  # the matrix units round float32; the interpreter cannot read halves
+
+
+def test_sums_of_the_heads_product_and_tokens_from_logits_computed_again():
+    """Rows and columns beyond the last whole tile; rows of all temperatures, sampled and greedy."""
+    from posttrain.kernels.cuda.fused_products import FINE, head_sums
+    from posttrain.kernels.cuda.sampling import _pick, chunk_room
+
+    rows, size, width = 130, 300, 128
+    hidden, weight = draw(rows, width, dtype=HALF, seed=8), draw(size, width, dtype=HALF) / 4
+    temperature = torch.linspace(0.5, 2, rows).to(DEVICE)
+    logits = (hidden.double() @ weight.double().T / temperature[:, None].double()).float()
+    room = chunk_room(rows, size, FINE, hidden.device)
+    head_sums(hidden, weight, temperature, room)
+    parts = F.pad(logits, (0, -size % FINE), value=float("-inf")).unflatten(1, (-1, FINE))
+    near(room[0], parts.amax(2), at=5)
+    near(room[1], (parts - parts.amax(2, keepdim=True)).exp().sum(2), at=20)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device=DEVICE)
+
+    greedy, seeds, counts = (ints(*values) for values in ([row % 2 for row in range(rows)], range(rows), [3] * rows))
+    token, log_prob = torch.empty(rows, dtype=torch.int64, device=DEVICE), torch.empty(rows, device=DEVICE)
+    nothing = [None] * 8
+    _pick[(rows,)](
+        None, hidden, weight, None, temperature, greedy.int(), seeds, counts.int(), *room, token, log_prob, *nothing,
+        size, 5, 0, 0, width, FINE, 8, 1, False, False,
+    )  # fmt: skip
+    numbers, given = (
+        np.arange(rows).astype(np.uint64),
+        (temperature.cpu().numpy(), greedy.cpu().numpy().astype(np.uint8)),
+    )
+    plain = (logits * temperature[:, None]).cpu()
+    wanted, log_probs = sampling.sample_plain(plain, np.arange(rows), *given, numbers, np.full(rows, 3))
+    assert (token.cpu().numpy() == wanted).mean() > 0.98  # a number may fall just beside a border
+    same = token.cpu().numpy() == wanted
+    np.testing.assert_allclose(log_prob.cpu().numpy()[same], log_probs[same], atol=1e-4)
+    assert (log_prob <= 0).all()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_gate_and_up_in_one_product(wide, monkeypatch):
+    from posttrain.kernels.cuda import fused_products
+
+    monkeypatch.setattr(fused_products, "WIDE", 64 if wide else 1000)
+    x, weight = draw(140, 128, dtype=HALF, seed=9), draw(2 * 136, 128, dtype=HALF) / 8
+    gate, up = (x.float() @ weight.float().T).to(HALF).float().chunk(2, 1)
+    near(fused_products.gated_product(x, weight), F.silu(gate) * up)
+
+
 def half_turn(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
 

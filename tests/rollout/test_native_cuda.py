@@ -37,6 +37,30 @@ def test_weights_that_come_and_go_between_host_and_device():
     assert torch.equal(*found)
 
 
+def test_products_with_what_follows_them_inside_give_the_same(monkeypatch):
+    """Many rows take them; here a few do, and are compared with the model's own log-probs."""
+    from posttrain.kernels.cuda import fused_products
+
+    module = tiny("qwen2", hidden_size=64).bfloat16().cuda()
+    settings = [Sampling(max_tokens=40, temperature=0.8)] * len(PROMPTS)
+    for name in ("LEAST_ROWS", "LEAST_GATED"):
+        monkeypatch.setattr(fused_products, name, 1)
+    used = []
+    for name in ("head_sums", "gated_product"):
+        whole = getattr(fused_products, name)
+        monkeypatch.setattr(
+            fused_products, name, lambda *given, whole=whole, name=name: (used.append(name), whole(*given))[1]
+        )
+    outputs = generate(build_native(module, RolloutConfig(), decode=None)[0], PROMPTS, settings, range(len(PROMPTS)))
+    assert set(used) == ({"head_sums", "gated_product"} if fused_products._hopper(torch.device("cuda", 0)) else set())
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        row = prompt + output.token_ids
+        with torch.no_grad():
+            logits = module(torch.tensor([row]).cuda()).logits[0, len(prompt) - 1 : -1].float() / 0.8
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids).cuda()[:, None])[:, 0].cpu()
+        assert (torch.tensor(output.log_probs) - wanted).abs().mean() < 0.02
+
+
 def test_adapters_beside_a_half_precision_base_follow_the_trainer():
     from posttrain.config.model import ModelConfig
     from posttrain.models.lora import add_adapters

@@ -4,8 +4,8 @@ One program takes a head of keys of a row and all the queries that share it. It 
 value into the cache, and goes on from the newest token to the blocks of the row: first those of its prompt, whose last
 one may have empty places, then its own. Only what is there is read.
 
-Shapes: B rows, C = (H + 2 K) D columns of the product, H query heads, K key heads, G = H / K, D head size, N blocks of a
-row.
+Shapes: B rows, C = (H + 2 K) D columns of the product, H query heads, K key heads, G = H / K, D head size, N blocks of
+a row.
 """
 
 from __future__ import annotations
