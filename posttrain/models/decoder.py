@@ -183,11 +183,11 @@ class FastDecoder:
         return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
 
     def _gated(self, layer: _Layer, x_BE: torch.Tensor) -> torch.Tensor:
-        from posttrain.kernels.cuda.fused_products import LEAST_GATED, gated_product, takes
+        from posttrain.kernels.cuda import fused_products
 
         weight = layer.gate_up.bare
-        if weight is not None and takes(x_BE, weight, LEAST_GATED):
-            return gated_product(x_BE, weight)
+        if weight is not None and fused_products.takes_gated(x_BE, weight):
+            return fused_products.gated_product(x_BE, weight)
         return silu_mul(layer.gate_up(x_BE))
 
     def head_weight(self) -> torch.Tensor | None:

@@ -15,8 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 FINE = 64  # logits of a chunk; those of the one that a row's token comes from are computed again
 DEPTH = 64  # columns that are multiplied at once
-LEAST_ROWS, LEAST_GATED = 256, 768  # below them torch's products are as fast
-WIDE = 2048  # from this width on, tiles of gate and up are larger, and one program takes many
+LEAST_ROWS, LEAST_GATED = 128, 768  # below them torch's products are as fast
+NARROW, WIDE = 1024, 3072  # widths up to which, and from which on, gating inside pays; each has its own tiles
 
 
 @cache
@@ -104,6 +104,10 @@ def _gated_in_turn(
 ):  # fmt: skip
     for tile in range(tl.program_id(0), tl.cdiv(rows, BM) * tl.cdiv(size, BN), PROGRAMS):
         _gated_tile(X, W, OUT, tile, rows, size, E, BM, BN, BK)
+
+
+def takes_gated(x_BE: torch.Tensor, weight_2IE: torch.Tensor | None) -> bool:
+    return not NARROW < x_BE.shape[1] < WIDE and takes(x_BE, weight_2IE, LEAST_GATED)
 
 
 def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:

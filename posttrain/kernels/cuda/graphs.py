@@ -204,5 +204,5 @@ class GraphedSteps:
             rows.token, None, rows.ended, rows.made, rows.position, rows.limit, rows.stops, self.stop_ids, rows.tokens,
             rows.log_probs, self.vocabulary, chunks, stop_width, MOST_TOKENS, width, chunk,
             triton.next_power_of_2(chunks), triton.next_power_of_2(stop_width), False, True,
-            num_warps=2 if width else 4,
+            num_warps=8 if width else 4,
         )  # fmt: skip

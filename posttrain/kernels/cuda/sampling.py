@@ -61,6 +61,22 @@ def _uniform(seed, place):
 
 
 @triton.jit
+def _reached(mass, want, CHUNKS: tl.constexpr):
+    """(chunk, sum before it): the first with whose mass all sums are larger than `want`; first the group it is in, then
+    its place there, as long sums that go on from one chunk to the next are slow."""
+    FEW: tl.constexpr = 32 if CHUNKS >= 1024 else CHUNKS
+    groups: tl.constexpr = CHUNKS // FEW
+    grouped = tl.reshape(mass, [groups, FEW])
+    g, i = tl.arange(0, groups), tl.arange(0, FEW)
+    sums = tl.sum(grouped, 1)
+    group = tl.minimum(tl.sum((tl.cumsum(sums, 0) <= want).to(tl.int32), 0), groups - 1)
+    before = tl.sum(tl.where(g < group, sums, 0.0), 0)
+    own = tl.sum(tl.where((g == group)[:, None], grouped, 0.0), 0)
+    place = tl.minimum(tl.sum((before + tl.cumsum(own, 0) <= want).to(tl.int32), 0), FEW - 1)
+    return group * FEW + place, before + tl.sum(tl.where(i < place, own, 0.0), 0)
+
+
+@triton.jit
 def _pick(
     LOGITS, HIDDEN, WEIGHT, SOURCE, TEMPERATURE, GREEDY, SEED, COUNT, MAX, SUM, TOKEN, LOG_PROB,
     ENDED, MADE, POSITION, LIMIT, STOPS, STOP_IDS, TOKENS, LOG_PROBS, V, chunks, stop_width, steps,
@@ -79,10 +95,10 @@ def _pick(
     count = tl.load(COUNT + row)
     want = (_uniform(tl.load(SEED + row), count) * total.to(tl.float64)).to(tl.float32)
     last = tl.max(tl.where(mass > 0.0, c, 0), 0)
-    chunk = tl.minimum(tl.sum((there & (tl.cumsum(mass, 0) <= want)).to(tl.int32), 0), last)
+    chunk, before = _reached(mass, want, CHUNKS)
+    chunk = tl.minimum(chunk, last)
     greedy = tl.load(GREEDY + row) != 0
     chunk = tl.where(greedy, tl.min(tl.where(there & (chunk_max == top), c, chunks - 1), 0), chunk)
-    before = tl.sum(tl.where(c < chunk, mass, 0.0), 0)
     at = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + at < V
     if E > 0:
