@@ -99,12 +99,26 @@ def test_norm_of_training_and_its_gradient(dtype):
     leaf, scale = x.float().requires_grad_(), weight.float().requires_grad_()
     wanted = F.rms_norm(leaf, (48,), scale, 1e-6)
     wanted.backward(grad.float())
-    found, inverse = norm_forward(x, weight, 1e-6)
+    copy = torch.full_like(x, float("nan"))
+    found, inverse = norm_forward(x, weight, 1e-6, copy)
     near(found, wanted.detach())
+    assert torch.equal(copy, x) and torch.equal(norm_forward(x, weight, 1e-6)[0], found)
     grad_x, grad_weight = norm_backward(grad, x, weight, inverse, added)
     near(grad_x, leaf.grad + added.float())
     near(grad_weight, scale.grad, at=4)
     near(norm_backward(grad, x, weight, inverse)[0], leaf.grad)
+    frozen, nothing = norm_backward(grad, x, weight, inverse, added, trained=False)
+    assert torch.equal(frozen, grad_x) and nothing is None
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 37, 1100])
+def test_columns_are_summed_up_whatever_the_number_of_rows(dtype, rows, monkeypatch):
+    from posttrain.kernels.cuda import column_sums
+
+    monkeypatch.setattr(column_sums, "PARTS", 20)
+    x = draw(rows, 150, dtype=dtype, seed=7)
+    near(column_sums.column_sums(x, dtype), x.double().sum(0), at=4)
 
 
 @each_dtype
