@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of docs/gpu.md, in parts of less than nine minutes on one H200: scripts/gpu_figures.sh PART [FOLDER]
 #
-#   1 rollout 0.5B beside vLLM: rows and long tail     5 step 1.5B and 7B LoRA beside TRL
+#   1 rollout 0.5B beside vLLM; distance from float32  5 step 1.5B and 7B LoRA beside TRL
 #   2 rollout 7B beside vLLM: rows and long tail       6 step beside verl
 #   3 step 0.5B beside TRL                             7 how decoding time grows by rows, length and model
 #   4 updates of 0.5B, 1.5B, 7B in rows of 640, 16k    8 whole steps of 32k (0.5B) and 16k (7B LoRA); sync; repetition
@@ -30,7 +30,7 @@ bench() { # bench NAME JOB options...
 }
 
 case $PART in
-  1) bench rollout-0.5b rollout --model 0.5b --work group,tail --only native,vllm --repeat 2 ;;
+  1) bench rollout-0.5b rollout --model 0.5b --work group,tail --only native,vllm --repeat 2 --truth 64 ;;
   2) bench rollout-7b rollout --model 7b --work group,tail --only native,vllm --repeat 1 ;;
   3) bench step-0.5b step --model 0.5b --work group --only native,trl,trl-float32 ;;
   4)
@@ -49,7 +49,11 @@ case $PART in
     bench step-7b-lora step --model 7b --work group --lora-rank 32 --only native,trl --steps 3 --set trl:bf16=true \
       --set trl:per_device_train_batch_size=8 --set trl:gradient_accumulation_steps=64
     ;;
-  6) SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 ;;
+  6)
+    # It wants an environment without TRL and with transformers 5.9: VERL is a folder of its packages.
+    SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 \
+      ${VERL:+--env "verl:PYTHONPATH=$VERL"}
+    ;;
   7)
     bench sweep sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
       --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 2048 --models "${MODEL:-0.1b,0.5b,1.5b,7b}" \

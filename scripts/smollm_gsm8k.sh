@@ -4,6 +4,9 @@
 #   DATA   train.parquet and test.parquet of `posttrain data gsm8k`
 #   OUT    where the runs go; further keys go to the GRPO runs
 #   SEEDS  "1 2 3": as many GRPO runs from the one SFT model, beside each other (1)
+#   SFT    the folder of an SFT model: only the GRPO runs are made
+#   TRL    seconds: after them as long a run of the same by TRL (scripts/smollm_trl.py), with 10 steps between its
+#          evaluations, and OUT/curves.svg of both against the wall clock
 # The whole test set's accuracy is measured before anything, after SFT, and every 20 steps. docs/gpu.md has what came out.
 set -euo pipefail
 MODEL=${1:?give the model folder} DATA=${2:?give the folder of train.parquet and test.parquet} OUT=${3:?give a folder}
@@ -25,16 +28,29 @@ grpo() { # grpo NAME MODEL key=value...
     trainer.experiment_name="$name" "$@" >"$OUT/$name.log" 2>&1
 }
 
-grpo before "$MODEL" trainer.val_only=True &
-"$PYTHON" -m posttrain.trainer.fsdp_sft_trainer model.path="$MODEL" model.dtype=bfloat16 "${FILES[@]}" "${PLACE[@]}" \
-  data.train_batch_size=64 data.max_length=1024 data.max_token_len_per_gpu=32768 \
-  optim.lr=1e-4 optim.lr_scheduler=cosine optim.lr_warmup_steps_ratio=0.05 trainer.total_epochs=4 \
-  trainer.experiment_name=sft >"$OUT/sft.log" 2>&1
-TRAINED=$(find "$OUT/smollm/sft/checkpoints" -name huggingface -type d | tail -1)
-wait
+if [[ -z ${SFT:-} ]]; then
+  grpo before "$MODEL" trainer.val_only=True &
+  "$PYTHON" -m posttrain.trainer.fsdp_sft_trainer model.path="$MODEL" model.dtype=bfloat16 "${FILES[@]}" "${PLACE[@]}" \
+    data.train_batch_size=64 data.max_length=1024 data.max_token_len_per_gpu=32768 \
+    optim.lr=1e-4 optim.lr_scheduler=cosine optim.lr_warmup_steps_ratio=0.05 trainer.total_epochs=4 \
+    trainer.experiment_name=sft >"$OUT/sft.log" 2>&1
+  SFT=$(find "$OUT/smollm/sft/checkpoints" -name huggingface -type d | tail -1)
+  wait
+fi
 
+RUNS=()
 for seed in ${SEEDS:-1}; do
-  grpo "grpo-$seed" "$TRAINED" trainer.seed="$seed" "$@" &
+  grpo "grpo-$seed" "$SFT" trainer.seed="$seed" "$@" &
+  RUNS+=("$OUT/smollm/grpo-$seed")
 done
 wait
-grep -h "^validation" "$OUT"/{before,sft,grpo-*}.log
+grep -hs "^validation" "$OUT"/{before,sft,grpo-*}.log
+
+if [[ -n ${TRL:-} ]]; then
+  "$PYTHON" scripts/smollm_trl.py "$SFT" "$DATA" "$OUT/trl" --seconds "$TRL" --every 10 >"$OUT/trl.log" 2>&1
+  for weights in "$OUT"/trl/step_*; do
+    "$PYTHON" -m posttrain.cli eval "$weights" --data "$DATA/test.parquet" --max-tokens 300 --out "$weights/eval" \
+      >"$weights.log" 2>&1
+  done
+  "$PYTHON" scripts/smollm_curves.py "$OUT/curves" "${RUNS[@]}" "$OUT/trl"
+fi

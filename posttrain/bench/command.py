@@ -28,6 +28,8 @@ def parser() -> argparse.ArgumentParser:
     _mean(rollout)
     rollout.add_argument("--slots", type=positive, help="rows that decode at a time (all; of --work tail 1024)")
     rollout.add_argument("--repeat", type=positive, default=3, help="timed runs of each system, in alternation (3)")
+    text = "compare the log-probs of so many rows (of the first work) with those of the same model in float32"
+    rollout.add_argument("--truth", type=positive, metavar="ROWS", help=text)
     _peers(rollout)
     step = jobs.add_parser("step", help="seconds of a whole GRPO step, here, in TRL and in verl")
     _sizes(step)

@@ -7,6 +7,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from posttrain import cores
+
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write `path` and wait until it is on the disk."""
@@ -43,5 +45,5 @@ def sha256_of(path: Path) -> str:
 
 def sha256_of_all(paths: list[Path]) -> list[str]:
     """One hash per path; several files at a time, as hashing releases the interpreter's lock."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, cores.usable())) as pool:
         return list(pool.map(sha256_of, paths))

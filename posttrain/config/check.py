@@ -103,6 +103,20 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "trainer.resume_mode")
 
 
+RAYS_PLACE = {
+    "address": "set RAY_ADDRESS=HOST:6379 before the command",
+    "_temp_dir": "set TMPDIR before the command: Ray's folder is made there, and removed with the run",
+}
+"""Arguments of `ray.init` that are not settings -> what serves instead."""
+
+
+def check_ray(checked: Checked) -> Iterator[Finding]:
+    """Where Ray runs is the environment's; all else Ray checks itself."""
+    key = "trainer.ray_init"
+    for name in RAYS_PLACE.keys() & checked.config.trainer.ray_init.keys():
+        yield checked.problem(f"`{key}.{name}` is not a setting here.", RAYS_PLACE[name], key)
+
+
 def one_process(checked: Checked) -> Iterator[Finding]:
     """A strategy that shards over workers is taken, and said to have nothing to share out."""
     named = sorted(key for key in checked.explicit if key.endswith(".strategy"))
@@ -121,5 +135,6 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_quantization,
     check_quantized_offload,
     check_sizes,
+    check_ray,
     one_process,
 ]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from posttrain import cores
 from posttrain.config.closest import closest
 from posttrain.config.devices import gpus_present, runs_on_cpu
 from posttrain.config.hub import why_not_from_hub
@@ -206,7 +207,7 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
 def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     wanted, present = resolved.value(key), gpus_present()
-    most = (os.cpu_count() or 1) if runs_on_cpu(resolved.config) else present
+    most = cores.usable() if runs_on_cpu(resolved.config) else present
     in_cluster = nodes > 1 and any(os.environ.get(name) for name in ("RAY_HEAD_ADDRESS", "RAY_ADDRESS"))
     if wanted > max(most, 1) and not in_cluster:  # without any GPU the device is what is wrong, and is told of
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"

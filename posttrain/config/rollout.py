@@ -51,7 +51,7 @@ class RolloutConfig(Section):
     """Tokens computed in one step of the engine; longer prompts are computed in pieces."""
     kv_cache_gb: float | None = None
     """Most memory that the native engine's key/value cache may take, in GiB; null is what the memory plan
-    leaves of a GPU in training, and 30% of the memory elsewhere."""
+    leaves of a GPU, and 30% of the memory elsewhere."""
     tensor_model_parallel_size: int = 1
     """Devices that share one rollout engine."""
     gpu_memory_utilization: float | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.aliases import Spellings
-from posttrain.config.check import check_choices, check_ranges, check_resume, one_process
+from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.devices import runs_on_cpu
@@ -100,6 +100,7 @@ _RANGES = {
     **{f"fsdp.{name}": limits for name, limits in PARALLEL_RANGES.items()},
 }
 _EFFECTS: tuple[Effect, ...] = (
+    Effect(("trainer.ray_init",), one_worker, "the run has one worker, which needs no Ray"),
     Effect((_SHARDS,), one_worker, "the run has one worker, which holds the whole model"),
     Effect(("optim.min_lr_ratio",), lambda c: c.optim.lr_scheduler_type == "constant", "the schedule is constant"),
     Effect(("optim.lr_warmup_steps_ratio",), lambda c: c.optim.lr_warmup_steps >= 0, "optim.lr_warmup_steps is set"),
@@ -197,6 +198,7 @@ def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem]
             *check_resume(checked),
             *check_quantization(checked, "model"),
             *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
+            *check_ray(checked),
             *one_process(checked),
             *_notes(checked),
         ]

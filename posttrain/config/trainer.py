@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.config.base import Section
 
@@ -46,6 +47,8 @@ class RunConfig(Section):
     """Worker processes per node, one per GPU (or per CPU process)."""
     nnodes: int = 1
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
+    ray_init: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu` or `cuda`."""
     seed: int = 1

@@ -14,13 +14,14 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from posttrain.controller.ray_address import given_address, no_ray, silence_of
+from posttrain.controller.ray_settings import as_arguments, refused_by_ray
 
 MARK = "POSTTRAIN_RAY"
 _TOKEN = secrets.token_hex(32)  # Ray reads it once per process
@@ -44,8 +45,10 @@ LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own 
 class RayCluster:
     """`start` connects this process; `stop` leaves, and ends what `start` has started."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, settings: Mapping[str, Any] | None = None) -> None:
         self.ranks, self.address = ranks, given_address()
+        self.settings = as_arguments(settings or {})
+        """For `ray.init`, where they come before our own."""
         self._watcher: subprocess.Popen[bytes] | None = None
         self._connected = False
         self.was_there = False
@@ -57,29 +60,24 @@ class RayCluster:
         if ray.is_initialized():  # inside an actor, or in a program that has connected itself
             self.was_there = True
             return
-        settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        quiet = {"log_to_driver": False, "configure_logging": False}
         if self.address:
-            self._join(self.address, settings)
+            self._join(self.address, {**quiet, **self.settings})
             return
         mark, self.folder = f"{MARK}={secrets.token_hex(8)}", _folder()
         self._watcher = _watch(mark, self.folder)
         self._connected = True
-        with _environment(mark):
-            ray.init(
-                address="local",
-                num_cpus=self.ranks,
-                include_dashboard=False,
-                _temp_dir=self.folder,
-                _node_ip_address="127.0.0.1",
-                **settings,
-            )
+        ours = {**quiet, "num_cpus": self.ranks, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        with _environment(mark), refused_by_ray(self.settings):
+            ray.init(address="local", _temp_dir=self.folder, **{**ours, **self.settings})
 
     def _join(self, address: str, settings: dict[str, Any]) -> None:
         """Connect to a Ray that runs. Where nobody answers it would try for two minutes, and then end the process."""
         if (silence := silence_of(address)) is not None:
             raise no_ray(address, silence)
         try:
-            ray.init(address=address, **settings)
+            with refused_by_ray(self.settings):
+                ray.init(address=address, **settings)
         except ConnectionError as error:
             raise no_ray(address, error) from error
         self._connected = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,10 @@ class RayWorkers(Workers):
         prepare: Callable[[], None] | None = None,
         machines: int = 1,
         tell: Callable[[str], None] = print,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.world_size, self.hosts, self.prepare, self.machines, self.tell = ranks, [], prepare, machines, tell
-        self.cluster, self._shared = cluster or RayCluster(ranks), cluster is not None
+        self.cluster, self._shared = cluster or RayCluster(ranks, settings), cluster is not None
         try:
             self.hosts = self._start(ranks, device)
         except BaseException:

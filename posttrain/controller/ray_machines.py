@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import ray
 
+from posttrain import cores
 from posttrain.errors import UserError
 
 ITSELF = "127.0.0.1"
@@ -35,7 +35,7 @@ def machines_for(count: int, each: int, device: str, tell: Callable[[str], None]
     Others may join the cluster a while after the command was given; the user is told who is waited for."""
     here = ray.get_runtime_context().get_node_id()
     if count == 1:
-        return [Machine(here, ITSELF, os.cpu_count() or 1)]
+        return [Machine(here, ITSELF, cores.usable())]
     until, told = time.monotonic() + WAIT_S, False
     while True:
         try:

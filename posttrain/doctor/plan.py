@@ -139,6 +139,18 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
     return plan
 
 
+def plan_generation(config: PPOConfig, device: Device, counter: Counter | None = None) -> Plan:
+    """Of a model that only generates, with nothing beside it: `posttrain generate` and `posttrain eval`."""
+    counter = counter or Counter()
+    held = counter(config, device, "actor", ModelBytes.of)
+    plan = Plan(device, Shape.of(config))
+    plan.stages["generate"] = _generate(config, device, plan.shape, counter, held)
+    _add_unpacked(plan, {"actor": counter(config, device, "actor", counting.unpacked_bytes)})
+    place(plan, "actor weights", held.weights, None)
+    add_workspaces(plan)
+    return plan
+
+
 def _before_the_first_step(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
     """While models are loaded: all weights and masters are made on the device, also those that are moved away then.
     Before the actor's masters are made its matrices are joined; moments come with the first step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 import socket
 import struct
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain import cores
 from posttrain.config.loggers import missing_packages
 from posttrain.doctor.case import Case
 from posttrain.doctor.counting import ModelBytes
@@ -154,8 +154,7 @@ def _ports(case: Case) -> Iterator[Finding]:
     except OSError as error:
         what = f"{workers} workers talk over local ports, but none could be opened: {error}."
         yield Finding(ERROR, AREA, what, case.where("trainer.n_gpus_per_node"), "allow sockets on the loopback address")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    case.report.fact(AREA, f"{workers} workers on {cores} cores; Ray chooses free ports by itself.")
+    case.report.fact(AREA, f"{workers} workers on {cores.usable()} cores; Ray chooses free ports by itself.")
 
 
 def _weights(case: Case) -> Iterator[Finding]:

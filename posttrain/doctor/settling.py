@@ -8,7 +8,7 @@ command is cut in the same way each time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
@@ -23,25 +23,30 @@ from posttrain.engine.facts import joining_cost
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
 """Budgets of a pass that are tried, below the default."""
 KV_KEY = "actor_rollout_ref.rollout.kv_cache_gb"
+DOES_NOT_FIT = "By the memory plan this run does not fit"
 
 
 def settle(config: Section, device: Device, explicit: set[str], levers: Levers, counter: ModelCounter) -> list[str]:
     """Set in `config` what the plan decides; gives a sentence on each."""
     if device.kind != "cuda":
         return []
-    said = _settle_cache(config, device, levers, counter) if isinstance(config, PPOConfig) else []
-    for key, stages in _budgets(config).items():
-        if key not in explicit:
-            said += _settle_tokens(config, key, stages, device, levers, counter)
-    return said
+    said = settle_cache(config, device, levers.plan, counter) if isinstance(config, PPOConfig) else []
+    budgets = [([key for key in keys if key not in explicit], stages) for keys, stages in _budgets(config)]
+    usual = {key: lookup(config, key) for keys, _ in budgets for key in keys}
+    too_large = [_lower(config, keys, stages, device, levers, counter) for keys, stages in budgets if keys]
+    for key, default in usual.items():
+        if (tokens := lookup(config, key)) != default:
+            fitting = f"by the memory plan {tokens} tokens at once fit here, not the usual {default}"
+            said.append(f"{key} was not set: {fitting}.")
+    return [*said, *[sentence for sentence in too_large if sentence][:1]]
 
 
-def _settle_cache(config: PPOConfig, device: Device, levers: Levers, counter: ModelCounter) -> list[str]:
+def settle_cache(config: PPOConfig, device: Device, make_plan: Callable[..., Plan], counter: ModelCounter) -> list[str]:
     """The native engine's cache may take what is left of the device while responses are generated."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "native" or rollout.kv_cache_gb is not None or rollout.gpu_memory_utilization is not None:
         return []
-    plan = levers.plan(config, device, counter)
+    plan = make_plan(config, device, counter)
     left = USABLE * device.bytes - plan.peak("generate") + plan.stages["generate"]["KV cache"]
     if left <= 0:
         return []  # whatever it is, it does not fit: that is said below and by `posttrain plan`
@@ -53,38 +58,40 @@ def _settle_cache(config: PPOConfig, device: Device, levers: Levers, counter: Mo
     ]
 
 
-def _budgets(config: Any) -> dict[str, Sequence[str]]:
-    """The settings of how many tokens meet in a pass, and the stages whose memory follows from each."""
+def _budgets(config: Any) -> list[tuple[Sequence[str], Sequence[str]]]:
+    """Settings of how many tokens meet in a pass, and the stages whose memory follows from them."""
     if not isinstance(config, PPOConfig):
-        return {"data.max_token_len_per_gpu": ("validation", "update")}
-    found: dict[str, Sequence[str]] = {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": ("log-probs", "update")}
-    if get_adv_estimator(config.algorithm.adv_estimator).needs_critic:
-        found["critic.ppo_max_token_len_per_gpu"] = ("log-probs", "critic update")
-    return found
+        return [(("data.max_token_len_per_gpu",), ("validation", "update"))]
+    actor, critic = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"
+    if not get_adv_estimator(config.algorithm.adv_estimator).needs_critic:
+        return [((actor,), ("log-probs", "update"))]
+    return [((actor,), ("update",)), ((critic,), ("critic update",)), ((actor, critic), ("log-probs",))]
 
 
-def _settle_tokens(
-    config: Section, key: str, stages: Sequence[str], device: Device, levers: Levers, counter: ModelCounter
-) -> list[str]:
-    """The default where it fits, or else the most that do; a row is never cut: less than one changes nothing."""
-    default = lookup(config, key)
+def _lower(
+    config: Section, keys: Sequence[str], stages: Sequence[str], device: Device, levers: Levers, counter: ModelCounter
+) -> str:
+    """Leave these budgets where the stages fit, or else lower them to the most that do; a row is never cut: less than
+    one changes nothing. Gives the words for stages that do not fit whatever they are."""
     plan = levers.plan(config, device, counter)
     if _fit(plan, stages, config, counter):
-        return []
-    least = plan.shape.longest * getattr(plan.shape, "together", 1)
-    tried = [tokens for tokens in (*TOKENS, least) if least <= tokens < default]
-    for tokens in sorted(set(tried), reverse=True):
-        changed = copy.deepcopy(config)
-        assign(changed, key, tokens)
-        plan = levers.plan(changed, device, counter)
-        if _fit(plan, stages, changed, counter):
-            assign(config, key, tokens)
-            return [f"{key} was not set: by the memory plan {tokens} tokens at once fit here, not the usual {default}."]
+        return ""
+    least, most = plan.shape.longest * getattr(plan.shape, "together", 1), max(lookup(config, key) for key in keys)
+    for tokens in sorted({tokens for tokens in (*TOKENS, least) if least <= tokens < most}, reverse=True):
+        changed = {key: min(tokens, lookup(config, key)) for key in keys}
+        tried = copy.deepcopy(config)
+        for key, value in changed.items():
+            assign(tried, key, value)
+        plan = levers.plan(tried, device, counter)
+        if _fit(plan, stages, tried, counter):
+            for key, value in changed.items():
+                assign(config, key, value)
+            return ""
     worst = max((stage for stage in stages if stage in plan.stages), key=plan.peak)
-    return [
-        f"By the memory plan this run does not fit: {worst} would take {shown(plan.peak(worst))} of "
+    return (
+        f"{DOES_NOT_FIT}: {worst} would take {shown(plan.peak(worst))} of "
         f"{shown(int(USABLE * device.bytes))} usable even with one row at a time."
-    ]
+    )
 
 
 def _fit(plan: Plan, stages: Sequence[str], config: Any, counter: ModelCounter) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from posttrain.models.forward import TokenPass
 from posttrain.models.fused_layer import join_weights
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
 from posttrain.models.recompute import recompute_layers
+from posttrain.models.unchanged import weights_unchanged
 from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 
@@ -106,12 +107,13 @@ class FSDPEngine(TrainEngine):
         passes = self._plan(data) if passes is None else passes
         order = _order(passes)
         ordered = data[order]
-        for units, here in self._counted(passes):
-            rows = self._rows(ordered[here], units)
-            with self._computing(rows):
-                found = self._forward(rows, temperature)
-            for name, part in found.items() if units else ():
-                parts.setdefault(name, []).append(part)
+        with self._unchanged():
+            for units, here in self._counted(passes):
+                rows = self._rows(ordered[here], units)
+                with self._computing(rows):
+                    found = self._forward(rows, temperature)
+                for name, part in found.items() if units else ():
+                    parts.setdefault(name, []).append(part)
         if self.settings.ranks is not None:
             drop_whole_weights(self.forward_pass)
         place = torch.empty(len(data), dtype=torch.long)
@@ -145,6 +147,10 @@ class FSDPEngine(TrainEngine):
         with packed_rows(rows.layout), shared_sequence(ranks.sequence if ranks else None):
             yield
 
+    def _unchanged(self):
+        """Over the passes of a call weights stay as they are, and where they are unless ranks gather them each time."""
+        return weights_unchanged() if self.settings.ranks is None else nullcontext()
+
     def _forward(self, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
         positions = rows.position_ids if self.packed else None  # those of padded rows are every model's own
         inputs = (rows.input_ids, positions, rows.attention_mask)
@@ -169,6 +175,10 @@ class FSDPEngine(TrainEngine):
 
     def _backward(self, data: DataProto, loss: LossFn, temperature: float, passes: Passes | None = None) -> bool:
         """Gradients of the whole mini-batch, one micro-batch at a time; gives whether every share was finite."""
+        with self._unchanged():
+            return self._backward_passes(data, loss, temperature, passes)
+
+    def _backward_passes(self, data: DataProto, loss: LossFn, temperature: float, passes: Passes | None) -> bool:
         assert self.optimizer is not None
         self.module.eval()  # training mode would switch dropout on, and RL compares passes over the same tokens
         finite = torch.ones((), dtype=torch.bool, device=self.settings.device)

@@ -56,8 +56,12 @@ class Optimizer:
         self.steps_done = 0
 
     def open_sums(self) -> None:
-        """Let products add the gradients of matrices that have masters up in the masters' precision themselves."""
-        pairs = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if m is not w and w.ndim == 2]
+        """Let products add the gradients of matrices that have masters up in the masters' precision themselves, and
+        those of adapters, which are their own masters."""
+        named = [x for x in zip(self.names, self.weights, self.masters, strict=True) if x[1].ndim == 2]
+        pairs = [(weight, master) for _, weight, master in named if master is not weight]
+        for kind in (".lora_A.", ".lora_B."):  # A of parts that read the same input follow each other: one product
+            pairs += [(weight, master) for name, weight, master in named if master is weight and kind in name]
         for (_, master), total in zip(pairs, open_sums([weight for weight, _ in pairs]), strict=True):
             master.grad = total
 

@@ -1,4 +1,4 @@
-"""Gradients of half-precision weights, added up in float32 by the very product that makes them.
+"""Gradients of half-precision weights, or of adapters beside them, added up in float32 by the products that make them.
 
 A weight may carry a sum: whoever makes its gradient as a product adds to that instead of giving the gradient away. The
 matrix units add in float32 anyway, so nothing is rounded between passes, and nothing is written, read and added again.
@@ -37,8 +37,8 @@ def close_sums(weights: Sequence[torch.Tensor]) -> None:
             delattr(weight, _SUM)
 
 
-def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: torch.Tensor) -> bool:
-    """Add grad' x, the gradient of these weights side by side, to their sums; False if there are none."""
+def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: torch.Tensor, scale: float = 1.0) -> bool:
+    """Add scale grad' x, the gradient of these weights side by side, to their sums; False if there are none."""
     sums = [getattr(weight, _SUM, None) for weight in weights]
     if any(total is None for total in sums):
         return False
@@ -46,9 +46,10 @@ def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: to
     for total in _joined(sums):  # pyright: ignore
         rows = slice(start, start := start + len(total))
         if x_TE.dtype is torch.float32:
-            total.addmm_(grad_TC[:, rows].T, x_TE)
+            total.addmm_(grad_TC[:, rows].T, x_TE, alpha=scale)
         else:
-            torch.addmm(total, grad_TC[:, rows].T, x_TE, out_dtype=torch.float32, out=total)  # pyright: ignore
+            factors = (grad_TC[:, rows].T, x_TE)
+            torch.addmm(total, *factors, alpha=scale, out_dtype=torch.float32, out=total)  # pyright: ignore
     return True
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels.compiled import kernel
 from posttrain.models.forward import without_adapters
-from posttrain.models.low_rank import LowRank
+from posttrain.models.low_rank import Adapter, LowRank, fill
 
 FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp", ("gate_proj", "up_proj")))
 SINGLE = (("out", "self_attn", "o_proj"), ("down", "mlp", "down_proj"))
@@ -75,8 +75,9 @@ class Projection:
         """Take the adapters as they are now in the weight's type, as the trainer multiplies them on a CUDA device; to
         the addresses that they were copied to before, so that captured steps see them."""
         if self.adapters and self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16):
-            self.low = self.low or LowRank.like(self.adapters, self.weight)
-            self.low.fill(self.adapters)
+            adapters = [(columns, Adapter.of(layer)) for columns, layer in self.adapters]
+            self.low = self.low or LowRank.like(adapters, len(self.weight), self.weight)
+            fill([(self.low, adapters)])
 
     @property
     def bare(self) -> torch.Tensor | None:

@@ -1,51 +1,99 @@
 """LoRA inside the fused layer: y = x W' + s (x A') B', with the base frozen.
 
-What peft's linear layers do in five operations each is two small products here, added to the large one in place.
-Adapters are float32; beside a base in half precision they are multiplied in its type, and their gradients are float32.
+What peft's linear layers do in five operations each is two small products here, added to the large one in place; parts
+that read the same input go down to their ranks together. Adapters are float32; beside a base in half precision they are
+multiplied in its type, and their gradients are float32, added up by the products where sums wait for them.
 
-Shapes: T tokens, E columns of the input, C of the output, R rank.
+Shapes: T tokens, E columns of the input, C of the output, R ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from posttrain.kernels.gradient_sums import add_product
 from posttrain.kernels.logprob_head import wide_product
+from posttrain.models.low_rank import Adapted, Adapter, LowRank, fill
 
 PARTS = 7
 """Linear parts of a layer: q, k, v, o, gate, up, down."""
 
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of one linear part: A (R, E), B (C, R) and its scale."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-
-    def add(self, y_TC: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
-        """Add s (x A') B' to `y`; gives x A', which the way back needs."""
-        low_TR = x_TE @ self.a.to(x_TE.dtype).T
-        y_TC.addmm_(low_TR, self.b.to(x_TE.dtype).T, alpha=self.scale)
-        return low_TR
-
-    def back(
-        self, grad_TC: torch.Tensor, x_TE: torch.Tensor, low_TR: torch.Tensor, grad_TE: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of A and B; that of x is added to `grad_TE`, where one is wanted."""
-        grad_TR = grad_TC @ self.b.to(grad_TC.dtype)
-        if grad_TE is not None:
-            grad_TE.addmm_(grad_TR, self.a.to(grad_TC.dtype), alpha=self.scale)
-        grad_a, grad_b = wide_product(grad_TR.T, x_TE), wide_product(grad_TC.T, low_TR)
-        return grad_a.mul_(self.scale).to(self.a.dtype), grad_b.mul_(self.scale).to(self.b.dtype)
-
+PRODUCTS = ((0, 1, 2), (3,), (4, 5), (6,))
+"""The parts that read the same input."""
 
 Adapters = tuple[Adapter | None, ...]
-NONE: Adapters = (None,) * PARTS
+Grads = list[torch.Tensor | None]
+
+
+class Beside:
+    """The adapters beside one product; there may be none, and then nothing is done."""
+
+    def __init__(self, parts: Sequence[int], adapters: Adapters, weights: Sequence[torch.Tensor]) -> None:
+        self.parts: list[int] = []
+        self.adapters: Adapted = []
+        start = 0
+        for part in parts:
+            columns = slice(start, start := start + len(weights[part]))
+            if (one := adapters[part]) is not None:
+                self.parts.append(part)
+                self.adapters.append((columns, one))
+        self.copies = LowRank.like(self.adapters, start, weights[parts[0]]) if self.adapters else None
+
+    def down(self, x_TE: torch.Tensor) -> torch.Tensor | None:
+        """x A' of all."""
+        return self.copies.down(x_TE) if self.copies else None
+
+    def add(self, y_TC: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor | None:
+        """Adds to `y`; gives x A', which the way back needs."""
+        return self.copies.add(y_TC, x_TE) if self.copies else None
+
+    def factors(self, part: int, low_TR: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the adapter of a part adds to its columns, as the two matrices whose product it is."""
+        if self.copies is None or low_TR is None or part not in self.parts:
+            return None
+        place = self.parts.index(part)
+        return low_TR[:, self.copies.places[place][1]], self.copies.ups[place].T
+
+    def back(self, grad_TC: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of x A'."""
+        return self.copies.back(grad_TC) if self.copies else None
+
+    def into(self, grad_TR: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is added to the gradient of the input, as the two matrices whose product it is."""
+        return (grad_TR, self.copies.down_RE) if self.copies and grad_TR is not None else None
+
+    def gradients(self, found: Grads, grad_TC: torch.Tensor, x_TE: torch.Tensor, low_TR, grad_TR) -> None:
+        """Put the gradients of A and B of every part into `found`, unless sums take them."""
+        if self.copies is None:
+            return
+        ones, places = [one for _, one in self.adapters], self.copies.places
+        if not add_product([one.a for one in ones], grad_TR, x_TE):
+            stacked_RE = wide_product(grad_TR.T, x_TE)
+            for part, one, (_, ranks) in zip(self.parts, ones, places, strict=True):
+                found[2 * part] = stacked_RE[ranks].to(one.a.dtype)
+        for part, one, (columns, ranks) in zip(self.parts, ones, places, strict=True):
+            if not add_product((one.b,), grad_TC[:, columns], low_TR[:, ranks], one.scale):
+                grad = wide_product(grad_TC[:, columns].T, low_TR[:, ranks]).mul_(one.scale)
+                found[2 * part + 1] = grad.to(one.b.dtype)
+
+    def both(self, found: Grads, grad_TC: torch.Tensor, x_TE: torch.Tensor, low_TR, grad_TE: torch.Tensor) -> None:
+        """The same, and what they add to the gradient of the input."""
+        if self.copies is not None:
+            grad_TR = self.copies.back(grad_TC)
+            grad_TE.addmm_(grad_TR, self.copies.down_RE)
+            self.gradients(found, grad_TC, x_TE, low_TR, grad_TR)
+
+
+def beside_products(adapters: Adapters, weights: Sequence[torch.Tensor]) -> list[Beside]:
+    """The adapters beside each of `PRODUCTS`, as they are now; `weights` are the seven parts'."""
+    found = [Beside(parts, adapters, weights) for parts in PRODUCTS]
+    filled = [(one.copies, one.adapters) for one in found if one.copies is not None]
+    if filled:
+        fill(filled)
+    return found
 
 
 def base_of(part: Any) -> Any:
@@ -76,9 +124,7 @@ def is_off(part: Any) -> bool:
 
 
 def adapter_of(part: Any) -> Adapter | None:
-    if part is base_of(part) or is_off(part):
-        return None
-    return Adapter(part.lora_A["default"].weight, part.lora_B["default"].weight, float(part.scaling["default"]))
+    return None if part is base_of(part) or is_off(part) else Adapter.of(part)
 
 
 def flat(adapters: Adapters) -> list[torch.Tensor | None]:

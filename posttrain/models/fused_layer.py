@@ -18,16 +18,14 @@ from typing import Any
 
 import torch
 
-from posttrain.kernels import train
-from posttrain.kernels.decode import silu_mul
-from posttrain.kernels.gradient_sums import add_product
+from posttrain.kernels import adapted_gate, train
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
-from posttrain.models.arena import end_to_end, join_products
+from posttrain.models.arena import join_products
 from posttrain.models.forward import LAYERS
-from posttrain.models.fused_adapters import PARTS, Adapters, adapter_of, base_of, can_fuse_adapter, flat
-
-_LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+from posttrain.models.fused_adapters import PARTS, Grads
+from posttrain.models.layer_weights import LayerWeights
+from posttrain.models.unchanged import once
 
 
 def fuse_layers(model: torch.nn.Module) -> None:
@@ -52,29 +50,19 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     layout = active_layout()
     if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+    weights = once(self, LayerWeights.of)
+    if weights is None:
+        return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     layout.answered += 1
     attention = self.self_attn
     last = attention.layer_idx == attention.config.num_hidden_layers - 1
-    parts = _linear_parts(self)
-    adapters = tuple(adapter_of(part) for part in parts)
-    q, k, v, out, gate, up, down = map(base_of, parts)
-    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
     return _FusedLayer.apply(
         hidden_states[0],
         (layout.sight, attention.head_dim, attention.scaling, self.input_layernorm.variance_epsilon),
         layout.wanted_T if last else None,
         *(table[0].contiguous() for table in position_embeddings),
-        self.input_layernorm.weight,
-        *(part.weight for part in (q, k, v)),
-        *(part.bias for part in (q, k, v)),
-        *norms,
-        out.weight,
-        self.post_attention_layernorm.weight,
-        gate.weight,
-        up.weight,
-        down.weight,
-        adapters,
-        *flat(adapters),
+        weights,
+        *weights.tensors,
     )  # pyright: ignore
 
 
@@ -84,51 +72,42 @@ def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
     if not train.can_attend(layer.self_attn.head_dim, hidden):
         return False
     window = getattr(layer.self_attn, "sliding_window", None) or getattr(layer.self_attn.config, "sliding_window", None)
-    if window and window < int(layout.lengths.max()):
-        return False
-    parts = _linear_parts(layer)
-    return all(map(can_fuse_adapter, parts)) and all(base_of(part).bias is None for part in parts[3:])
-
-
-def _linear_parts(layer: Any) -> list[Any]:
-    return [getattr(getattr(layer, home), name) for home, names in _LINEAR for name in names]
+    return not window or window >= int(layout.lengths.max())
 
 
 class _FusedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x_TE, shape, wanted, cosine_TD, sine_TD, before, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, out,
-        between, gate, up, down, adapters, *adapter_tensors,
-    ):  # fmt: skip
+    def forward(ctx, x_TE, shape, wanted, cosine_TD, sine_TD, weights: LayerWeights, *tensors):
         sight, size, scale, epsilon = shape
-        low: list[torch.Tensor] = []  # x A' of every adapter
-        heads, key_heads = len(q) // size, len(k) // size
+        by_qkv, by_out, by_gate_up, by_down = weights.beside
+        heads, key_heads = (rows // size for rows in weights.qkv.rows[:2])
         x_TE = x_TE.contiguous()
-        normed_TE, inverse_T = train.norm_forward(x_TE, before, epsilon)
-        qkv_TC = _product(normed_TE, (q, k, v), (q_bias, k_bias, v_bias))
-        low += _adapt(qkv_TC, normed_TE, adapters[:3], (q, k, v))
-        raw = _norm_heads(qkv_TC, (q_norm, k_norm), (heads, key_heads), size, epsilon)
+        middle_TE = torch.empty_like(x_TE) if wanted is None else x_TE.index_select(0, wanted)
+        normed_TE, inverse_T = train.norm_forward(
+            x_TE, weights.before, epsilon, copy_TE=middle_TE if wanted is None else None
+        )
+        tokens = len(x_TE)
+        qkv_TC = weights.qkv.product(normed_TE, train.spare_rows(x_TE, sight, size))
+        low_qkv = by_qkv.add(qkv_TC[:tokens], normed_TE)
+        raw = _norm_heads(qkv_TC[:tokens], weights.head_norms, (heads, key_heads), size, epsilon)
         parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
         attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
-        residual, attended = (
-            x if wanted is None else x.index_select(0, wanted) for x in (x_TE, attended_THD.flatten(1))
-        )
-        middle_TE = torch.addmm(residual, attended, out.T)
-        low += _adapt(middle_TE, attended, adapters[3:4], (out,))
-        gated_TE, middle_inverse_T = train.norm_forward(middle_TE, between, epsilon)
-        gate_up_T2I = _product(gated_TE, (gate, up))
-        low += _adapt(gate_up_T2I, gated_TE, adapters[4:6], (gate, up))
+        attended = _wanted(attended_THD[:tokens].flatten(1), wanted)
+        middle_TE.addmm_(attended, weights.out.weights[0].T)
+        low_out = by_out.add(middle_TE, attended)
         result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # no view: sharding hooks into what a layer returns
-        product_TI = silu_mul(gate_up_T2I)
-        torch.addmm(middle_TE, product_TI, down.T, out=result_1TE[0])
-        low += _adapt(result_1TE[0], product_TI, adapters[6:], (down,))
-        ctx.adapters, ctx.low = adapters, len(low)
-        ctx.sight, ctx.scale, ctx.heads, ctx.wanted = sight, scale, (heads, key_heads, size), wanted
-        ctx.weights = (before, q, k, v, q_norm, k_norm, out, between, gate, up, down)
-        ctx.has_bias = q_bias is not None
+        result_TE = result_1TE[0]
+        gated_TE, middle_inverse_T = train.norm_forward(middle_TE, weights.between, epsilon, copy_TE=result_TE)
+        gate_up_T2I = weights.gate_up.product(gated_TE)
+        low_gate_up = by_gate_up.down(gated_TE)
+        product_TI = adapted_gate.forward(gate_up_T2I, *(by_gate_up.factors(part, low_gate_up) for part in (4, 5)))
+        result_TE.addmm_(product_TI, weights.down.weights[0].T)
+        low_down = by_down.add(result_TE, product_TI)
+        ctx.weights, ctx.sight, ctx.scale, ctx.wanted = weights, sight, scale, wanted
+        ctx.heads = (heads, key_heads, size)
         ctx.save_for_backward(
             x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *parts, attended_THD, logsum_TH,
-            middle_TE, gated_TE, middle_inverse_T, gate_up_T2I, *raw, *low,
+            middle_TE, gated_TE, middle_inverse_T, gate_up_T2I, low_qkv, low_out, low_gate_up, low_down, *raw,
         )  # fmt: skip
         return result_1TE
 
@@ -136,76 +115,49 @@ class _FusedLayer(torch.autograd.Function):
     def backward(ctx, grad_1TE):  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TE, normed_TE, inverse_T, cosine_TD, sine_TD, *rest = ctx.saved_tensors
         *attention, middle_TE, gated_TE, middle_inverse_T, gate_up_T2I = rest[:9]
-        end = len(rest) - ctx.low
-        raw, low, attended_THD, wanted = rest[9:end], rest[end:], attention[3], ctx.wanted
-        before, q, k, v, q_norm, k_norm, out, between, gate, up, down = ctx.weights
-        heads, key_heads, size = ctx.heads
-        trained = any(ctx.needs_input_grad[5:_ADAPTERS])
-        back = _AdaptersBack(ctx.adapters, low)
+        low_qkv, low_out, low_gate_up, low_down, *raw = rest[9:]
+        weights: LayerWeights = ctx.weights
+        by_qkv, by_out, by_gate_up, by_down = weights.beside
+        attended_THD, wanted = attention[3], ctx.wanted
+        *counts, size = ctx.heads
+        trained = any(ctx.needs_input_grad[_TENSORS : _TENSORS + LayerWeights.OWN])
+        found: Grads = [None] * (2 * PARTS)
         grad_TE = grad_1TE[0].contiguous()
-        grad_product = grad_TE @ down
-        if ctx.adapters[6] is not None:  # its own gradient needs the product, which the next kernel makes once more
-            back.into(6, grad_TE, grad_product)
-        product_TI, grad_gate_up = train.gate_backward(grad_product, gate_up_T2I)
-        back.of(6, grad_TE, product_TI)
-        grad_gated = _product_back(grad_gate_up, (gate, up))
-        back.both((4, 5), grad_gate_up, (gate, up), gated_TE, grad_gated)
-        grad_middle, grad_between = train.norm_backward(grad_gated, middle_TE, between, middle_inverse_T, grad_TE)
-        attended = _wanted(attended_THD.flatten(1), wanted)
-        weights = [*_weight_grads((out,), grad_middle, attended), grad_between] if trained else []
-        grad_attended = grad_middle @ out
-        back.both((3,), grad_middle, (out,), attended, grad_attended)
-        grad_attended = _all_tokens(grad_attended, wanted, len(x_TE)).view_as(attended_THD)
+        grad_low = by_down.back(grad_TE)
+        product_TI, grad_gate_up = adapted_gate.backward(
+            weights.down.back(grad_TE),
+            gate_up_T2I,
+            *(by_gate_up.factors(part, low_gate_up) for part in (4, 5)),
+            added=by_down.into(grad_low),
+        )
+        by_down.gradients(found, grad_TE, product_TI, low_down, grad_low)
+        grad_gated = weights.gate_up.back(grad_gate_up)
+        by_gate_up.both(found, grad_gate_up, gated_TE, low_gate_up, grad_gated)
+        normed = (middle_TE, weights.between, middle_inverse_T)
+        grad_middle, grad_between = train.norm_backward(grad_gated, *normed, grad_TE, trained=trained)
+        attended = _wanted(attended_THD[: len(x_TE)].flatten(1), wanted)
+        grad_out = weights.out.gradients(grad_middle, attended) if trained else ()
+        grad_attended = weights.out.back(grad_middle)
+        by_out.both(found, grad_middle, attended, low_out, grad_attended)
+        grad_attended = _all_tokens(grad_attended, wanted, len(x_TE)).view(len(x_TE), *attended_THD.shape[1:])
         grad_middle = _all_tokens(grad_middle, wanted, len(x_TE))
         grads = train.attention_backward(grad_attended, *attention, sight=ctx.sight, scale=ctx.scale)
         grad_qkv = train.join_heads(*grads, cosine_TD, sine_TD)
-        grad_norms = _norm_heads_back(grad_qkv, raw, (q_norm, k_norm), (heads, key_heads), size)
-        grad_normed = _product_back(grad_qkv, (q, k, v))
-        back.both((0, 1, 2), grad_qkv, (q, k, v), normed_TE, grad_normed)
-        grad_x, grad_before = train.norm_backward(grad_normed, x_TE, before, inverse_T, grad_middle)
+        grad_norms = _norm_heads_back(grad_qkv, raw, weights.head_norms, counts, size, trained)
+        grad_normed = weights.qkv.back(grad_qkv)
+        by_qkv.both(found, grad_qkv, normed_TE, low_qkv, grad_normed)
+        normed = (x_TE, weights.before, inverse_T)
+        grad_x, grad_before = train.norm_backward(grad_normed, *normed, grad_middle, trained=trained)
         if not trained:
-            return (grad_x, *(None,) * (_ADAPTERS - 1), None, *back.found)
-        biases = grad_qkv.sum(0).split([len(part) for part in (q, k, v)]) if ctx.has_bias else (None, None, None)
+            return (grad_x, *(None,) * (_TENSORS - 1 + LayerWeights.OWN), *found)
         return (
-            grad_x, None, None, None, None, grad_before, *_weight_grads((q, k, v), grad_qkv, normed_TE), *biases,
-            *grad_norms, *weights, *_weight_grads((gate, up), grad_gate_up, gated_TE),
-            *_weight_grads((down,), grad_TE, product_TI), None, *back.found,
+            grad_x, *(None,) * (_TENSORS - 1), grad_before, *weights.qkv.gradients(grad_qkv, normed_TE),
+            *weights.qkv.bias_gradients(grad_qkv), *grad_norms, *grad_out, grad_between,
+            *weights.gate_up.gradients(grad_gate_up, gated_TE), *weights.down.gradients(grad_TE, product_TI), *found,
         )  # fmt: skip
 
 
-_ADAPTERS = 19  # where the adapters stand among the operation's arguments
-
-
-def _adapt(y_TC: torch.Tensor, x_TE: torch.Tensor, adapters: Adapters, weights: tuple) -> list[torch.Tensor]:
-    """Add the adapters of parts that lie side by side in `y`."""
-    columns = y_TC.split([len(weight) for weight in weights], 1)
-    return [one.add(part, x_TE) for one, part in zip(adapters, columns, strict=True) if one is not None]
-
-
-class _AdaptersBack:
-    """Collects the gradients of the adapters, A and B of every part, in `found`."""
-
-    def __init__(self, adapters: Adapters, low: list[torch.Tensor]) -> None:
-        self.adapters, self.found = adapters, [None] * (2 * PARTS)
-        taken = iter(low)
-        self.low = [next(taken) if one is not None else None for one in adapters]
-
-    def into(self, number: int, grad_TC: torch.Tensor, grad_TE: torch.Tensor) -> None:
-        """Only the gradient of the input."""
-        one = self.adapters[number]
-        assert one is not None
-        grad_TE.addmm_(grad_TC @ one.b.to(grad_TC.dtype), one.a.to(grad_TC.dtype), alpha=one.scale)
-
-    def of(self, number: int, grad_TC: torch.Tensor, x_TE: torch.Tensor, grad_TE: torch.Tensor | None = None) -> None:
-        one, low_TR = self.adapters[number], self.low[number]
-        if one is not None and low_TR is not None:
-            self.found[2 * number : 2 * number + 2] = one.back(grad_TC, x_TE, low_TR, grad_TE)  # pyright: ignore
-
-    def both(self, numbers: tuple, grad_TC: torch.Tensor, weights: tuple, x_TE: torch.Tensor, grad_TE) -> None:
-        """Of parts that lie side by side: their own gradients, and what they add to that of the input."""
-        columns = grad_TC.split([len(weight) for weight in weights], 1)
-        for number, part in zip(numbers, columns, strict=True):
-            self.of(number, part, x_TE, grad_TE)
+_TENSORS = 6  # where the weights stand among the operation's arguments
 
 
 def _wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -215,30 +167,6 @@ def _wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
 def _all_tokens(grad: torch.Tensor, wanted: torch.Tensor | None, tokens: int) -> torch.Tensor:
     """The gradient of all tokens, from that of the wanted ones."""
     return grad if wanted is None else grad.new_zeros(tokens, grad.shape[1]).index_copy_(0, wanted, grad)
-
-
-def _product(x_TE: torch.Tensor, weights: tuple, biases: tuple = (None,)) -> torch.Tensor:
-    """All products of `x` side by side; one, where the weights lie end to end."""
-    whole = end_to_end(weights)
-    if whole is None:
-        y = torch.cat([x_TE @ weight.T for weight in weights], 1)
-        return y if biases[0] is None else y.add_(torch.cat(biases))
-    if biases[0] is None:
-        return x_TE @ whole.T
-    bias = end_to_end(biases)
-    return torch.addmm(torch.cat(biases) if bias is None else bias, x_TE, whole.T)
-
-
-def _product_back(grad_TC: torch.Tensor, weights: tuple) -> torch.Tensor:
-    whole = end_to_end(weights)
-    return grad_TC @ (torch.cat(weights) if whole is None else whole)
-
-
-def _weight_grads(weights: tuple, grad_TC: torch.Tensor, x_TE: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """Gradients of weights whose products lie side by side; none, where sums take them."""
-    if add_product(weights, grad_TC, x_TE):
-        return (None,) * len(weights)
-    return (grad_TC.T @ x_TE).split([len(weight) for weight in weights])
 
 
 def _norm_heads(qkv_TC: torch.Tensor, norms: tuple, counts: tuple[int, int], size: int, epsilon: float) -> list:
@@ -256,14 +184,17 @@ def _norm_heads(qkv_TC: torch.Tensor, norms: tuple, counts: tuple[int, int], siz
     return kept
 
 
-def _norm_heads_back(grad_qkv: torch.Tensor, raw: list, norms: tuple, counts: tuple[int, int], size: int) -> list:
+def _norm_heads_back(
+    grad_qkv: torch.Tensor, raw: list, norms: tuple, counts: Sequence[int], size: int, trained: bool
+) -> list:
     """The way back of `_norm_heads`, in place; gives the gradients of the norms' weights."""
     if not raw:
         return [None, None]
     found, start = [], 0
     for place, (norm, count) in enumerate(zip(norms, counts, strict=True)):
         part = grad_qkv[:, start : start + count * size]
-        grad, grad_norm = train.norm_backward(part.reshape(-1, size), raw[2 * place], norm, raw[2 * place + 1])
+        rows = (part.reshape(-1, size), raw[2 * place], norm, raw[2 * place + 1])
+        grad, grad_norm = train.norm_backward(*rows, trained=trained)
         part.copy_(grad.view(len(part), -1))
         found.append(grad_norm)
         start += count * size

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain import pulse
+from posttrain import cores, pulse
 from posttrain.rewards.channel import Payload
 from posttrain.rewards.crew import Crew, Task
 from posttrain.rewards.outcomes import Outcome
@@ -46,9 +46,7 @@ class RewardPool:
             )
         self.spec = replace(spec, timeout_s=timeout_s)
         self._failure_score = failure_score
-        size = num_workers or min(
-            8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        size = num_workers or min(8, cores.usable())
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._queue: deque[Task] = deque()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -32,16 +32,21 @@ def advance(engine: RolloutEngine, until: Callable[[], bool] = lambda: False) ->
 def generate(
     engine: RolloutEngine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], seeds: Sequence[int]
 ) -> list[Output]:
-    """One output per prompt, in order, its row as `id`."""
-    for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
-        engine.submit(Request(row, prompt, sampling, seed))
+    """One output per prompt, in order, its row as `id`. A call that fails leaves no request behind."""
     outputs: dict[Any, Output] = {}
     longest = max((sampling.max_tokens for sampling in samplings), default=0)
-    with pulse.work("responses", len(prompts), most_tokens=longest) as work:
-        while engine.has_work():
-            ended = advance(engine)
-            work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
-            outputs.update((output.id, output) for output in ended)
+    try:
+        for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
+            engine.submit(Request(row, prompt, sampling, seed))
+        with pulse.work("responses", len(prompts), most_tokens=longest) as work:
+            while engine.has_work():
+                ended = advance(engine)
+                work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
+                outputs.update((output.id, output) for output in ended)
+    except BaseException:
+        with suppress(Exception):  # what went wrong first is what the caller must hear
+            engine.abort(range(len(prompts)))
+        raise
     return [outputs[row] for row in range(len(prompts))]
 
 

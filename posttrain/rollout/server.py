@@ -40,7 +40,8 @@ class Server:
         self._thread.shutdown()
 
     async def generate(self, request: Request) -> Output:
-        """The response; cancelled, the request is aborted. The error of a failed step reaches everybody who waits."""
+        """The response; cancelled, the request is aborted. Whoever made a request hears that the engine refuses it, and
+        everybody who waits hears of a step that failed."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} is under way already")
         future = asyncio.get_running_loop().create_future()
@@ -51,7 +52,8 @@ class Server:
         try:
             return await future
         except asyncio.CancelledError:
-            self._given_up.add(request.id)
+            if self._waiting.get(request.id) is future:  # it has not ended meanwhile, which frees its id
+                self._given_up.add(request.id)
             raise
 
     async def _drive(self) -> None:
@@ -61,7 +63,7 @@ class Server:
             new, self._new = self._new, []
             given_up, self._given_up = self._given_up, set()
             try:
-                ended = await loop.run_in_executor(self._thread, self._work, new, given_up)
+                ended, refused = await loop.run_in_executor(self._thread, self._work, new, given_up)
             except Exception as error:
                 self._fail(error)
                 return
@@ -69,18 +71,31 @@ class Server:
                 future = self._waiting.pop(output.id)
                 if not future.done():
                     future.set_result(output)
+            for id, error in refused.items():
+                future = self._waiting.pop(id)
+                if not future.done():
+                    future.set_exception(error)
 
-    def _work(self, new: list[Request], given_up: set[Hashable]) -> list[Output]:
-        """In the engine's thread: let in, give up, and decode until something ended or somebody came or went."""
+    def _work(self, new: list[Request], given_up: set[Hashable]) -> tuple[list[Output], dict[Hashable, Exception]]:
+        """In the engine's thread: let in, give up, and decode until something ended or somebody came or went; gives
+        what ended, and what was not let in."""
+        refused: dict[Hashable, Exception] = {}
         for request in new:
-            self.engine.submit(request)
+            try:
+                self.engine.submit(request)
+            except Exception as error:
+                refused[request.id] = error
         gone = self.engine.abort(given_up) if given_up else []
-        return gone or advance(self.engine, until=lambda: bool(self._new or self._given_up))
+        if gone or refused:
+            return gone, refused
+        return advance(self.engine, until=lambda: bool(self._new or self._given_up)), refused
 
     def _fail(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, {}
         self._new, self._given_up = [], set()
-        self.engine.abort(waiting)
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(error)
+        try:
+            self.engine.abort(waiting)
+        finally:  # an engine that cannot even give up keeps nobody waiting
+            for future in waiting.values():
+                if not future.done():
+                    future.set_exception(error)

@@ -82,8 +82,10 @@ class RolloutWorker:
         ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
         seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
         self._wake()
-        outputs = generate(self.rollout, ids, [self._sampling_of(prompts)] * len(ids), seeds)
-        self._sleep()
+        try:
+            outputs = generate(self.rollout, ids, [self._sampling_of(prompts)] * len(ids), seeds)
+        finally:
+            self._sleep()
         return to_batch(ids, outputs, self.tokenizer.pad_token_id)
 
     def _sampling_of(self, prompts: DataProto) -> Sampling:

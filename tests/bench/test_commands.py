@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsys):
     file = tmp_path / "rollout.json"
     sizes = ("--prompts", "2", "--n", "2", "--tokens", "4", "--prompt-tokens", "3", "--repeat", "1", "--threads", "1")
-    status, out, err = run(capsys, "rollout", "--only", "hf,vllm", "--model", str(tiny), *sizes, "--json", str(file))
+    more = ("--json", str(file), "--truth", "2")
+    status, out, err = run(capsys, "rollout", "--only", "hf,vllm", "--model", str(tiny), *sizes, *more)
     assert status == 0 and "hf: run 1 of 1" in err
     assert re.search(r"^hf +[\d,]+ +[\d,]+ +1\.00x +yes +posttrain", out, re.M)
     assert re.search(r"^vllm +- .*not installed \(--install\)", out, re.M)
@@ -39,6 +41,21 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     assert ours["packages"]["torch"] and ours["python"] and ours["settings"]["engine"].startswith("hf")
     assert [run["tokens"] for run in ours["runs"]] == [16] and ours["runs"][0]["log_probs"]
     assert ours["best"] == ours["median"] == pytest.approx(16 / ours["runs"][0]["seconds"])
+    assert re.search(r"^hf: its rollout, against float32 +\S+ +\S+ +\S+ +8$", out, re.M)
+    for pair in ("rollout", "trainer", "transformers", "rollout_trainer"):
+        assert found["truth"]["hf"][pair]["tokens"] == 8 and found["truth"]["hf"][pair]["max"] < 1e-4, pair
+    assert "sampled" not in file.read_text(), "rows do not lie in a file of figures"
+
+
+def test_distances_from_the_truth_are_those_of_single_tokens():
+    from posttrain.bench.ours.truth import distance
+    from posttrain.bench.peers.wire import sampled
+
+    found = distance([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
+    assert found["mean"] == pytest.approx(0.5) and found["max"] == 1.0 and found["tokens"] == 3
+    assert found["kl"] == pytest.approx((0 + (math.exp(-0.5) - 0.5) + (math.e - 2)) / 3)
+    rows = [[row] for row in range(8)]
+    assert sampled({"sample": 4}, rows, rows)["sampled"]["rows"] == [0, 2, 4, 6] and not sampled({}, rows, rows)
 
 
 def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, capsys):

@@ -80,7 +80,7 @@ def test_several_machines_of_torchrun_get_one_refusal_before_anything_else(probl
 @pytest.mark.parametrize("tree", [PPO, SFT])
 def test_the_first_process_of_torchrun_trains_with_as_many_workers_and_the_others_leave(problems, monkeypatch, tree):
     torchrun(monkeypatch, processes=2, here=2, rank=0)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 8)
     given = ["trainer.seed=1", "trainer.device=cpu"]
     resolved = load_config(given, environment=True, tree=tree)
     assert resolved.value("trainer.n_gpus_per_node") == 2
@@ -102,7 +102,7 @@ def test_D_25_several_machines_without_a_cluster_are_told_how_to_give_one(proble
 
 @pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_HEAD_ADDRESS"])
 def test_several_machines_with_an_address_are_taken_whatever_this_one_has(problems, monkeypatch, name):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
     monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     monkeypatch.setenv(name, "10.0.0.1:6379")
     for given in (["trainer.nnodes=2"], ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
@@ -113,7 +113,7 @@ def test_several_machines_with_an_address_are_taken_whatever_this_one_has(proble
 
 
 def test_more_processes_of_torchrun_than_this_machine_has_cores_name_its_own_flag(problems, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
     monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     torchrun(monkeypatch, processes=8, here=8, rank=0)
     said = problems("algorithm.adv_estimator=grpo", environment=True)

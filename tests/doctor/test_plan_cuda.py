@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,6 +183,21 @@ def test_captured_steps_hold_float32_logits_of_the_largest_graph():
     assert few == more, "33 rows run in the graph of 48"
     assert more - on_cuda.captured_bytes(SIZES, 32, 64) == more // 3
     assert more > 48 * 4 * 100
+
+
+def test_captured_steps_are_counted_with_the_sizes_of_the_kernels():
+    """These import Triton, so that the plan has its own copies."""
+    folder = Path(on_cuda.__file__).parent.parent / "kernels" / "cuda"
+    known: dict[str, Any] = {}
+    for name in ("row_buffers", "sampling"):
+        for line in ast.parse((folder / f"{name}.py").read_text()).body:
+            if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant | ast.BinOp | ast.Tuple):
+                exec(ast.unparse(line), known)
+    assert (known["MOST_TOKENS"], known["CHUNK"]) == (on_cuda.ROUND, on_cuda.CHUNK)
+    one, two = (on_cuda.captured_bytes(SIZES, rows, 64) for rows in (32, 64))
+    numbers = 4 * (len(known["_INTS"]) + 2) + 8 * (len(known["_LONGS"]) + 1)  # and where a row writes and reads
+    each = numbers + 8 * known["MOST_TOKENS"] + 4 * 4 + 12 + SIZES.passing + 4 * SIZES.vocabulary
+    assert two - one == 32 * each
 
 
 def test_a_model_that_the_kernels_do_not_serve_is_counted_by_its_own_code(tmp_path):

@@ -12,9 +12,9 @@ from posttrain.bench.presets import PRESETS
 from posttrain.config import load_config
 from posttrain.config.supervised_tree import SFT
 from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, USABLE, Device
-from posttrain.doctor.plan import Counter, plan_memory
-from posttrain.doctor.remedies import RL
+from posttrain.doctor.memory import GIB, USABLE, Device, Plan
+from posttrain.doctor.plan import Counter, Shape, plan_generation, plan_memory
+from posttrain.doctor.remedies import RL, Levers
 from posttrain.doctor.settling import settle
 from posttrain.doctor.supervised import LEVERS, SupervisedCounter, plan_supervised
 from posttrain.trainer.run import memory
@@ -110,6 +110,28 @@ def test_a_critic_has_a_budget_of_its_own_and_supervised_runs_have_theirs(model)
     assert plan_supervised(found.config, gpu(16), counter).fits
 
 
+def test_budgets_that_meet_in_one_stage_are_lowered_until_all_stages_fit():
+    """Neither the actor's nor the critic's alone would make the log-probs fit."""
+    config = load_config({"algorithm.adv_estimator": "gae", "data.train_files": "x.json"}).config
+
+    def plan(config, device, counter):
+        actor, critic = (
+            config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+            config.critic.ppo_max_token_len_per_gpu,
+        )
+        sizes = {"update": actor, "critic update": 2 * critic, "log-probs": 3 * max(actor, critic)}
+        stages = {"generate": {"KV cache": 0}, **{name: {"rows": size} for name, size in sizes.items()}}
+        return Plan(device, Shape.of(config), stages)
+
+    said = settle(config, Device("cuda", 20000, ""), set(), Levers({}, (), plan), lambda *asked: None)
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 4096  # 3 x 4,096 of 18,000 that are usable
+    assert config.critic.ppo_max_token_len_per_gpu == 4096
+    assert [sentence.partition(" was not set")[0] for sentence in said[1:]] == [
+        TOKENS,
+        "critic.ppo_max_token_len_per_gpu",
+    ]
+
+
 def test_a_run_settles_before_it_loads_and_goes_on_where_no_plan_can_be_made(model, monkeypatch, capsys):
     monkeypatch.setattr("posttrain.doctor.memory.find_device", lambda config: gpu(16))
     monkeypatch.setattr("posttrain.doctor.plan.Counter", lambda: COUNTER)
@@ -156,3 +178,52 @@ def test_a_run_tells_the_plan_which_settings_were_given(monkeypatch, capsys):
     assert told == [("the device", {"given.key"})] and "The plan chose." in capsys.readouterr().out
     settle_memory(PPOConfig(), torch.device("cpu"), set())
     assert len(told) == 1, "on a CPU nothing is settled"
+
+
+def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkeypatch):
+    """Where a training run would have optimizer and gradients; the free memory counts, not all of the device."""
+    from posttrain.config.model import ModelConfig
+    from posttrain.trainer.generation import memory as generating
+    from posttrain.trainer.generation.settings import Settings
+
+    def settled_for(**rollout) -> float | None:
+        config = resolved(model, **rollout).config
+        config.actor_rollout_ref.model.path, config.trainer.n_gpus_per_node = None, 8  # the run of a checkpoint
+        settings = Settings(config, 4, 1.0, False, frozenset())
+        monkeypatch.setattr(generating, "free_bytes", lambda device: 16 * GIB)
+        generating.settle_generation(settings, ModelConfig(path=model), torch.device("cuda"), 100, pytest.fail)
+        return config.actor_rollout_ref.rollout.kv_cache_gb
+
+    config = resolved(model, actor_rollout_ref__rollout__n=4, data__train_batch_size=100).config
+    parts = plan_generation(config, gpu(16), COUNTER).stages["generate"]
+    assert parts["actor weights"] > 0.9 * GIB and "actor optimizer" not in parts
+    left = USABLE * 16 * GIB - sum(size for part, size in parts.items() if part != "KV cache")
+    assert settled_for() == pytest.approx(left / GIB, abs=0.02) and left > 10 * GIB
+    assert settled_for(actor_rollout_ref__rollout__kv_cache_gb=2.0) == 2.0
+    assert settled_for(actor_rollout_ref__rollout__gpu_memory_utilization=0.5) is None
+
+
+def test_generation_goes_on_where_no_plan_can_be_made_and_on_a_cpu_nothing_is_asked(monkeypatch):
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.root import PPOConfig
+    from posttrain.trainer.generation import memory as generating
+    from posttrain.trainer.generation.settings import Settings
+
+    said, settings = [], Settings(PPOConfig(), 1, 0.0, False, frozenset())
+    monkeypatch.setattr(generating, "free_bytes", lambda device: 16 * GIB)
+    generating.settle_generation(settings, ModelConfig(path="/no/such"), torch.device("cuda"), 1, said.append)
+    assert len(said) == 1 and said[0].startswith("note: No memory plan could be made")
+    generating.settle_generation(settings, ModelConfig(path="/no/such"), torch.device("cpu"), 1, said.append)
+    assert len(said) == 1 and settings.config.actor_rollout_ref.rollout.kv_cache_gb is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: y"), MemoryError()])
+def test_generation_that_runs_out_of_any_memory_says_what_lowers_it(error):
+    from posttrain.config.rollout import RolloutConfig
+    from posttrain.errors import UserError
+    from posttrain.trainer.generation.memory import memory_words
+
+    with pytest.raises(UserError, match="max_num_seqs=7"), memory_words(RolloutConfig(max_num_seqs=7), 5):
+        raise error
+    with pytest.raises(RuntimeError, match="another"), memory_words(RolloutConfig(), 5):
+        raise RuntimeError("another")

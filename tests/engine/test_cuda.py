@@ -17,10 +17,18 @@ def cuda_engine(tiny_model):
     from posttrain.config.optim import OptimConfig
     from posttrain.engine.fsdp import EngineSettings, FSDPEngine
     from posttrain.models.loading import load_causal_lm
+    from posttrain.models.lora import with_adapters
 
-    def make(dtype=torch.float64, **settings):
+    def make(dtype=torch.float64, rank=0, **settings):
         device = torch.device("cuda")
-        module = load_causal_lm(ModelConfig(path=str(tiny_model)), dtype=dtype, device=device)
+        config = ModelConfig(path=str(tiny_model), lora_rank=rank, lora_alpha=2 * rank)
+        module = load_causal_lm(config, dtype=dtype, device=device)
+        if rank:
+            module = with_adapters(module, config)
+            torch.manual_seed(0)
+            for name, weight in module.named_parameters():
+                if ".lora_B." in name:  # zero at first, and then A has no gradient
+                    weight.data.normal_(std=0.1)
         return FSDPEngine(module, EngineSettings(device=device, optim=OptimConfig(lr=1e-3), grad_clip=1e9, **settings))
 
     return make
@@ -35,7 +43,8 @@ def test_gradient_is_the_same_packed_padded_shared_and_split(cuda_engine, dtype,
         assert float((part - whole).norm() / whole.norm()) < limit, layout
 
 
-def test_matrices_in_bfloat16_get_their_gradients_added_up_in_float32_by_the_products(cuda_engine, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 3, 40])
+def test_matrices_and_adapters_in_bfloat16_get_their_gradients_added_up_by_the_products(cuda_engine, rank, monkeypatch):
     from posttrain.engine.optim import Optimizer
 
     batch = ragged_batch(dtype=torch.float32, prompts=5)
@@ -47,13 +56,13 @@ def test_matrices_in_bfloat16_get_their_gradients_added_up_in_float32_by_the_pro
         gathered(self)
 
     monkeypatch.setattr(Optimizer, "gather_gradients", gather)
-    exact = gradient(cuda_engine(torch.float32, max_rows=1), batch, objective())
+    exact = gradient(cuda_engine(torch.float32, rank, max_rows=1), batch, objective())
     left.clear()
-    added = gradient(cuda_engine(torch.bfloat16, max_rows=1), batch, objective())
-    assert not any("proj.weight" in name for name in left)
+    added = gradient(cuda_engine(torch.bfloat16, rank, max_rows=1), batch, objective())
+    assert rank or not any("proj.weight" in name for name in left)
     monkeypatch.setattr(Optimizer, "open_sums", lambda self: None)
-    rounded = gradient(cuda_engine(torch.bfloat16, max_rows=1), batch, objective())
-    assert any("proj.weight" in name for name in left)
+    rounded = gradient(cuda_engine(torch.bfloat16, rank, max_rows=1), batch, objective())
+    assert any(".lora_A." in name if rank else "proj.weight" in name for name in left)
     off = [float((found.float() - exact).norm() / exact.norm()) for found in (added, rounded)]
     assert off[0] < 1.05 * off[1] < 0.1
 

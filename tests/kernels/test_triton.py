@@ -65,6 +65,32 @@ def test_silu_mul_and_its_gradient(dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("ranks", [(3, 3, 3), (40, 0, 5), (0, 8, 0), (0, 0, 70)], ids=str)
+def test_the_gate_with_adapters_and_its_gradient(dtype, ranks, monkeypatch):
+    """Against the plain formula; blocks of tokens, columns and ranks that are not full."""
+    from posttrain.kernels.cuda import adapted_gate
+
+    monkeypatch.setattr(adapted_gate, "TOKENS", 16)
+    monkeypatch.setattr(adapted_gate, "COLUMNS", 16)
+    tokens, size = 37, 44
+    both, grad = draw(tokens, 2 * size, dtype=dtype, seed=6), draw(tokens, size, dtype=dtype)
+    stacked = draw(tokens, 210, dtype=dtype) / 8
+    factors = [  # left ones are columns of a wider tensor, right ones are transposed but for the last, as in a layer
+        (stacked[:, place * 70 : place * 70 + rank], right) if rank else None
+        for place, rank in enumerate(ranks)
+        for right in [draw(size, rank, dtype=dtype).T if place < 2 else draw(rank, size, dtype=dtype)]
+    ]
+    sums = [x[0].double() @ x[1].double() if x else 0.0 for x in factors]
+    leaf = both.double().requires_grad_()
+    product = F.silu(leaf[:, :size] + sums[0]) * (leaf[:, size:] + sums[1])
+    near(adapted_gate.forward(both, factors[0], factors[1]), product.detach(), at=2)
+    product.backward(grad.double() + sums[2])
+    again, grad_both = adapted_gate.backward(grad, both, *factors)
+    near(again, product.detach(), at=2)
+    near(grad_both, leaf.grad, at=4)
+
+
+@each_dtype
 def test_norm_of_training_and_its_gradient(dtype):
     from posttrain.kernels.cuda.layers import norm_backward, norm_forward
 
@@ -73,12 +99,26 @@ def test_norm_of_training_and_its_gradient(dtype):
     leaf, scale = x.float().requires_grad_(), weight.float().requires_grad_()
     wanted = F.rms_norm(leaf, (48,), scale, 1e-6)
     wanted.backward(grad.float())
-    found, inverse = norm_forward(x, weight, 1e-6)
+    copy = torch.full_like(x, float("nan"))
+    found, inverse = norm_forward(x, weight, 1e-6, copy)
     near(found, wanted.detach())
+    assert torch.equal(copy, x) and torch.equal(norm_forward(x, weight, 1e-6)[0], found)
     grad_x, grad_weight = norm_backward(grad, x, weight, inverse, added)
     near(grad_x, leaf.grad + added.float())
     near(grad_weight, scale.grad, at=4)
     near(norm_backward(grad, x, weight, inverse)[0], leaf.grad)
+    frozen, nothing = norm_backward(grad, x, weight, inverse, added, trained=False)
+    assert torch.equal(frozen, grad_x) and nothing is None
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 37, 1100])
+def test_columns_are_summed_up_whatever_the_number_of_rows(dtype, rows, monkeypatch):
+    from posttrain.kernels.cuda import column_sums
+
+    monkeypatch.setattr(column_sums, "PARTS", 20)
+    x = draw(rows, 150, dtype=dtype, seed=7)
+    near(column_sums.column_sums(x, dtype), x.double().sum(0), at=4)
 
 
 @each_dtype
@@ -113,6 +153,23 @@ def test_statistics_of_logits_and_their_gradient(dtype, temperature):
     grads = draw(6), draw(6)
     torch.autograd.backward(wanted, grads)
     near(gradient(logits.detach(), [labels, logsum, entropy, *grads], temperature, dtype), logits.grad)
+
+
+@pytest.mark.parametrize("keep", [0, 2, 3], ids=["none kept", "some kept", "all kept"])
+def test_the_head_gives_the_same_whether_logits_wait_or_are_computed_again(keep):
+    from posttrain.kernels import logprob_head as head
+
+    hidden, weight = draw(17, 24, seed=5).requires_grad_(), draw(300, 24).requires_grad_()
+    labels = torch.randint(0, 300, (17,)).to(DEVICE)
+    chunks = [slice(0, 7), slice(7, 14), slice(14, 17)]
+    results = []
+    for found in (
+        head._CudaHead.apply(hidden, weight, labels, 0.7, chunks, keep),
+        head.plain_logprob_head(hidden, weight, labels, temperature=0.7),
+    ):
+        results.append([*found, *torch.autograd.grad((found[0] - 0.3 * found[1]).sum(), [hidden, weight])])
+    for ours, wanted in zip(*results, strict=True):
+        near(ours.detach(), wanted.detach(), at=4)
 
 
 def test_sampling_takes_the_tokens_that_the_cpu_takes():

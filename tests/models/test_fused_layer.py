@@ -12,10 +12,11 @@ from posttrain.engine import fsdp
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.kernels import compiled, gradient_sums, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
-from posttrain.models import fused_layer
+from posttrain.models import fused_adapters, fused_layer, layer_weights
 from posttrain.models.forward import hidden_states
 from posttrain.models.fused_layer import fuse_layers, join_weights
 from posttrain.models.lora import add_adapters, base_only
+from posttrain.models.unchanged import weights_unchanged
 from tests.machine import has_compiler
 from tests.rollout.tiny import tiny
 
@@ -108,11 +109,11 @@ def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them
     FSDPEngine(model, EngineSettings(device=torch.device("cpu")))
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     joined = []
-    monkeypatch.setattr(fused_layer.torch, "cat", lambda *args: joined.append(1))
+    monkeypatch.setattr(layer_weights.torch, "cat", lambda *args: joined.append(1))
     layer = model.model.layers[0]
     x = torch.ones(1, model.config.hidden_size)
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    y = fused_layer._product(x, tuple(part.weight for part in parts), tuple(part.bias for part in parts))
+    y = layer_weights.LayerWeights.of(layer).qkv.product(x)
     assert y.shape[1] == sum(part.out_features for part in parts) and not joined
 
 
@@ -252,6 +253,39 @@ def test_adapters_equal_pefts_in_value_and_gradient_and_the_base_has_none(kind, 
         rounding = (plain[name] - exact).norm()
         assert (grads[name] - exact).norm() <= 1e-6 * exact.norm() + 2 * rounding, name
         assert rounding < 1e-5 * exact.norm(), name
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", [".lora_A.", ".lora_"], ids=["end to end", "in pieces"])
+def test_gradients_of_adapters_are_added_to_sums_that_wait_for_them(order, monkeypatch):
+    model = with_drawn_adapters("qwen2", "all-linear")
+    place = layout()
+    _, plain, _ = passes(model, place, fused=True, monkeypatch=monkeypatch)
+    taken = dict(sorted(((n, w) for n, w in model.named_parameters() if n in plain), key=lambda x: order not in x[0]))
+    sums = gradient_sums.open_sums(list(taken.values()))
+    for _ in range(2):
+        assert not passes(model, place, fused=True, monkeypatch=monkeypatch)[1]
+    for name, total in zip(taken, sums, strict=True):
+        torch.testing.assert_close(total, 2 * plain[name], rtol=1e-5, atol=1e-6)
+    gradient_sums.close_sums(list(taken.values()))
+
+
+@needs_compiler
+def test_copies_of_adapters_are_made_once_while_weights_stay_and_anew_when_they_may_have_changed(monkeypatch):
+    model = with_drawn_adapters("qwen2", "all-linear")
+    filled, fill = [], fused_adapters.fill
+    monkeypatch.setattr(fused_adapters, "fill", lambda products: filled.append(1) or fill(products))
+    found = []
+    for passes_made in (1, 3):
+        with weights_unchanged():
+            for _ in range(passes_made):
+                found.append(passes(model, layout(), fused=True, monkeypatch=monkeypatch)[0])
+        assert len(filled) == 3, "once a layer"
+        filled.clear()
+        adapted_parts(model)[0].lora_B["default"].weight.data.add_(1)
+    found.append(passes(model, layout(), fused=True, monkeypatch=monkeypatch)[0])
+    assert [torch.equal(found[0], other) for other in found[1:]] == [False] * 4
+    assert torch.equal(found[1], found[3]) and not torch.equal(found[3], found[4])
 
 
 @needs_compiler

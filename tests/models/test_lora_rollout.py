@@ -12,7 +12,7 @@ from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.models.arena import Arena
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.lora import add_adapters, base_only
-from posttrain.models.low_rank import LowRank
+from posttrain.models.low_rank import Adapter, LowRank, fill
 from posttrain.rollout.base import Output, Sampling
 from posttrain.rollout.generate import generate, to_batch
 from posttrain.rollout.native.build import build_native
@@ -58,13 +58,14 @@ def test_copies_of_adapters_multiply_as_the_adapters_do_at_the_same_addresses(ta
     module = with_adapters("qwen2", TARGETS[targets])
     product = Arena(module, share=True).layers[1]["qkv"]
     x = torch.randn(5, product.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    first, copies = product(x), LowRank.like(product.adapters, product.weight)
+    adapters = [(columns, Adapter.of(layer)) for columns, layer in product.adapters]
+    first, copies = product(x), LowRank.like(adapters, len(product.weight), product.weight)
     places = [copies.down_RE.data_ptr(), *(up.data_ptr() for up in copies.ups)]
     for seed in (1, 2):
         shake(module, seed)
         product.low = None
         wanted = product(x)
-        copies.fill(product.adapters)
+        fill([(copies, adapters)])
         product.low = copies
         torch.testing.assert_close(product(x), wanted, rtol=0, atol=1e-6)
         assert seed == 1 or not torch.equal(wanted, first)

@@ -51,7 +51,7 @@ def make(monkeypatch):
         if not ON_CUDA:
             interpret(monkeypatch)
         engine = build_native(module or model(), RolloutConfig(kv_cache_gb=0.01, **settings), decode=text)[0]
-        engine.tokens_per_step, engine.tokens_unseen = 256, ROUND
+        engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 256, ROUND
         return engine
 
     return build
@@ -104,7 +104,7 @@ def rest_of(engine) -> dict:
             assert graphs.rows.ended.cpu()[nobody].all() and not graphs.rows.table.cpu()[nobody].any()
         if not engine.has_work():
             break
-    assert not engine.has_work() and engine.pool.used == 0 and not engine.late and not engine.first
+    assert not engine.has_work() and engine.pool.used == 0 and not engine.late and not engine.rounds.first
     return found
 
 

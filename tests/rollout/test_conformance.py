@@ -206,3 +206,13 @@ def test_a_batch_is_padded_to_its_longest_only(make, prompts):
 def test_wrong_requests_are_refused(make, prompts):
     with pytest.raises(ValueError, match="room for at least one token"):
         make().submit(Request(0, prompts[0], Sampling(max_tokens=0), 0))
+
+
+def test_a_call_that_fails_leaves_no_request_behind(make, prompts):
+    """The ids of the next call are the same: what was left would be taken for its answers."""
+    engine, wanted = make(), Sampling(max_tokens=3)
+    with pytest.raises(ValueError, match="room for at least one token"):
+        generate(engine, prompts, [wanted, wanted, wanted, Sampling(max_tokens=0)], [7] * 4)
+    assert not engine.has_work()
+    again = generate(engine, prompts[:1], [wanted], [0])
+    assert again[0].token_ids == generate(make(), prompts[:1], [wanted], [0])[0].token_ids

@@ -129,12 +129,12 @@ def test_a_finished_row_is_replaced_at_once():
 def test_rows_that_wait_for_prompts_wait_for_all_that_there_is_room_for():
     """Where a step of many tokens is captured, prompts are computed while rows wait: none goes ahead of the others."""
     engine = native(tiny("qwen2"), max_num_batched_tokens=32)
-    engine.tokens_per_step, engine.tokens_unseen = 64, 16
+    engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 64, 16
     rows_of_first_call = []
 
     def decode(rows, caches):
         rows_of_first_call.append(len(rows.last))
-        engine.tokens_per_step, engine.tokens_unseen = 1, None  # goes on token by token, on any processor
+        engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 1, None  # goes on token by token, on any processor
         return False
 
     engine.decoder.decode = decode
@@ -333,7 +333,7 @@ def test_several_tokens_in_one_step_change_no_sample(slots):
     found = {}
     for tokens in (1, 64):
         engine = native(tiny("qwen2"), max_num_seqs=slots)
-        engine.tokens_per_step, steps = tokens, 0
+        engine.rounds.tokens_per_step, steps = tokens, 0
         outputs = []
         for row, (prompt, sampling) in enumerate(zip(PROMPTS, samplings, strict=True)):
             engine.submit(Request(row, prompt, sampling, seed=100 + row))
@@ -365,7 +365,7 @@ def test_rows_that_made_the_same_tokens_are_computed_as_one(dtype, slots):
     computed, outputs = {}, {}
     for tokens in (1, 64):
         engine = native(tiny("qwen2", dtype), max_num_seqs=slots)
-        engine.tokens_per_step = tokens
+        engine.rounds.tokens_per_step = tokens
         outputs[tokens] = generate(engine, prompts, samplings, range(16))
         computed[tokens] = engine.response_tokens
     for one, other in zip(outputs[1], outputs[64], strict=True):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from posttrain.config.rollout import RolloutConfig
+from posttrain.errors import UserError
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
@@ -55,7 +56,7 @@ def test_conversations_side_by_side_say_what_each_says_alone(name):
 def test_a_short_turn_does_not_wait_for_a_long_one():
     async def main():
         engine = engines()["native"]
-        engine.tokens_per_step = 1
+        engine.rounds.tokens_per_step = 1
         async with Server(engine) as server:
             long = asyncio.create_task(server.generate(Request("long", [1, 2], Sampling(max_tokens=2000), 0)))
             short = [await server.generate(Request(n, [3, n], Sampling(max_tokens=2), n)) for n in range(5)]
@@ -91,5 +92,47 @@ def test_an_id_that_is_under_way_is_refused():
             with pytest.raises(ValueError, match="under way"):
                 await server.generate(Request(0, [1], Sampling(max_tokens=2), 0))
             first.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_refused_is_its_makers_error_alone():
+    async def main():
+        async with Server(engines()["native"]) as server:
+            good = [server.generate(Request(n, [3, n], Sampling(max_tokens=4), n)) for n in range(2)]
+            bad = server.generate(Request("bad", [3], Sampling(max_tokens=10**9), 0))
+            return await asyncio.gather(*good, bad, return_exceptions=True)
+
+    first, second, refused = asyncio.run(main())
+    assert (len(first.token_ids), len(second.token_ids)) == (4, 4)
+    assert isinstance(refused, UserError) and "key/value cache" in str(refused)
+
+
+def test_an_id_whose_request_ended_as_it_was_cancelled_can_be_used_again():
+    async def main():
+        async with Server(engines()["native"]) as server:
+            first = asyncio.create_task(server.generate(Request("id", [1], Sampling(max_tokens=1), 0)))
+            while "id" not in server._waiting:
+                await asyncio.sleep(0)
+            future = server._waiting["id"]
+            future.cancel()  # as its task is being cancelled; the driver finds that it has ended
+            server._waiting.pop("id")
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            return not server._given_up
+
+    assert asyncio.run(main())
+
+
+def test_nobody_waits_for_an_engine_that_cannot_even_give_up():
+    async def main():
+        engine = engines()["native"]
+        engine.step = engine.abort = lambda *ids: 1 / 0
+        server = Server(engine)
+        await server.__aenter__()
+        task = asyncio.create_task(server.generate(Request(0, [3], Sampling(max_tokens=2), 0)))
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(task, 5)
+        server._driver.exception()
 
     asyncio.run(main())

@@ -83,7 +83,7 @@ def test_what_was_left_is_given_back_when_released_or_when_weights_change_or_roo
 
 def test_an_aborted_row_can_be_continued_from_where_it_stood():
     engine, request = native(), Request("a", FIRST, Sampling(max_tokens=60), 5, keep=True)
-    engine.tokens_per_step = 1
+    engine.rounds.tokens_per_step = 1
     engine.submit(request)
     for _ in range(11):
         engine.step()

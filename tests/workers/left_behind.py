@@ -9,8 +9,9 @@ from pathlib import Path
 WAIT_S = 60.0  # about one second where nothing else runs
 KILLED = """
     import os, signal, sys
-    os.cpu_count = lambda: 2  # one thread each, as those that it is compared with
     sys.path[:0] = {paths!r}
+    from posttrain import cores
+    cores.usable = lambda: 2  # one thread each, as those that it is compared with
     import posttrain
     from light_rewards import even_share
     from posttrain.controller.ray_cluster import RayCluster

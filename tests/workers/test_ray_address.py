@@ -37,3 +37,15 @@ def test_M_32_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monk
         monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: address)
         assert RayCluster(2).address == address
     assert RayCluster(2).address is None  # it was there, and is gone
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_an_argument_that_ray_does_not_take_is_told_of_by_its_setting(monkeypatch, address):
+    monkeypatch.delenv("RAY_HEAD_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", address or "")
+    cluster = RayCluster(2, {"num_cpu": 3, "object_store_memory": None})
+    try:
+        with pytest.raises(UserError, match=r"trainer.ray_init \(num_cpu\): Unknown keyword argument\(s\): num_cpu"):
+            cluster.start()
+    finally:
+        cluster.stop()

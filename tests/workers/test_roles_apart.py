@@ -60,3 +60,12 @@ def test_a_role_alone_answers_for_itself_only(apart):
     for role, name in (("policy", "submit"), ("reference", "update_actor"), ("rollout", "compute_log_prob")):
         with pytest.raises(AttributeError, match=name):
             getattr(apart[role], name)
+
+
+def test_a_call_that_fails_leaves_the_rollout_asleep_and_without_requests(apart):
+    worker, ids = apart["rollout"].worker, np.empty(2, dtype=object)
+    ids[:] = [[256, 40], []]
+    with pytest.raises(ValueError, match="needs a prompt"):
+        prompts = DataProto.from_dict(non_tensors={"raw_prompt_ids": ids, "seed": np.arange(2).astype(object)})
+        apart["rollout"].generate_sequences(prompts)
+    assert not worker.awake and not worker.rollout.has_work() and worker.rollout.asleep

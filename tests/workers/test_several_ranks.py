@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 from typing import Any
+from unittest.mock import Mock
 
 import light_rewards
 import numpy as np
@@ -34,10 +35,12 @@ from posttrain.trainer.ppo import runner as rl
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
 
+RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEEN_BY_RANKS=1", "trainer.n_workers=4"]
+
 
 @pytest.fixture(scope="module")
 def cluster():
-    made = RayCluster(4)
+    made = RayCluster(4, load_config(RAYS_OWN).value("trainer.ray_init"))
     made.start()
     yield made
     made.stop()
@@ -49,7 +52,7 @@ def ranks(cluster):
     from posttrain.controller.ray_group import RayWorkers, _fetched
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.cpu_count", lambda: 4)  # one thread each on every machine
+        patch.setattr("posttrain.cores.usable", lambda: 4)  # one thread each on every machine
         four = RayWorkers(4, CPU, cluster)
 
     def workers(count: int) -> Workers:
@@ -68,6 +71,19 @@ def ranks(cluster):
 
     yield workers
     four.close()
+
+
+def test_S0_73_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monkeypatch, capsys):
+    from posttrain.controller import ray_group
+    from posttrain.trainer.run.workers import open_workers
+
+    assert ray.cluster_resources()["CPU"] == 5
+    assert ranks(2).create("toy", Toy, None).variable("SEEN_BY_RANKS") == ["1", "1"]
+    made = Mock(**{"return_value.cluster.was_there": True})
+    monkeypatch.setattr(ray_group, "RayWorkers", made)
+    open_workers(load_config(["trainer.ray_init.num_cpus=3", "trainer.n_workers=2"]).config, CPU, None)
+    assert made.call_args.kwargs["settings"] == {"num_cpus": 3}
+    assert "trainer.ray_init has no effect: this process is connected to a Ray already" in capsys.readouterr().out
 
 
 def test_what_arrives_can_be_changed_without_changing_anybody_elses(ranks):
@@ -255,7 +271,7 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
     line = [f"{key}={value}" for key, value in given.items()]
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
     with pytest.raises(SystemExit) as left:
         load_config(line, environment=True)
     assert left.value.code == 0 and not (runs.folder / "torchrun").exists()

@@ -44,6 +44,10 @@ class Toy:
     def process(self) -> int:
         return os.getpid()
 
+    @register(to_all, lambda results, calls: results)
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     @register(to_all)
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)

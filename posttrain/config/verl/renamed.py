@@ -21,6 +21,8 @@ _LORA = {
 }
 
 MOVED: dict[str, str] = {
+    "ray_kwargs.ray_init.": "trainer.ray_init.",
+    "ray_init.": "trainer.ray_init.",
     "reward.custom_reward_function.": "custom_reward_function.",
     "critic.fsdp.": "critic.fsdp_config.",
     f"{_MODEL}.override_config.model_config.": f"{_MODEL}.override_config.",
@@ -47,6 +49,7 @@ RENAMED: dict[str, str] = {
     "reward_model.model.external_lib": f"{_MODEL}.external_lib",
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
+    **dict.fromkeys(("ray_kwargs.ray_init", "ray_init"), "trainer.ray_init"),
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "global_profiler.steps": "trainer.profile_steps",

@@ -16,12 +16,7 @@ RUN: tuple[Rule, ...] = (
         "remove it; runs are written to trainer.default_local_dir, --config-dir adds a folder of group files",
         off=(),
     ),
-    not_supported(
-        "ray_kwargs.ray_init.runtime_env.env_vars.*",
-        "workers take over the environment of the command",
-        "write `export NAME=VALUE` before it",
-    ),
-    not_needed("{ray_kwargs,ray_init}.*", "posttrain starts Ray itself, and only for several workers"),
+    not_needed("ray_kwargs.timeline_json_file", "trainer.profile_steps writes traces of every rank"),
     not_needed("trainer.ray_wait_register_center_timeout", "workers are waited for until they are there"),
     not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
     not_supported("trainer.v1.trainer_mode", _ASYNC, "set it to sync", off=("sync",)),

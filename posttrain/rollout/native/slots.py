@@ -50,6 +50,7 @@ class Slots:
         self.active = np.zeros(0, np.int64)
         self.next_history = np.zeros(1, np.int64)
         self.started = 0  # rows that there ever were
+        self.computed = 0  # tokens of responses that went through the model
 
     def __getattr__(self, name: str) -> np.ndarray:
         return self.__dict__["columns"][name]
@@ -62,6 +63,10 @@ class Slots:
     @property
     def room(self) -> int:
         return self.most - len(self.active)
+
+    def plain(self, slots: np.ndarray) -> bool:
+        """Whether these rows need nothing but their next tokens, plainly sampled."""
+        return not (self.special[slots].any() or self.by_text[slots].any())
 
     def add(self, rows: list[tuple[Request, Prompt, list[int]]]) -> np.ndarray:
         """Put requests whose prompts are computed, each with its own blocks, into free slots."""

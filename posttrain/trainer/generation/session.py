@@ -6,15 +6,13 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from posttrain.config.rollout import RolloutConfig
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import RowTable
 from posttrain.errors import UserError
@@ -28,6 +26,7 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.trainer.generation.loop import Answers, answer
+from posttrain.trainer.generation.memory import memory_words, settle_generation
 from posttrain.trainer.generation.model import (
     ModelSource,
     find_model,
@@ -56,20 +55,6 @@ class Speed:
     def __str__(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         return f"{self.responses:,} responses, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f} tokens/s)"
-
-
-@contextmanager
-def memory_words(rollout: RolloutConfig, max_tokens: int) -> Iterator[None]:
-    """Running out of memory, with what lowers it."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"Out of memory: {str(error).splitlines()[0]}\n  What lowers it, with the present values:\n"
-            f"  actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
-            f"  actor_rollout_ref.rollout.kv_cache_gb={rollout.kv_cache_gb}, --max-tokens {max_tokens}\n"
-            "  The same command goes on from what is finished."
-        ) from error
 
 
 class Session:
@@ -108,7 +93,16 @@ class Session:
             say(f"{len(finished)} of {len(self.prompts)} prompts were finished before; going on with the others.")
         if not todo:
             return
-        device = pick_device(self.config.trainer.device)
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        with memory_words(rollout, data.max_response_length):
+            self._answer(todo, parts, on_prompt)
+        say(str(self.speed))
+
+    def _answer(
+        self, todo: list[PromptItem], parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None]
+    ) -> None:
+        device, settings = pick_device(self.config.trainer.device), self.settings
+        settle_generation(settings, self.source.config, device, len(todo), say)
         module = load_module(self.source, device)
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
         note = check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
@@ -118,9 +112,9 @@ class Session:
         say(f"{self.source.name} on {device}, engine {self.engine_name}")
         by_index = {item["index"]: item for item in todo}
         ids = ((item["index"], item["prompt_ids"]) for item in todo)
-        started, settings = time.perf_counter(), self.settings
+        started = time.perf_counter()
         engine.wake()
-        with self._bar(len(todo)) as bar, memory_words(rollout, data.max_response_length):
+        with self._bar(len(todo)) as bar:
             for answers in answer(
                 engine,
                 ids,
@@ -138,7 +132,6 @@ class Session:
                 self.speed.seconds = time.perf_counter() - started
                 bar.set_postfix_str(f"{self.speed.tokens / self.speed.seconds:,.0f} tokens/s", refresh=False)
                 bar.update(settings.n)
-        say(str(self.speed))
 
     def _bar(self, prompts: int) -> Any:
         from tqdm import tqdm

@@ -33,6 +33,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Of its words, or its name where it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 @contextmanager
 def named_stage(name: str) -> Iterator[None]:
     """Running out of memory inside is told to have happened in this stage; the innermost name counts."""
@@ -47,13 +52,11 @@ def named_stage(name: str) -> Iterator[None]:
 def out_of_memory_words(config: Any, error: BaseException) -> str:
     """The stage, who takes the most there by the plan, and the settings that lower it."""
     stage = getattr(error, _STAGE, None)
-    what = (str(error) or type(error).__name__).splitlines()[0]
-    lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {what}"]
+    lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {first_line(error)}"]
     try:
         lines += _by_the_plan(config, stage)
     except Exception as failed:  # what ended the run matters more
-        reason = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
-        lines.append(f"No memory plan could be made ({reason}); `posttrain plan` takes the same settings.")
+        lines.append(f"No memory plan could be made ({first_line(failed)}); `posttrain plan` takes the same settings.")
     return "\n  ".join(lines)
 
 
@@ -81,18 +84,17 @@ def settle_memory(config: Any, device: torch.device, explicit: set[str]) -> None
     if device.type != "cuda":
         return
     from posttrain.doctor.memory import find_device
-    from posttrain.doctor.settling import settle
+    from posttrain.doctor.settling import DOES_NOT_FIT, settle
 
     levers, counter = _of_kind(config)
     try:
         sentences = settle(config, find_device(config), explicit, levers, counter)
     except Exception as error:  # a model whose code cannot be counted is no reason not to train it
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        say(f"note: No memory plan could be made, so that defaults stay as they are: {reason}")
+        say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")
         return
     for sentence in sentences:
         say(sentence)
-    if any("does not fit" in sentence for sentence in sentences):
+    if any(sentence.startswith(DOES_NOT_FIT) for sentence in sentences):
         say("It is tried nevertheless; `posttrain plan` with the same settings says what lowers it.")
 
 

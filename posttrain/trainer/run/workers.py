@@ -26,7 +26,11 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
 
     where = f" on {machines} machines" if machines > 1 else ""
     say(f"{ranks} workers{where}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
-    return RayWorkers(ranks, device, prepare=partial(_prepare, config, device, external), machines=machines, tell=say)
+    prepare, settings = partial(_prepare, config, device, external), config.trainer.ray_init
+    workers = RayWorkers(ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings)
+    if settings and workers.cluster.was_there:
+        say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
+    return workers
 
 
 def keep_worker_logs(workers: Workers, folder: Path) -> None:

@@ -1,0 +1,34 @@
+"""How many cores this process may use. A machine's own number is more than that under `taskset` or a batch system,
+which bind a process to some of them, and in a container, whose quota is counted in cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""What a container sees here are its own limits."""
+
+
+def usable() -> int:
+    """Cores that this process may run on at once, at least 1."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    return bound if quota is None else max(1, min(bound, int(quota)))
+
+
+def _quota() -> float | None:
+    """Cores that the container's quota comes to; None where there is none."""
+    both = _words("cpu.max") or [*_words("cpu/cpu.cfs_quota_us"), *_words("cpu/cpu.cfs_period_us")]
+    try:
+        time, period = (int(word) for word in both)
+    except ValueError:  # "max 100000", or no such file
+        return None
+    return time / period if time > 0 and period > 0 else None
+
+
+def _words(name: str) -> list[str]:
+    try:
+        return (CGROUPS / name).read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,79 @@
+"""One token for every row of a step: the flat pass that gives logits, and the sampling from them.
+
+Shapes: T tokens of a step, N whose logits are wanted, B rows that get a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from posttrain.kernels.cuda import to_device
+from posttrain.rollout.base import Request
+from posttrain.rollout.native.batch import step_tokens, with_rows
+from posttrain.rollout.native.decoder import Decoder
+from posttrain.rollout.native.pool import Pool
+from posttrain.rollout.native.prompts import Piece, Prompt
+from posttrain.rollout.native.slots import Slots
+from posttrain.rollout.sampling import sample, sample_plain, uniforms
+
+
+def forward(decoder: Decoder, pool: Pool, slots: Slots, decoding: np.ndarray, pieces: list[Piece]):
+    """Logits of the decoding rows, then of the prompts that this step completes; None where there are none."""
+    if not len(decoding) and not pieces:
+        return None
+    total = len(decoding)
+    ids, positions = [slots.last[decoding]], [slots.length[decoding]]
+    rows, wanted = [np.arange(total, dtype=np.int32)], list(range(total))
+    for number, (prompt, start, end) in enumerate(pieces, start=total):
+        ids.append(np.asarray(prompt.ids[start:end], np.int64))
+        positions.append(np.arange(start, end, dtype=np.int32))
+        rows.append(np.full(end - start, number, np.int32))
+        prompt.computed, total = end, total + end - start
+        if prompt.ready:
+            prompt.place = len(wanted)
+            wanted.append(total - 1)
+    slots.length[decoding] += 1
+    slots.tell_apart(decoding)
+    slots.computed += len(decoding)
+    table = with_rows((slots.table[decoding], slots.starts[decoding]), [prompt.blocks for prompt, _, _ in pieces])
+    step = step_tokens(ids, positions, rows, table, pool.device)
+    wanted_N = None if len(wanted) == total else to_device(torch.tensor(wanted).long(), pool.device)
+    hidden_NE = decoder.hidden(step, pool.layer, wanted_N)
+    return decoder.logits(hidden_NE) if wanted else None
+
+
+def sources(logits_NV: torch.Tensor | None, decoding: int, prompts: list[Prompt]):
+    """The logits that the rows of a step sample from, and which of them each row takes: the decoding rows first, then
+    the new ones, whose prompts were computed in this step or kept their logits from an earlier one."""
+    places, stored = list(range(decoding)), []
+    first = 0 if logits_NV is None else len(logits_NV)
+    for prompt in prompts:
+        if prompt.place < 0:
+            prompt.place = first + len(stored)
+            stored.append(prompt.logits_V)
+        places.append(prompt.place)
+    if stored:
+        logits_NV = torch.stack(stored) if logits_NV is None else torch.cat([logits_NV, torch.stack(stored)])
+    return logits_NV, np.asarray(places, np.int64)
+
+
+def sample_next(slots: Slots, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
+    """The next token of every row."""
+    places_B = slots.count[slots_B]
+    tokens_B, log_probs_B = sample_plain(
+        logits_NV, source_B, slots.temperature[slots_B], slots.greedy[slots_B], slots.seed[slots_B], places_B
+    )
+    special = np.flatnonzero(slots.special[slots_B])
+    if len(special):
+        requests: list[Request] = [slots.requests[slot] for slot in slots_B[special]]  # pyright: ignore
+        seen = [(r.prompt_ids, slots.written(slot)) for r, slot in zip(requests, slots_B[special], strict=True)]
+        logits_BV = logits_NV[torch.from_numpy(source_B[special]).to(logits_NV.device)]
+        uniform_B = torch.from_numpy(uniforms(slots.seed[slots_B[special]], places_B[special]))
+        some = sample(logits_BV, [r.sampling for r in requests], uniform_B, seen)
+        tokens_B[special], log_probs_B[special], drawn = (x.cpu().numpy() for x in some)
+        for slot, value in zip(slots_B[special].tolist(), drawn.tolist(), strict=True):
+            slots.drawn.setdefault(slot, []).append(value)
+    slots.tokens[slots_B, places_B] = slots.last[slots_B] = tokens_B
+    slots.log_probs[slots_B, places_B] = log_probs_B
+    slots.count[slots_B] += 1

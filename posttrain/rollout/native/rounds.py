@@ -1,0 +1,129 @@
+"""Several tokens for every row in one step, while nothing can happen to the rows but their own next tokens.
+
+A decoder may run ahead of what is known here (`DecodeRows`), so that rows lag behind it; first tokens of new rows may
+then stay on the device, where it goes on with them, without having been read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from posttrain.kernels import cuda
+from posttrain.kernels.first_tokens import FirstTokens
+from posttrain.kernels.whole_step import DecodeRows
+from posttrain.rollout.native.decoder import Decoder
+from posttrain.rollout.native.pool import Pool
+from posttrain.rollout.native.slots import Slots
+from posttrain.rollout.sampling import sample_unread
+
+_COLUMNS_OF_ROWS = {
+    "last": "last", "positions": "length", "counts": "count", "limits": "limit", "seeds": "seed",
+    "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history", "numbers": "number",
+    "under_way": "under_way",
+}  # fmt: skip
+_REASONS = {1: "stop", 2: "length"}
+Ended = dict[int, str]
+"""Slots of rows that have ended, and why."""
+
+
+class Rounds:
+    """Rounds of up to `tokens_per_step` tokens; `ended` says which of some slots have ended with their newest token.
+
+    `tokens_unseen`: where a row that ends within a round stands still until it is over, the length of a round in which
+    rows may end.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: Pool,
+        slots: Slots,
+        ended: Callable[[np.ndarray], Ended],
+        *,
+        tokens_per_step: int,
+        tokens_unseen: int | None,
+    ) -> None:
+        self.decoder, self.pool, self.slots, self.ended = decoder, pool, slots, ended
+        self.tokens_per_step, self.tokens_unseen = tokens_per_step, tokens_unseen
+        self.first: list[FirstTokens] = []  # of rows that the decoder does not know yet
+
+    def catch_up(self) -> Ended:
+        """Know of all that the decoder has made; it begins nothing more."""
+        active = self.slots.active
+        return self._round(active, 0, False) or {} if self.slots.under_way[active].any() else {}
+
+    def go_on(self, decoding: np.ndarray, *, stop_at_end: bool) -> Ended | None:
+        """Several tokens for every row, up to its end: the rows that ended; None if the decoder cannot. With
+        `stop_at_end` the round is over as soon as one has.
+
+        Of a decoder that runs ahead this begins the next tokens and gives those begun before. Rows that end or are
+        aborted leave blocks to others while it still reads (or writes) them: what computes the others' tokens is queued
+        on the device behind that.
+        """
+        return self._round(decoding, self._steps(decoding), stop_at_end)
+
+    def _round(self, decoding: np.ndarray, steps: int, stop_at_end: bool) -> Ended | None:
+        slots = self.slots
+        ended = {} if steps else self._see_first()
+        before, known = slots.count[decoding], int(slots.next_history[0])
+        rows = DecodeRows(
+            **{name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()},
+            table=slots.table[decoding],
+            starts=slots.starts[decoding],
+            stop_sets=slots.stop_sets,
+            next_history=slots.next_history,
+            steps=steps,
+            stop_at_end=stop_at_end,
+            first=FirstTokens.joined(self.first) if self.first else None,
+        )
+        if not self.decoder.decode(rows, self.pool.layer):
+            return None
+        self.first = []
+        made = rows.counts - before
+        row, step = np.nonzero(np.arange(rows.tokens.shape[1]) < made[:, None])
+        places = (decoding[row], before[row] + step)
+        slots.tokens[places], slots.log_probs[places] = rows.tokens[row, step], rows.log_probs[row, step]
+        slots.last[decoding], slots.length[decoding], slots.count[decoding] = rows.last, rows.positions, rows.counts
+        slots.history[decoding], slots.under_way[decoding] = rows.histories, rows.under_way
+        slots.computed += int(slots.next_history[0]) - known  # each that was computed got a history
+        return ended | {int(decoding[place]): _REASONS[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
+
+    def _steps(self, decoding: np.ndarray) -> int:
+        """How many tokens the rows may make before anybody looks."""
+        slots = self.slots
+        left = slots.limit[decoding] - slots.count[decoding] - slots.under_way[decoding]
+        most = min(self.tokens_per_step, max(0, int(left.max())))
+        if self.tokens_unseen is None:
+            return most
+        may_stop = any(slots.stop_sets[kind] for kind in np.unique(slots.stops[decoding]))
+        return min(most, self.tokens_unseen if may_stop else max(self.tokens_unseen, int(left.min())))
+
+    # -- first tokens -----------------------------------------------------------------------------------------------
+    def need_not_look(self, logits_NV: torch.Tensor) -> bool:
+        """Whether the first tokens of new rows can stay on the device, where the decoder goes on with them: to read
+        them here would be to wait for all that the device has to do, and leave it idle afterwards."""
+        return self.tokens_unseen is not None and cuda.runs_here(logits_NV) and self.slots.plain(self.slots.active)
+
+    def begin_unseen(self, new: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
+        slots = self.slots
+        settings = (slots.columns[name][new] for name in ("temperature", "greedy", "seed", "count"))
+        self.first.append(FirstTokens(slots.number[new], *sample_unread(logits_NV, source_B, *settings)))
+        slots.under_way[new] = 1
+        slots.length[new] -= 1  # as before the last token of the prompt, which gives the first of the response
+
+    def _see_first(self) -> Ended:
+        """Read the first tokens that nobody has gone on with yet; the rows that end with them."""
+        slots, found = self.slots, {}
+        for first in self.first:
+            place = first.places(slots.number[slots.active])
+            seen, place = slots.active[place >= 0], place[place >= 0]
+            slots.tokens[seen, 0] = slots.last[seen] = first.tokens.cpu().numpy()[place]
+            slots.log_probs[seen, 0] = first.log_probs.cpu().numpy()[place]
+            slots.count[seen], slots.under_way[seen] = 1, 0
+            slots.length[seen] += 1
+            found |= self.ended(seen)
+        self.first = []
+        return found
