@@ -91,17 +91,17 @@ def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def floor_us(shape: Shape, machine: dict[str, Any], point: dict[str, Any], prompt: int) -> float:
     """Microseconds per token below which this machine cannot go."""
-    rows, given = point["rows"], point.get("prefix", 0)
-    tokens = point["tokens"] - given
+    timed = round(point["timed"])
+    begin = point["prefix"] + point["made"] - timed if "prefix" in point else prompt
     least = floor_seconds(
         shape,
-        rows=rows,
-        prompt=given or prompt,
-        tokens=tokens,
+        rows=point["rows"],
+        prompt=begin,
+        tokens=timed,
         peak=machine["peak_flops"],
         bandwidth=machine["bandwidth"],
     )
-    return least * 1e6 / (rows * tokens)
+    return least * 1e6 / (point["rows"] * timed)
 
 
 # -- what the machine can do ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from posttrain.bench.environments import Environment, environment
 from posttrain.errors import UserError
 
 PEERS = Path(__file__).parent / "peers"
-OURS = dict.fromkeys(("rollout", "sweep", "sync"), "engines") | dict.fromkeys(("step", "train"), "training")
+OURS = {"rollout": "engines", "sweep": "engines", "sync": "engines", "step": "training", "train": "training"}
 """Job -> which of our runners does it, if not one of its name."""
 _THREADING = ("OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "PYTHONPATH")
 
@@ -92,7 +92,8 @@ class System:
         stripped = tuple(name for name in _THREADING if not here or name != "PYTHONPATH")
         mine = {k: v for k, v in os.environ.items() if self.ours or not k.startswith(stripped)}
         chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
-        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **chosen}
+        parallel = "true" if threads > 1 else "false"
+        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel, **chosen}
         if kind == "cpu" and self.preload and self.environment:
             library = self.environment.folder / self.preload
             if library.is_file():

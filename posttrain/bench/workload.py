@@ -156,10 +156,8 @@ def as_job(workloads: Sequence[Workload], *, model: str, dtype: str, threads: in
 
 
 # -- of a sweep -----------------------------------------------------------------------------------------------------
-ROWS = [2**power for power in range(10)]
-ROW_LENGTHS = [2**power for power in range(4, 13)]
-Point = dict[str, Any]
-"""Rows, tokens of a response, and the part of it that is a given prefix; later what was measured there."""
+ROWS, ROW_LENGTHS = [2**power for power in range(10)], [2**power for power in range(4, 13)]
+Point = dict[str, Any]  # rows, tokens, the part that is a given prefix; later what was measured there
 
 
 class SweepSizes:
@@ -188,13 +186,15 @@ class SweepSizes:
         return {"rows": self.options.length_rows, "tokens": self.options.row_tokens}
 
     def _of_length(self, tokens: int) -> Point:
-        """Rows as long as `--whole` are decoded from end to end; of longer ones the last `--tail` tokens, after a given
-        prefix, and so many that they have `--most-tokens` together."""
+        """Rows as long as `--whole` are decoded from end to end. Of longer ones `--tail` tokens are, after a given
+        prefix that puts them where a row has half of its tokens: a token's time grows evenly with what lies before it,
+        so theirs is the whole row's mean. The first half of them only shows that all rows have begun."""
         options = self.options
         if tokens <= options.whole:
             return {"rows": options.length_rows, "tokens": tokens}
-        rows = max(1, min(options.length_rows, options.most_tokens // tokens))
-        return {"rows": rows, "tokens": tokens, "prefix": tokens - min(options.tail, tokens - 1)}
+        prefix = max(1, options.prompt_tokens + tokens // 2 - 3 * options.tail // 4)
+        rows = max(1, min(options.length_rows, options.most_tokens // (prefix + options.tail)))
+        return {"rows": rows, "tokens": tokens, "prefix": prefix, "made": options.tail}
 
     def slots(self) -> int:
         return max(*self.rows, self.options.length_rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from posttrain.kernels import train
 from posttrain.kernels.gradient_sums import add_product
 from posttrain.models.arena import end_to_end
 from posttrain.models.fused_adapters import Beside, adapter_of, base_of, beside_products, can_fuse_adapter, flat
@@ -58,7 +59,7 @@ class Joined:
         return (grad_TC.T @ x_TE).split(self.rows)
 
     def bias_gradients(self, grad_TC: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        return (None,) * len(self.rows) if self.bias is None else grad_TC.sum(0).split(self.rows)
+        return (None,) * len(self.rows) if self.bias is None else train.column_sums(grad_TC).split(self.rows)
 
 
 def _end_to_end(biases: Sequence[torch.Tensor]) -> torch.Tensor:

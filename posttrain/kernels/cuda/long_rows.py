@@ -74,12 +74,13 @@ def _together(parts: list[torch.Tensor]) -> torch.Tensor:
 def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum, lengths: Sequence[int], scale, states):
     """Gradients of query, key and value, of all tokens but not of spare rows."""
     grads = []
-    parts = logsum.split([shape.numel() for shape, _, _ in states])
-    for start, length, part, (shape, state, ends) in zip(_starts(lengths), lengths, parts, states, strict=True):
+    sums = logsum.split([shape.numel() for shape, _, _ in states])
+    for start, length, part, (shape, state, ends) in zip(_starts(lengths), lengths, sums, states, strict=True):
         query, key, value, out = (_row(x, start, length) for x in (query_THD, key_TKD, value_TKD, out_THD))
         found = _aten._scaled_dot_product_cudnn_attention_backward(
             _row_and_zeros(grad_THD, start, length), query, key, value, out, part.view(shape), *state, None, *ends, 0.0,
             True, scale=scale,
         )  # fmt: skip
         grads.append([one[0].transpose(0, 1)[:length] for one in found])
-    return tuple(map(_together, map(list, zip(*grads, strict=True))))
+    query, key, value = (_together(list(parts)) for parts in zip(*grads, strict=True))
+    return query, key, value
