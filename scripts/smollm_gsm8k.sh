@@ -44,7 +44,7 @@ for seed in ${SEEDS:-1}; do
   RUNS+=("$OUT/smollm/grpo-$seed")
 done
 wait
-grep -hs "^validation" "$OUT"/{before,sft,grpo-*}.log
+grep -hs "^validation" "$OUT"/{before,sft,grpo-*}.log || true # some of them are not there with SFT
 
 if [[ -n ${TRL:-} ]]; then
   "$PYTHON" scripts/smollm_trl.py "$SFT" "$DATA" "$OUT/trl" --seconds "$TRL" --every 10 >"$OUT/trl.log" 2>&1
