@@ -50,7 +50,7 @@ if [[ -n ${TRL:-} ]]; then
   "$PYTHON" scripts/smollm_trl.py "$SFT" "$DATA" "$OUT/trl" --seconds "$TRL" --every 10 >"$OUT/trl.log" 2>&1
   for weights in "$OUT"/trl/step_*; do
     "$PYTHON" -m posttrain.cli eval "$weights" --data "$DATA/test.parquet" --max-tokens 300 --out "$weights/eval" \
-      >"$weights.log" 2>&1
+      >"$weights/eval.log" 2>&1
   done
   "$PYTHON" scripts/smollm_curves.py "$OUT/curves" "${RUNS[@]}" "$OUT/trl"
 fi

@@ -20,7 +20,7 @@ def test_validation_is_left_out_of_the_clock_and_all_curves_begin_alike(tmp_path
     ours.mkdir()
     accuracy = script.ACCURACY
     lines = [
-        {"step": 0, "time": 100.0, accuracy: 0.06, "timing_s/validation": 9.0},
+        {"step": 0, "time": 100.0, accuracy: 0.0, "timing_s/validation": 9.0},
         {"step": 1, "time": 102.0, "reward_mean": 0.1},
         {"step": 2, "time": 109.0, "reward_mean": 0.3, accuracy: 0.08, "timing_s/validation": 5.0},
         {"step": 3, "time": 111.0, "reward_mean": 0.2},
@@ -36,7 +36,7 @@ def test_validation_is_left_out_of_the_clock_and_all_curves_begin_alike(tmp_path
 
     first, second = json.loads((tmp_path / "curves.json").read_text())
     assert [line["seconds"] for line in first["steps"]] == pytest.approx([0.0, 2.0, 4.0, 6.0])
-    assert [(line["seconds"], line.get("accuracy")) for line in second["steps"]] == [(0, 0.06), (9, None), (18, 0.07)]
+    assert [(line["seconds"], line.get("accuracy")) for line in second["steps"]] == [(0, 0.0), (9, None), (18, 0.07)]
     out = capsys.readouterr().out
     assert "grpo-1: 3 steps, 2.00 s a step" in out and "TRL: 2 steps, 9.00 s a step" in out
     assert (tmp_path / "curves.svg").read_text().count("<svg") == 3, "two charts in one picture"
