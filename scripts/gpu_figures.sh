@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # The figures of docs/gpu.md, in parts of less than nine minutes on one H200: scripts/gpu_figures.sh PART [FOLDER]
 #
-#   1 rollout 0.5B beside vLLM: rows and long tail     5 step 1.5B and 7B LoRA beside TRL
+#   1 rollout 0.5B beside vLLM; distance from float32  5 step 1.5B and 7B LoRA beside TRL
 #   2 rollout 7B beside vLLM: rows and long tail       6 step beside verl
 #   3 step 0.5B beside TRL                             7 how decoding time grows by rows, length and model
 #   4 updates of 0.5B, 1.5B, 7B in rows of 640, 16k    8 whole steps of 32k (0.5B) and 16k (7B LoRA); sync; repetition
+#   9 a real model beside TRL: SMOLLM and GSM8K are MODEL and DATA of scripts/smollm_gsm8k.sh (SFT: its SFT model)
 #
 # Every bench writes FOLDER/NAME.json (each system as it is done) and FOLDER/NAME.txt. ONLY=native leaves the peers out,
 # DEVICE=cpu WORK=small MODEL=1m tries a part where there is no GPU.
 set -uo pipefail
-PART=${1:?give a part, 1 to 8}
+PART=${1:?give a part, 1 to 9}
 OUTPUT=${2:-figures}
 PYTHON=${PYTHON:-python3}
 DEVICE=${DEVICE:-cuda}
@@ -30,7 +31,7 @@ bench() { # bench NAME JOB options...
 }
 
 case $PART in
-  1) bench rollout-0.5b rollout --model 0.5b --work group,tail --only native,vllm --repeat 2 ;;
+  1) bench rollout-0.5b rollout --model 0.5b --work group,tail --only native,vllm --repeat 2 --truth 64 ;;
   2) bench rollout-7b rollout --model 7b --work group,tail --only native,vllm --repeat 1 ;;
   3) bench step-0.5b step --model 0.5b --work group --only native,trl,trl-float32 ;;
   4)
@@ -49,11 +50,15 @@ case $PART in
     bench step-7b-lora step --model 7b --work group --lora-rank 32 --only native,trl --steps 3 --set trl:bf16=true \
       --set trl:per_device_train_batch_size=8 --set trl:gradient_accumulation_steps=64
     ;;
-  6) SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 ;;
+  6)
+    # It wants an environment without TRL and with transformers 5.9: VERL is a folder of its packages.
+    SECONDS_EACH=520 bench step-0.5b-verl step --model 0.5b --work group --only verl --steps 2 \
+      ${VERL:+--env "verl:PYTHONPATH=$VERL"}
+    ;;
   7)
     bench sweep sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
-      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 2048 --models "${MODEL:-0.1b,0.5b,1.5b,7b}" \
-      --repeat 1 --svg "$OUTPUT/sweep.svg"
+      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 1024 --most-tokens 4500000 \
+      --models "${MODEL:-0.1b,0.5b,1.5b,7b}" --repeat 1 --svg "$OUTPUT/sweep.svg"
     ;;
   8)
     bench sync-0.5b sync --model 0.5b
@@ -62,8 +67,13 @@ case $PART in
     bench step-0.5b-deterministic step --model 0.5b --work group --only native --steps 5 \
       --set native:trainer.deterministic=true
     ;;
+  9)
+    export PYTHON TRL=${TRL:-120}
+    bash scripts/smollm_gsm8k.sh "${SMOLLM:?give its folder}" "${GSM8K:?give its folder}" "$OUTPUT/smollm" \
+      trainer.total_training_steps=40 || STATUS=1
+    ;;
   *)
-    echo "no part $PART: give 1 to 8" >&2
+    echo "no part $PART: give 1 to 9" >&2
     exit 2
     ;;
 esac

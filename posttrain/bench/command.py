@@ -28,6 +28,8 @@ def parser() -> argparse.ArgumentParser:
     _mean(rollout)
     rollout.add_argument("--slots", type=positive, help="rows that decode at a time (all; of --work tail 1024)")
     rollout.add_argument("--repeat", type=positive, default=3, help="timed runs of each system, in alternation (3)")
+    text = "compare the log-probs of so many rows (of the first work) with those of the same model in float32"
+    rollout.add_argument("--truth", type=positive, metavar="ROWS", help=text)
     _peers(rollout)
     step = jobs.add_parser("step", help="seconds of a whole GRPO step, here, in TRL and in verl")
     _sizes(step)
@@ -53,9 +55,10 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--prompt-tokens", type=positive, default=16, help="tokens of each prompt (16)")
     text = "presets that are compared at length-rows x row-tokens, each in a process of its own (none)"
     sweep.add_argument("--models", type=lambda text: text.split(","), metavar="A,B", help=text)
-    text = "lengths up to this are decoded from end to end, of longer ones the last --tail tokens (4096)"
+    text = "lengths up to this are decoded from end to end, of longer ones --tail tokens in their middle (4096)"
     sweep.add_argument("--whole", type=positive, default=4096, metavar="N", help=text)
-    sweep.add_argument("--tail", type=positive, default=128, metavar="N", help="see --whole (128)")
+    text = "see --whole; the second half of them is timed (128; on CUDA 512)"
+    sweep.add_argument("--tail", type=positive, metavar="N", help=text)
     text = "tokens that rows longer than --whole have together: there are fewer of them (1048576)"
     sweep.add_argument("--most-tokens", type=positive, default=2**20, metavar="N", help=text)
     sweep.add_argument("--repeat", type=positive, default=2, help="timed runs of each point; the best counts (2)")

@@ -10,6 +10,8 @@ from typing import Any
 
 from posttrain.bench.contest import Entry, disturbance
 from posttrain.bench.floor import decoding_floor
+from posttrain.bench.mismatch import distances, take
+from posttrain.bench.mismatch import table as truth_table
 from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import ROLLOUT, System
 from posttrain.bench.table import factor, render
@@ -59,15 +61,20 @@ def main(options: argparse.Namespace) -> int:
         common = as_job(rows, model=str(model.folder), dtype=model.dtype, threads=options.threads)
         return {**common, "engine": system.engine, "slots": max(slots), "settings": system.settings}
 
-    def content(entries: list[Entry]) -> dict[str, Any]:
-        found = [work.as_json(work.of(entries, number)) for number, work in enumerate(works)]
-        return found[0] if len(found) == 1 else {"works": dict(zip(names, found, strict=True))}
+    rows_kept: dict[str, Any] = {}
+    truth: dict[str, Any] = {}
 
-    short = bench.place.kind == "cuda"
+    def content(entries: list[Entry]) -> dict[str, Any]:
+        rows_kept.update(take(entries))
+        found = [work.as_json(work.of(entries, number)) for number, work in enumerate(works)]
+        against = {"truth": truth} if options.truth else {}
+        return {**(found[0] if len(found) == 1 else {"works": dict(zip(names, found, strict=True))}), **against}
+
+    short, wanted = bench.place.kind == "cuda", {"sample": options.truth} if options.truth else {}
     contest = bench.contest(
         warm_ups=1 if short else WARM_UPS,
         content=content,
-        asks=[{"work": number} for number in range(len(works))],
+        asks=[{"work": number, **({} if number else wanted)} for number in range(len(works))],
         warming={"most": WARMING} if short else {},
     )
     entries = contest.measure(bench.systems, job)
@@ -75,6 +82,12 @@ def main(options: argparse.Namespace) -> int:
         mine = work.of(entries, number)
         print(_head(bench, work, mine))
         print(table(mine, work.floor_s and work.rows.tokens / work.floor_s))
+    if options.truth:
+        truth.update(distances(bench, works[0].rows, rows_kept))
+        contest.keep(entries)
+        print(
+            "\n" + truth_table(truth, bench.model.dtype, {entry.system.name for entry in entries if entry.system.ours})
+        )
     return 0 if any(entry.answers for entry in entries) else 1
 
 

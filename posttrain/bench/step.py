@@ -92,6 +92,7 @@ def make_job(system: System, model: Model, folder: str, options: argparse.Namesp
         "budget": options.budget,
         "lora_rank": options.lora_rank or 0,
         "checkpointing": options.checkpointing,
+        "deadline": options.deadline,
         "texts": ["".join(draw.choices(string.ascii_lowercase, k=size)) for _ in range(rows)],
         "settings": system.settings,
     }

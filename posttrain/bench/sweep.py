@@ -36,6 +36,7 @@ def main(options: argparse.Namespace) -> int:
     json_path, svg_path = writable(options.json), writable(options.svg)
     place, line = find_place(options.device), Line()
     name = options.model or default_model(place)
+    options.tail = options.tail or (512 if place.kind == "cuda" else 128)
     sizes = Sizes(options)
     record = circumstances(options.threads, place)
     found: dict[str, Any] = {"model": find_shape(name).name, "engine": options.engine, "models": {}, "by_model": []}
@@ -82,13 +83,15 @@ class Sizes:
         return {"rows": self.options.length_rows, "tokens": self.options.row_tokens}
 
     def _of_length(self, tokens: int) -> Point:
-        """Rows as long as `--whole` are decoded from end to end; of longer ones the last `--tail` tokens, after a given
-        prefix, and so many that they have `--most-tokens` together."""
+        """Rows as long as `--whole` are decoded from end to end. Of longer ones `--tail` tokens are, after a given
+        prefix that puts them where a row has half of its tokens: a token's time grows evenly with what lies before it,
+        so theirs is the whole row's mean. The first half of them only shows that all rows have begun."""
         options = self.options
         if tokens <= options.whole:
             return {"rows": options.length_rows, "tokens": tokens}
-        rows = max(1, min(options.length_rows, options.most_tokens // tokens))
-        return {"rows": rows, "tokens": tokens, "prefix": tokens - min(options.tail, tokens - 1)}
+        prefix = max(1, options.prompt_tokens + tokens // 2 - 3 * options.tail // 4)
+        rows = max(1, min(options.length_rows, options.most_tokens // (prefix + options.tail)))
+        return {"rows": rows, "tokens": tokens, "prefix": prefix, "made": options.tail}
 
     def slots(self) -> int:
         return max(*self.rows, self.options.length_rows)
@@ -108,16 +111,17 @@ class Sweep:
         return self.chip or self._ask({"machine": True}, "measuring what this machine can do")
 
     def point(self, wanted: Point) -> Point:
-        """Microseconds per token: the best of the runs after one that warms up."""
+        """Microseconds per token: the best of the runs after one that warms up (after a prefix each does so itself)."""
         key = tuple(sorted(wanted.items()))
         if key not in self.known:
-            rows, tokens, prefix = wanted["rows"], wanted["tokens"], wanted.get("prefix", 0)
+            rows, tokens, prefix = wanted["rows"], wanted["tokens"], wanted.get("prefix")
             words = f"{self.model.name}: {rows} rows x {tokens} tokens"
-            request = {"rows": rows, "tokens": tokens - prefix, "prefix": prefix or None}
-            answers = [self._ask({**request, "seed": run}, words) for run in range(self.options.repeat + 1)]
-            times = [answer["seconds"] * 1e6 / answer["tokens"] for answer in answers[1:]]
-            seconds = [answer["seconds"] for answer in answers[1:]]
-            self.known[key] = {**wanted, "us_per_token": min(times), "seconds": seconds}
+            request = {"rows": rows, "tokens": wanted.get("made", tokens), "prefix": prefix}
+            runs = range(self.options.repeat if prefix else self.options.repeat + 1)
+            answers = [self._ask({**request, "seed": run}, words) for run in runs][0 if prefix else 1 :]
+            best = min(answers, key=lambda answer: answer["seconds"] / answer["tokens"])
+            found = {"us_per_token": best["seconds"] * 1e6 / best["tokens"], "timed": best["tokens"] / rows}
+            self.known[key] = {**wanted, **found, "seconds": [answer["seconds"] for answer in answers]}
         return dict(self.known[key])
 
     def _ask(self, request: dict[str, Any], words: str) -> dict[str, Any]:
@@ -189,17 +193,17 @@ def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def floor_us(shape: Shape, machine: dict[str, Any], point: Point, prompt: int) -> float:
     """Microseconds per token below which this machine cannot go."""
-    rows, given = point["rows"], point.get("prefix", 0)
-    tokens = point["tokens"] - given
+    timed = round(point["timed"])
+    begin = point["prefix"] + point["made"] - timed if "prefix" in point else prompt
     least = floor_seconds(
         shape,
-        rows=rows,
-        prompt=given or prompt,
-        tokens=tokens,
+        rows=point["rows"],
+        prompt=begin,
+        tokens=timed,
         peak=machine["peak_flops"],
         bandwidth=machine["bandwidth"],
     )
-    return least * 1e6 / (rows * tokens)
+    return least * 1e6 / (point["rows"] * timed)
 
 
 TITLES = {"rows": "by rows decoded side by side", "length": "by length of the response", "model": "by model"}
@@ -221,13 +225,14 @@ def table(by: str, points: list[Point]) -> str:
     ]
     if by == "model":
         head, lines = ["model", *head], [[p["model"], *line] for p, line in zip(points, lines, strict=True)]
-    notes = [f"{p['tokens']}: the last {p['tokens'] - p['prefix']} tokens" for p in points if "prefix" in p]
-    under = f"\nmeasured after a given prefix, of {'; '.join(notes)}" if notes else ""
+    last = [(p["tokens"], p["prefix"] + p["made"], p["timed"]) for p in points if "prefix" in p]
+    notes = [f"of {tokens} those from {end - timed:.0f} to {end}" for tokens, end, timed in last]
+    under = f"\nby tokens in the middle of a row: {', '.join(notes)}" if notes else ""
     return f"{TITLES[by]}\n{render(head, lines, left=())}{under}"
 
 
 def panels(found: dict[str, Any]) -> list[Panel]:
-    """One for each axis that was swept; points with other rows than their neighbours, or after a prefix, are marked."""
+    """One for each axis that was swept; points with other rows than their neighbours have words."""
     made = []
     for by, key in (("rows", "rows"), ("length", "tokens"), ("model", "parameters")):
         points = found.get(f"by_{by}")

@@ -88,7 +88,8 @@ class System:
         stripped = tuple(name for name in _THREADING if not here or name != "PYTHONPATH")
         mine = {k: v for k, v in os.environ.items() if self.ours or not k.startswith(stripped)}
         chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
-        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **chosen}
+        parallel = "true" if threads > 1 else "false"
+        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel, **chosen}
         if kind == "cpu" and self.preload and self.environment:
             library = self.environment.folder / self.preload
             if library.is_file():

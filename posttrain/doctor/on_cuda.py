@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.doctor.meta_models import is_scorer
 from posttrain.kernels.cuda import bucket
 from posttrain.kernels.decode import BLOCK
-from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE
+from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE, kept_chunks
 from posttrain.models.decoder import KNOWN
 from posttrain.models.value import ValueModel
 
@@ -73,8 +73,9 @@ class Sizes:
         gate and up and of their product once more (of the last layer for a share `wanted` of the tokens), and the flash
         kernel's own: a float32 sum of the queries' gradient, gradients of keys and values for every query head."""
         out = self.heads * self.size
-        halves = wanted * (4 * self.inner + self.width + out) + 2 * self.columns + out + 3 * self.width
-        return int(halves * self.itemsize) + out * (WIDE + 2 * self.itemsize)
+        halves = wanted * (3 * self.inner + self.width + out) + 2 * self.columns + out + 3 * self.width
+        gated = wanted * (4 * self.inner + self.width)  # before attention's
+        return int(max(halves * self.itemsize + out * (WIDE + 2 * self.itemsize), gated * self.itemsize))
 
 
 def sizes_of(model: Any) -> Sizes | None:
@@ -119,7 +120,8 @@ def update_bytes(
     rotation, states = 2 * tokens * sizes.size * sizes.itemsize, 2 * predicted * sizes.width * sizes.itemsize
     activations = sizes.layers * tokens * each + rotation + states
     logits, chunk = WIDE * predicted * sizes.vocabulary, chunk_bytes(sizes, predicted, memory)
-    held = logits if logits <= memory * KEPT_SHARE else chunk
+    chunks = [chunk] * (logits // max(1, chunk)) + [logits % max(1, chunk)]
+    held = min(logits, (kept_chunks(chunks, memory * KEPT_SHARE) + 1) * chunk)
     table = sizes.vocabulary * sizes.width
     shares = 0 if sizes.ranks or alone else 2 if logits > chunk else 1  # of the head's gradient: all, and a chunk's
     head = held + chunk * sizes.itemsize // WIDE + shares * WIDE * table

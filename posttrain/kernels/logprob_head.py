@@ -2,10 +2,13 @@
 
 logp = log-softmax(hidden @ weight.T / temperature)[label]; entropy = -sum(p * log p) of the same distribution.
 The forward pass walks over chunks of tokens and keeps two numbers per token; the backward pass computes each chunk's
-logits again. Shapes: N tokens, E hidden size, V vocabulary.
+logits again, but for those that a CUDA device has room for. Shapes: N tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -93,7 +96,7 @@ class _CudaHead(torch.autograd.Function):
         for part in chunks:
             logits = wide_product(hidden_NE[part], weight_VE.T)
             parts.append(statistics(logits, labels_N[part], temperature))
-            if keep:
+            if len(ctx.kept) < keep:
                 ctx.kept.append(logits)
             del logits  # or it would be there while the next chunk is made
         logp_N, entropy_N, logsum_N = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -110,7 +113,8 @@ class _CudaHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NE) if ctx.needs_input_grad[0] else None
         grad_weight = None
         for number, part in enumerate(ctx.chunks):
-            logits = ctx.kept[number] if ctx.kept else wide_product(hidden_NE[part], weight_VE.T)
+            kept = number < len(ctx.kept)
+            logits = ctx.kept[number] if kept else wide_product(hidden_NE[part], weight_VE.T)
             columns = [x[part] for x in (labels_N, logsum_N, entropy_N, grad_logp_N, grad_entropy_N)]
             grad = gradient(logits, columns, ctx.temperature, hidden_NE.dtype)
             if grad_hidden is not None:
@@ -118,15 +122,25 @@ class _CudaHead(torch.autograd.Function):
             if ctx.needs_input_grad[1] and not add_product((weight_VE,), grad, hidden_NE[part]):
                 share = wide_product(grad.T, hidden_NE[part])
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
+            if kept:
+                ctx.kept[number] = None
             del logits, grad
         ctx.kept = []
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
         return grad_hidden, as_weight, None, None, None, None
 
 
-def _may_keep(hidden_NE: torch.Tensor, weight_VE: torch.Tensor) -> bool:
-    memory = torch.cuda.get_device_properties(hidden_NE.device).total_memory
-    return 4 * len(hidden_NE) * len(weight_VE) <= memory * KEPT_SHARE
+def kept_chunks(sizes: Sequence[int], most: float) -> int:
+    """How many chunks, the first ones, may wait for the backward pass, if no more than `most` are held at once: all, or
+    so many that there is room for another one beside them."""
+    if sum(sizes) <= most:
+        return len(sizes)
+    return sum(1 for end in accumulate(sizes) if end + max(sizes) <= most)
+
+
+def _may_keep(chunks: Sequence[slice], weight_VE: torch.Tensor) -> int:
+    memory = torch.cuda.get_device_properties(weight_VE.device).total_memory
+    return kept_chunks([4 * len(weight_VE) * (part.stop - part.start) for part in chunks], memory * KEPT_SHARE)
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -160,7 +174,7 @@ def logprob_head(
     if cuda.runs_here(hidden_NE) and bias_V is None:
         # Asked here: inside, weights need a gradient also where nobody will ask for one.
         backward = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
-        keep = backward and _may_keep(hidden_NE, weight_VE)
+        keep = _may_keep(chunks, weight_VE) if backward else 0
         return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks, keep)  # pyright: ignore
     return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks)  # pyright: ignore
 

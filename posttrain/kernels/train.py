@@ -111,6 +111,13 @@ def _shape(query_THD: torch.Tensor, key_heads: int, units: int, scale: float) ->
     return _Shape(tokens, units, heads, key_heads, size, _threads(query_THD.numel()), scale)
 
 
+def spare_rows(x_TE: torch.Tensor, sight: Sight, size: int) -> int:
+    """Rows behind the last token that attention over heads of this size would otherwise have to copy everything for.
+
+    Queries, keys and values may have them, of any finite numbers; outputs have them then, gradients have not."""
+    return sight.pieces.spare_rows(size) if on_cuda(x_TE) else 0
+
+
 def attention_forward(query_THD, key_TKD, value_TKD, sight: Sight, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs, logarithms of the sums of exponentials), (T, H, D) and (T, H). All tensors are contiguous."""
     if on_cuda(query_THD):
@@ -141,31 +148,47 @@ def attention_backward(
     return grads
 
 
-def norm_forward(x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x))."""
+def norm_forward(
+    x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float, copy_TE: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x)); x itself goes to `copy`, where there is one."""
     if on_cuda(x_TE):
         from posttrain.kernels.cuda import layers
 
-        return layers.norm_forward(x_TE, weight_E, epsilon)
+        return layers.norm_forward(x_TE, weight_E, epsilon, copy_TE)
     out, inverse = torch.empty_like(x_TE), x_TE.new_empty(len(x_TE))
     _call("norm_forward", x_TE, x_TE, weight_E, out, inverse, *x_TE.shape, epsilon, _threads(x_TE.numel()))
+    if copy_TE is not None:
+        copy_TE.copy_(x_TE)
     return out, inverse
 
 
-def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of x, plus `added`, and of the weight)."""
+def norm_backward(
+    grad_TE, x_TE, weight_E, inverse_T, added_TE=None, *, trained: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(gradient of x, plus `added`, and of the weight, if it is `trained`)."""
     if on_cuda(grad_TE):
         from posttrain.kernels.cuda import layers
 
-        return layers.norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE)
+        return layers.norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE, trained=trained)
     grad_x, grad_weight = torch.empty_like(x_TE), torch.empty_like(weight_E)
     tensors = (grad_TE, x_TE, weight_E, inverse_T, added_TE, grad_x, grad_weight)
     _call("norm_backward", x_TE, *tensors, *x_TE.shape, _threads(x_TE.numel()))
-    return grad_x, grad_weight
+    return grad_x, grad_weight if trained else None
+
+
+def column_sums(x_TC: torch.Tensor) -> torch.Tensor:
+    """The sum over all rows."""
+    if on_cuda(x_TC):
+        from posttrain.kernels.cuda import column_sums as kernels
+
+        return kernels.column_sums(x_TC, x_TC.dtype)
+    return x_TC.sum(0)
 
 
 def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
-    """Rotated queries and keys, and values, each contiguous, of rows that hold all three."""
+    """Rotated queries and keys, and values, each contiguous, of rows that hold all three; on a CUDA device spare rows
+    behind those that there are positions of stay as they are."""
     if on_cuda(qkv_TC):
         from posttrain.kernels.cuda import layers
 

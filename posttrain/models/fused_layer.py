@@ -82,22 +82,27 @@ class _FusedLayer(torch.autograd.Function):
         by_qkv, by_out, by_gate_up, by_down = weights.beside
         heads, key_heads = (rows // size for rows in weights.qkv.rows[:2])
         x_TE = x_TE.contiguous()
-        normed_TE, inverse_T = train.norm_forward(x_TE, weights.before, epsilon)
-        qkv_TC = weights.qkv.product(normed_TE)
-        low_qkv = by_qkv.add(qkv_TC, normed_TE)
-        raw = _norm_heads(qkv_TC, weights.head_norms, (heads, key_heads), size, epsilon)
+        middle_TE = torch.empty_like(x_TE) if wanted is None else x_TE.index_select(0, wanted)
+        normed_TE, inverse_T = train.norm_forward(
+            x_TE, weights.before, epsilon, copy_TE=middle_TE if wanted is None else None
+        )
+        tokens = len(x_TE)
+        qkv_TC = weights.qkv.product(normed_TE, train.spare_rows(x_TE, sight, size))
+        low_qkv = by_qkv.add(qkv_TC[:tokens], normed_TE)
+        raw = _norm_heads(qkv_TC[:tokens], weights.head_norms, (heads, key_heads), size, epsilon)
         parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
         attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
-        residual, attended = (_wanted(x, wanted) for x in (x_TE, attended_THD.flatten(1)))
-        middle_TE = torch.addmm(residual, attended, weights.out.weights[0].T)
+        attended = _wanted(attended_THD[:tokens].flatten(1), wanted)
+        middle_TE.addmm_(attended, weights.out.weights[0].T)
         low_out = by_out.add(middle_TE, attended)
-        gated_TE, middle_inverse_T = train.norm_forward(middle_TE, weights.between, epsilon)
+        result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # no view: sharding hooks into what a layer returns
+        result_TE = result_1TE[0]
+        gated_TE, middle_inverse_T = train.norm_forward(middle_TE, weights.between, epsilon, copy_TE=result_TE)
         gate_up_T2I = weights.gate_up.product(gated_TE)
         low_gate_up = by_gate_up.down(gated_TE)
         product_TI = adapted_gate.forward(gate_up_T2I, *(by_gate_up.factors(part, low_gate_up) for part in (4, 5)))
-        result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # no view: sharding hooks into what a layer returns
-        torch.addmm(middle_TE, product_TI, weights.down.weights[0].T, out=result_1TE[0])
-        low_down = by_down.add(result_1TE[0], product_TI)
+        result_TE.addmm_(product_TI, weights.down.weights[0].T)
+        low_down = by_down.add(result_TE, product_TI)
         ctx.weights, ctx.sight, ctx.scale, ctx.wanted = weights, sight, scale, wanted
         ctx.heads = (heads, key_heads, size)
         ctx.save_for_backward(
@@ -129,19 +134,20 @@ class _FusedLayer(torch.autograd.Function):
         grad_gated = weights.gate_up.back(grad_gate_up)
         by_gate_up.both(found, grad_gate_up, gated_TE, low_gate_up, grad_gated)
         normed = (middle_TE, weights.between, middle_inverse_T)
-        grad_middle, grad_between = train.norm_backward(grad_gated, *normed, grad_TE)
-        attended = _wanted(attended_THD.flatten(1), wanted)
+        grad_middle, grad_between = train.norm_backward(grad_gated, *normed, grad_TE, trained=trained)
+        attended = _wanted(attended_THD[: len(x_TE)].flatten(1), wanted)
         grad_out = weights.out.gradients(grad_middle, attended) if trained else ()
         grad_attended = weights.out.back(grad_middle)
         by_out.both(found, grad_middle, attended, low_out, grad_attended)
-        grad_attended = _all_tokens(grad_attended, wanted, len(x_TE)).view_as(attended_THD)
+        grad_attended = _all_tokens(grad_attended, wanted, len(x_TE)).view(len(x_TE), *attended_THD.shape[1:])
         grad_middle = _all_tokens(grad_middle, wanted, len(x_TE))
         grads = train.attention_backward(grad_attended, *attention, sight=ctx.sight, scale=ctx.scale)
         grad_qkv = train.join_heads(*grads, cosine_TD, sine_TD)
-        grad_norms = _norm_heads_back(grad_qkv, raw, weights.head_norms, counts, size)
+        grad_norms = _norm_heads_back(grad_qkv, raw, weights.head_norms, counts, size, trained)
         grad_normed = weights.qkv.back(grad_qkv)
         by_qkv.both(found, grad_qkv, normed_TE, low_qkv, grad_normed)
-        grad_x, grad_before = train.norm_backward(grad_normed, x_TE, weights.before, inverse_T, grad_middle)
+        normed = (x_TE, weights.before, inverse_T)
+        grad_x, grad_before = train.norm_backward(grad_normed, *normed, grad_middle, trained=trained)
         if not trained:
             return (grad_x, *(None,) * (_TENSORS - 1 + LayerWeights.OWN), *found)
         return (
@@ -178,14 +184,17 @@ def _norm_heads(qkv_TC: torch.Tensor, norms: tuple, counts: tuple[int, int], siz
     return kept
 
 
-def _norm_heads_back(grad_qkv: torch.Tensor, raw: list, norms: tuple, counts: Sequence[int], size: int) -> list:
+def _norm_heads_back(
+    grad_qkv: torch.Tensor, raw: list, norms: tuple, counts: Sequence[int], size: int, trained: bool
+) -> list:
     """The way back of `_norm_heads`, in place; gives the gradients of the norms' weights."""
     if not raw:
         return [None, None]
     found, start = [], 0
     for place, (norm, count) in enumerate(zip(norms, counts, strict=True)):
         part = grad_qkv[:, start : start + count * size]
-        grad, grad_norm = train.norm_backward(part.reshape(-1, size), raw[2 * place], norm, raw[2 * place + 1])
+        rows = (part.reshape(-1, size), raw[2 * place], norm, raw[2 * place + 1])
+        grad, grad_norm = train.norm_backward(*rows, trained=trained)
         part.copy_(grad.view(len(part), -1))
         found.append(grad_norm)
         start += count * size

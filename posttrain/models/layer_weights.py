@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from posttrain.kernels import train
 from posttrain.kernels.gradient_sums import add_product
 from posttrain.models.arena import end_to_end
 from posttrain.models.fused_adapters import Beside, adapter_of, base_of, beside_products, can_fuse_adapter, flat
@@ -26,11 +27,26 @@ class Joined:
         self.whole = end_to_end(weights)
         self.bias = None if biases[0] is None else _end_to_end(biases)  # pyright: ignore
 
-    def product(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def product(self, x_TE: torch.Tensor, spare: int = 0) -> torch.Tensor:
+        """With so many rows of zeros behind it."""
+        if spare:
+            y = x_TE.new_empty(len(x_TE) + spare, sum(self.rows))
+            y[len(x_TE) :].zero_()
+            return self._into(y, x_TE)
         if self.whole is None:
             y = torch.cat([x_TE @ weight.T for weight in self.weights], 1)
             return y if self.bias is None else y.add_(self.bias)
         return x_TE @ self.whole.T if self.bias is None else torch.addmm(self.bias, x_TE, self.whole.T)
+
+    def _into(self, y: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
+        here = y[: len(x_TE)]
+        if self.whole is None:
+            here.copy_(self.product(x_TE))
+        elif self.bias is None:
+            torch.mm(x_TE, self.whole.T, out=here)
+        else:
+            torch.addmm(self.bias, x_TE, self.whole.T, out=here)
+        return y
 
     def back(self, grad_TC: torch.Tensor) -> torch.Tensor:
         """The gradient of the input."""
@@ -43,7 +59,7 @@ class Joined:
         return (grad_TC.T @ x_TE).split(self.rows)
 
     def bias_gradients(self, grad_TC: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        return (None,) * len(self.rows) if self.bias is None else grad_TC.sum(0).split(self.rows)
+        return (None,) * len(self.rows) if self.bias is None else train.column_sums(grad_TC).split(self.rows)
 
 
 def _end_to_end(biases: Sequence[torch.Tensor]) -> torch.Tensor:

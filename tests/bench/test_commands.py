@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsys):
     file = tmp_path / "rollout.json"
     sizes = ("--prompts", "2", "--n", "2", "--tokens", "4", "--prompt-tokens", "3", "--repeat", "1", "--threads", "1")
-    status, out, err = run(capsys, "rollout", "--only", "hf,vllm", "--model", str(tiny), *sizes, "--json", str(file))
+    more = ("--json", str(file), "--truth", "2")
+    status, out, err = run(capsys, "rollout", "--only", "hf,vllm", "--model", str(tiny), *sizes, *more)
     assert status == 0 and "hf: run 1 of 1" in err
     assert re.search(r"^hf +[\d,]+ +[\d,]+ +1\.00x +yes +posttrain", out, re.M)
     assert re.search(r"^vllm +- .*not installed \(--install\)", out, re.M)
@@ -39,6 +41,21 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     assert ours["packages"]["torch"] and ours["python"] and ours["settings"]["engine"].startswith("hf")
     assert [run["tokens"] for run in ours["runs"]] == [16] and ours["runs"][0]["log_probs"]
     assert ours["best"] == ours["median"] == pytest.approx(16 / ours["runs"][0]["seconds"])
+    assert re.search(r"^hf: its rollout, against float32 +\S+ +\S+ +\S+ +8$", out, re.M)
+    for pair in ("rollout", "trainer", "transformers", "rollout_trainer"):
+        assert found["truth"]["hf"][pair]["tokens"] == 8 and found["truth"]["hf"][pair]["max"] < 1e-4, pair
+    assert "sampled" not in file.read_text(), "rows do not lie in a file of figures"
+
+
+def test_distances_from_the_truth_are_those_of_single_tokens():
+    from posttrain.bench.ours.truth import distance
+    from posttrain.bench.peers.wire import sampled
+
+    found = distance([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
+    assert found["mean"] == pytest.approx(0.5) and found["max"] == 1.0 and found["tokens"] == 3
+    assert found["kl"] == pytest.approx((0 + (math.exp(-0.5) - 0.5) + (math.e - 2)) / 3)
+    rows = [[row] for row in range(8)]
+    assert sampled({"sample": 4}, rows, rows)["sampled"]["rows"] == [0, 2, 4, 6] and not sampled({}, rows, rows)
 
 
 def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, capsys):
@@ -117,18 +134,21 @@ def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Pa
 
 
 def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
-    """Long rows are fewer and begin after a given prefix; models are compared at one point, which is measured once."""
+    """Of long rows tokens in the middle are measured, after a given prefix, and there are fewer of them; models are
+    compared at one point, which is measured once."""
     file, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     sizes = ("--rows", "1,2", "--lengths", "2,4,32", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
-    long = ("--whole", "4", "--tail", "3", "--most-tokens", "32", "--models", "1m")
+    long = ("--whole", "4", "--tail", "4", "--most-tokens", "32", "--models", "1m", "--prompt-tokens", "3")
     files = ("--json", str(file), "--svg", str(picture))
     status, out, _ = run(capsys, "sweep", "--engine", "hf", "--model", "1m", *sizes, *long, *files)
     assert status == 0 and "GFLOP/s" in out and "by length of the response" in out
-    assert "measured after a given prefix, of 32: the last 3 tokens" in out and re.search(r"^ +1m +2 +2 ", out, re.M)
+    assert "by tokens in the middle of a row: of 32 those from 17 to 20" in out and re.search(
+        r"^ +1m +2 +2 ", out, re.M
+    )
     found = json.loads(file.read_text())
     assert [point["rows"] for point in found["by_rows"]] == [1, 2]
     assert [(point["rows"], point["tokens"], point.get("prefix")) for point in found["by_length"]] == [
-        (2, 2, None), (2, 4, None), (1, 32, 29)
+        (2, 2, None), (2, 4, None), (1, 32, 16)
     ]  # fmt: skip
     (of_model,) = found["by_model"]
     assert of_model["seconds"] == found["by_rows"][1]["seconds"] and of_model["parameters"] == 1_069_184
@@ -136,6 +156,9 @@ def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
     assert all(0 < point["floor_us"] < point["us_per_token"] for point in points)
     drawn = picture.read_text()
     assert drawn.startswith("<svg") and "floor of this machine" in drawn and ">1 rows<" in drawn and ">1m<" in drawn
+    assert drawn.count('fill="white" stroke') == 1, "the point of long rows is hollow"
+    ratios = [f">{point['us_per_token'] / point['floor_us']:.1f}x<" for point in points]
+    assert all(ratio in drawn for ratio in ratios)
 
 
 def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompts(tmp_path: Path, monkeypatch):
@@ -168,6 +191,10 @@ def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompt
     monkeypatch.setattr(sweep, "_drawn", lambda job: (Engine(), "an engine"))
     _, ask = sweep.start({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
     assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
+    all_at_once = lambda engine: 8 * (len(engine.rows) == 2)  # noqa: E731
+    monkeypatch.setattr(Engine, "running_tokens", all_at_once)
+    with pytest.raises(RuntimeError, match="give a longer --tail"):
+        ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,19 @@ def test_the_steps_that_verl_prints_are_read(monkeypatch):
     assert found["response_length/mean"] == 512.0 and found["timing_s/step"] == 20.0
 
 
+def test_verl_cut_off_tells_how_far_it_came(monkeypatch):
+    """Its own processes may hold the pipe after it was ended; a second step that is missing leaves the first."""
+    monkeypatch.syspath_prepend(str(PEERS))
+    follow = importlib.import_module("run_verl").follow
+    held = ["sh", "-c", 'echo "$0"; sleep 5 & sleep 9']
+    told = "(pid=7) stages begin\n(pid=7) stage gen: 26.210 s\n(pid=7) stage old_log_prob: 26.5 s"
+    with pytest.raises(RuntimeError, match=r"start \d s, gen 26.2 s, old_log_prob 26.5 s"):
+        follow([*held, told], 1.0)
+    step = "step:1 - timing_s/gen:1.5 - timing_s/step:4.0 - response_length/mean:512.0"
+    found = follow([*held, f"{told}\n{step}"], 1.0)
+    assert found["wall"] == found["inside"] == [4.0] and found["stages"]["timing_s/gen"] == [1.5]
+
+
 def test_a_device_that_is_not_there_is_said():
     import torch
 

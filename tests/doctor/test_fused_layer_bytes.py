@@ -88,7 +88,7 @@ def head_on_meta(monkeypatch, keep: bool, chunks: int) -> tuple[int, int]:
     kernels.statistics = lambda logits, labels, temperature: tuple(logits.new_empty(len(logits)) for _ in range(3))  # pyright: ignore
     kernels.gradient = lambda logits, columns, temperature, dtype: torch.empty_like(logits, dtype=dtype)  # pyright: ignore
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(logprob_head, "_may_keep", lambda hidden, weight: keep)
+    monkeypatch.setattr(logprob_head, "_may_keep", lambda chunks, weight: len(chunks) if keep else 0)
     monkeypatch.setattr(logprob_head.cuda, "runs_here", lambda tensor: True)
     monkeypatch.setattr(logprob_head, "_chunks", lambda tokens, vocabulary, device: parts)
     model = torch.nn.Module()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.kernels import logprob_head as module
-from posttrain.kernels.logprob_head import logprob_head, plain_logprob_head
+from posttrain.kernels.logprob_head import kept_chunks, logprob_head, plain_logprob_head
 
 
 def inputs(tokens=23, hidden=6, vocabulary=11):
@@ -53,3 +53,16 @@ def test_float32_results_from_bfloat16_weights():
     assert ours.dtype == torch.float32
     twin = plain_logprob_head(hidden.detach(), weight.detach(), labels)[0]
     assert (ours - twin).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "kept"),
+    [
+        ([4, 4, 2], 10, 3),  # all
+        ([4, 4, 4, 2], 13, 2),  # two wait while a third is made: 12
+        ([4, 4], 7, 0),
+        ([5], 4, 0),
+    ],
+)
+def test_as_many_logits_wait_for_the_way_back_as_there_is_room_for(sizes, most, kept):
+    assert kept_chunks(sizes, most) == kept

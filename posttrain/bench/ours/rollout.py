@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.bench.peers.wire import rollout_answer, rows_of, serve, timed
+from posttrain.bench.peers.wire import rollout_answer, rows_of, sampled, serve, timed
 from posttrain.trainer.constants_ppo import apply_environment
 
 
@@ -40,8 +40,9 @@ def start(job: dict[str, Any]):
         prompts, lengths = rows_of(job, request)
         samplings = [Sampling(max_tokens=n, temperature=job["temperature"]) for n in lengths]
         seconds, outputs = timed(lambda: batch(prompts, samplings, request["seed"]))
-        made = [len(output.token_ids) for output in outputs]
-        return rollout_answer(seconds, lengths, made, [len(output.log_probs) for output in outputs])
+        tokens, log_probs = [output.token_ids for output in outputs], [output.log_probs for output in outputs]
+        answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
+        return {**answer, **sampled(request, tokens, log_probs)}
 
     return {"engine": name}, run
 

@@ -10,6 +10,8 @@ from posttrain.bench.peers.wire import serve
 from posttrain.bench.workload import make_workload
 from posttrain.trainer.constants_ppo import apply_environment
 
+CACHE = 0.6  # of the device's memory
+
 
 def start(job: dict[str, Any]):
     from posttrain.bench.machine import bandwidths, peak_flops
@@ -24,7 +26,8 @@ def start(job: dict[str, Any]):
         return {"peak_flops": peak_flops(DTYPES[job["dtype"]], device=where), "bandwidth": bandwidths(device=where)}
 
     def point(rows: int, tokens: int, seed: int, prefix: int | None) -> dict[str, Any]:
-        """Seconds and tokens of `rows` responses; after a `prefix` they count once all of them have begun."""
+        """Seconds and tokens of `rows` responses; after a `prefix` they count from when all of them are known to have
+        begun. An engine that runs ahead tells of its first round then (256 tokens at most), and has begun the next."""
         prompt = prefix or job["prompt_tokens"]
         work = make_workload(
             prompts=rows, n=1, prompt_tokens=prompt, tokens=tokens, kind="fixed", vocab_size=job["vocab_size"]
@@ -40,8 +43,10 @@ def start(job: dict[str, Any]):
         while engine.has_work():
             made += sum(len(output.token_ids) for output in advance(engine))
         seconds = time.perf_counter() - started
-        if made != rows * tokens or made == before:
-            raise RuntimeError(f"{made} tokens were made instead of {rows * tokens}, {before} of them with the prompts")
+        if made != rows * tokens:
+            raise RuntimeError(f"{made} tokens were made instead of {rows * tokens}")
+        if made == before:
+            raise RuntimeError(f"all {tokens} tokens of a row were made before one was known: give a longer --tail")
         return {"seconds": seconds, "tokens": made - before}
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +69,8 @@ def _drawn(job: dict[str, Any]) -> tuple[Any, str]:
 
     torch.set_num_threads(job["threads"])
     module = proved(draw(job["model"], DTYPES[job["dtype"]], job["device"]).eval(), f"--model {job['model']}")
-    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["slots"], **job["settings"])
+    memory = {"gpu_memory_utilization": CACHE} if job["device"] == "cuda" else {}  # there is no trainer beside it
+    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["slots"], **{**memory, **job["settings"]})
     return build_engine(settings, module, load_tokenizer(ModelConfig(path=job["model"])))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wire import largest, rollout_answer, rows_of, serve, shares_prompts, timed  # pyright: ignore
+from wire import largest, rollout_answer, rows_of, sampled, serve, shares_prompts, timed  # pyright: ignore
 
 
 def start(job: dict[str, Any]):
@@ -53,8 +53,10 @@ def start(job: dict[str, Any]):
     def run(request: dict[str, Any]) -> dict[str, Any]:
         prompts, lengths = rows_of(job, request)
         seconds, done = timed(lambda: batch(prompts, lengths))
-        tokens = [len(result.generated_tokens) for result in done.values()]
-        return rollout_answer(seconds, lengths, tokens, [len(result.logprobs) for result in done.values()])
+        tokens = [result.generated_tokens for result in done.values()]
+        log_probs = [result.logprobs for result in done.values()]
+        answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
+        return {**answer, **sampled(request, tokens, log_probs)}
 
     return settings, run
 

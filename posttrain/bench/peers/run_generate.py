@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wire import rollout_answer, rows_of, serve, timed  # pyright: ignore
+from wire import rollout_answer, rows_of, sampled, serve, timed  # pyright: ignore
 
 
 def start(job: dict[str, Any]):
@@ -58,7 +58,9 @@ def start(job: dict[str, Any]):
         prompts, lengths = rows_of(job, request)
         ids, mask = padded(prompts)
         seconds, (tokens, log_probs) = timed(lambda: batch(ids, mask, max(lengths)))
-        return rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
+        answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
+        cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (tokens, log_probs)]
+        return {**answer, **sampled(request, *cut)}
 
     return settings, run
 

@@ -1,16 +1,23 @@
 """verl's `main_ppo` with vLLM: one training per request, in a process of its own; times are what it prints per step.
 
 Rows are padded (`use_remove_padding=False`, sdpa), since packed ones need flash-attn, which has no wheel. Masters and
-moments are float32 and passes bfloat16, as here. `trl` must not be installed beside it.
+moments are float32 and passes bfloat16, as here. `trl` must not be installed beside it. Starting takes minutes, most
+of them imports: so there are few workers for what is quick (the reward, the queues). `verl_stages.py` prints each stage
+as it ends, and a run that does not end in time is ended here and gives what it told until then.
 """
 
 from __future__ import annotations
 
+import os
+import queue
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +25,8 @@ from typing import Any
 from wire import serve  # pyright: ignore
 
 STEP = re.compile(r"\bstep:(\d+)\b")
+STAGE = re.compile(r"\bstage (\w+): ([\d.]+) s")
+SPARE_S = 20.0  # of the deadline, for ending it
 
 
 def numbers(line: str) -> dict[str, float]:
@@ -57,9 +66,13 @@ def overrides(job: dict[str, Any], folder: Path, reward: Path) -> dict[str, Any]
         f"{rollout}.ignore_eos": job["lengths"] == "fixed",
         f"{rollout}.max_num_seqs": rows,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": micro,
+        f"{rollout}.agent.num_workers": 4,
+        f"+{rollout}.agent.agent_loop_manager_class": "verl_stages.Manager",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
         "reward.custom_reward_function.path": reward,
         "reward.custom_reward_function.name": "compute_score",
+        "reward.num_workers": 1,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
         "trainer.logger": "[console]",
         "trainer.n_gpus_per_node": 1,
         "trainer.nnodes": 1,
@@ -94,23 +107,53 @@ def start(job: dict[str, Any]):
             ]
             pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
             given = [f"{key}={value}" for key, value in overrides(job, folder, reward).items()]
-            return follow([sys.executable, "-m", "verl.trainer.main_ppo", *given])
+            limit = job["deadline"] and job["deadline"] - SPARE_S
+            return follow([sys.executable, "-m", "verl.trainer.main_ppo", *given], limit)
 
     return {k: str(v) for k, v in overrides(job, Path("."), reward).items()}, run
 
 
-def follow(command: list[str]) -> dict[str, Any]:
-    """Run it, and take each step's time when its line appears."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    ends, steps = [time.perf_counter()], []
-    for line in process.stdout:
+def lines_of(process: subprocess.Popen[str], limit: float | None) -> Iterator[str]:
+    """What it prints until it ends, or is ended after `limit` seconds; its own processes may hold the pipe longer."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    until = None if limit is None else time.monotonic() + limit
+    with suppress(queue.Empty):
+        while (line := lines.get(timeout=until and max(0.0, until - time.monotonic()))) is not None:
+            yield line
+        process.wait()
+        return
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=SPARE_S / 2)
+
+
+def follow(command: list[str], limit: float | None = None) -> dict[str, Any]:
+    """Run it, at most for `limit` seconds, and take each step's time when its line appears."""
+    here = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, here)), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+    began = time.perf_counter()
+    ends, steps, told = [began], [], []
+    for line in lines_of(process, limit):
         sys.stderr.write(line)
+        now = time.perf_counter()
+        if "stages begin" in line:
+            told.append(f"start {now - began:.0f} s")
+        if (stage := STAGE.search(line)) and not steps:
+            told.append(f"{stage[1]} {float(stage[2]):.1f} s")
         if STEP.search(line) and "timing_s/step" in line:
-            ends.append(time.perf_counter())
+            ends.append(now)
             steps.append(numbers(line))
-    if process.wait() or not steps:
-        raise RuntimeError(f"verl ended with status {process.returncode} after {len(steps)} steps")
+    if not steps:
+        far = f"; of its first step: {', '.join(told)}" if told else ""
+        raise RuntimeError(f"verl ended with status {process.poll()} after {time.perf_counter() - began:.0f} s{far}")
     first = steps[0]["timing_s/step"]  # its own account: before it lies the start
     wall = [first, *(after - before for before, after in pairwise(ends[1:]))]
     peaks = [step["perf/max_memory_allocated_gb"] for step in steps if "perf/max_memory_allocated_gb" in step]
@@ -119,6 +162,7 @@ def follow(command: list[str]) -> dict[str, Any]:
         "inside": [step["timing_s/step"] for step in steps],
         "lengths": [step.get("response_length/mean", float("nan")) for step in steps],
         "stages": {key: [step.get(key) for step in steps] for key in steps[0] if key.startswith("timing_s/")},
+        "start_s": ends[1] - began - first,
         **({"peak_gib": max(peaks)} if peaks else {}),
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wire import largest, rollout_answer, rows_of, serve, shares_prompts, timed  # pyright: ignore
+from wire import largest, rollout_answer, rows_of, sampled, serve, shares_prompts, timed  # pyright: ignore
 
 
 def on_cuda(slots: int, longest: int) -> dict[str, Any]:
@@ -67,7 +67,8 @@ def start(job: dict[str, Any]):
         rows, lengths = rows_of(job, request)
         prompts, samplings = [{"prompt_token_ids": row} for row in rows], [sampling(n) for n in lengths]
         seconds, (tokens, log_probs) = timed(lambda: batch(prompts, samplings))
-        return rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
+        answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
+        return {**answer, **sampled(request, tokens, log_probs)}
 
     return settings, run
 

@@ -94,3 +94,13 @@ def rollout_answer(
         raise RuntimeError(f"{len(short)} rows are too short; row {row} has {got} of {need} tokens")
     complete = len(log_probs) == len(wanted) and all(g >= n for g, n in zip(log_probs, wanted, strict=True))
     return {"seconds": seconds, "tokens": sum(wanted), "computed": sum(made), "log_probs": complete}
+
+
+def sampled(request: dict[str, Any], tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> Job:
+    """As many rows as the request wants to see, from all over the batch, as they were sampled."""
+    wanted = request.get("sample")
+    if not wanted:
+        return {}
+    rows = range(0, len(tokens), max(1, len(tokens) // wanted))[:wanted]
+    seen, given = [[*map(int, tokens[row])] for row in rows], [[*map(float, log_probs[row])] for row in rows]
+    return {"sampled": {"rows": list(rows), "tokens": seen, "log_probs": given}}

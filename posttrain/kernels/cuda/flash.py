@@ -50,6 +50,14 @@ class Pieces:
             found.over = (*ends, int(queries.max()), int(keys.max()))  # pyright: ignore
         return found
 
+    def long(self, size: int) -> bool:
+        """Whether rows are taken one by one, with heads of this size."""
+        return self.over is None and long_rows.takes(size, self.lengths)
+
+    def spare_rows(self, size: int) -> int:
+        """Rows of queries, keys and values behind the last token that save copies: zeros, say."""
+        return long_rows.spare_rows(self.lengths) if self.long(size) else 0
+
     @property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         return self.own, self.own, max(self.lengths), max(self.lengths)
@@ -89,7 +97,7 @@ def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, sc
 
 def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: float):
     """(outputs, logarithms of sums (H, T), what the way back needs besides)."""
-    if pieces.over is None and long_rows.takes(query_THD, pieces.lengths):
+    if pieces.long(query_THD.shape[-1]):
         return long_rows.attention_forward(query_THD, key_TKD, value_TKD, pieces.lengths, scale)
     out, logsum_HT, *state = _forward(query_THD, key_TKD, value_TKD, *pieces.ends, True, scale)
     if pieces.over is None:
@@ -104,7 +112,7 @@ def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: floa
 
 def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_HT, pieces: Pieces, scale, state):
     """Gradients of query, key and value."""
-    if pieces.over is None and long_rows.takes(query_THD, pieces.lengths):
+    if pieces.long(query_THD.shape[-1]):
         tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_HT)
         return long_rows.attention_backward(grad_THD, *tensors, pieces.lengths, scale, state)
 

@@ -12,33 +12,42 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.kernels.cuda.column_sums import column_sums
+
 
 @triton.jit
-def _norm_forward(X, WEIGHT, OUT, INVERSE, size, epsilon, BLOCK: tl.constexpr):
+def _norm_forward(X, WEIGHT, OUT, INVERSE, COPY, size, epsilon, COPIED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < size
-    x = tl.load(X + row * size + at, mask=real, other=0.0).to(tl.float32)
+    given = tl.load(X + row * size + at, mask=real, other=0.0)
+    x = given.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
     weight = tl.load(WEIGHT + at, mask=real, other=0.0).to(tl.float32)
     tl.store(OUT + row * size + at, (x * inverse * weight).to(OUT.dtype.element_ty), mask=real)
     tl.store(INVERSE + row, inverse)
+    if COPIED:
+        tl.store(COPY + row * size + at, given, mask=real)
 
 
-def norm_forward(x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x))."""
+def norm_forward(
+    x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float, copy_TE: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x)); x itself goes to `copy`, where there is one."""
     out, inverse = torch.empty_like(x_TE), x_TE.new_empty(len(x_TE), dtype=torch.float32)
     block = triton.next_power_of_2(x_TE.shape[1])
     _norm_forward[(len(x_TE),)](
-        x_TE, weight_E, out, inverse, x_TE.shape[1], epsilon, block, num_warps=1 if block <= 256 else 4
-    )
+        x_TE, weight_E, out, inverse, copy_TE, x_TE.shape[1], epsilon, copy_TE is not None, block,
+        num_warps=1 if block <= 256 else 4,
+    )  # fmt: skip
     return out, inverse
 
 
 @triton.jit
 def _norm_backward(
-    GRAD, X, WEIGHT, INVERSE, ADDED, GRAD_X, PARTS, tokens, size, each, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
+    GRAD, X, WEIGHT, INVERSE, ADDED, GRAD_X, PARTS, tokens, size, each,
+    ADD: tl.constexpr, TRAINED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     real = at < size
@@ -51,28 +60,32 @@ def _norm_backward(
         grad = tl.load(GRAD + base, mask=real, other=0.0).to(tl.float32)
         inverse = tl.load(INVERSE + token)
         normed = x * inverse
-        part += grad * normed
+        if TRAINED:
+            part += grad * normed
         weighted = grad * weight
         grad_x = (weighted - normed * (tl.sum(weighted * normed, 0) / size)) * inverse
         if ADD:
             grad_x += tl.load(ADDED + base, mask=real, other=0.0).to(tl.float32)
         tl.store(GRAD_X + base, grad_x.to(GRAD_X.dtype.element_ty), mask=real)
-    tl.store(PARTS + program.to(tl.int64) * size + at, part, mask=real)
+    if TRAINED:
+        tl.store(PARTS + program.to(tl.int64) * size + at, part, mask=real)
 
 
-def norm_backward(grad_TE, x_TE, weight_E, inverse_T, added_TE=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of x, plus `added`, and of the weight)."""
+def norm_backward(
+    grad_TE, x_TE, weight_E, inverse_T, added_TE=None, *, trained: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(gradient of x, plus `added`, and of the weight, if it is `trained`)."""
     tokens, size = x_TE.shape
     grad_x = torch.empty_like(x_TE)
     each = max(1, triton.cdiv(tokens, 1024))
     programs = triton.cdiv(tokens, each)
-    parts = x_TE.new_empty(programs, size, dtype=torch.float32)
+    parts = x_TE.new_empty(programs, size, dtype=torch.float32) if trained else None
     block = triton.next_power_of_2(size)
     _norm_backward[(programs,)](
         grad_TE.contiguous(), x_TE, weight_E, inverse_T, added_TE, grad_x, parts, tokens, size, each,
-        added_TE is not None, block, num_warps=1 if block <= 256 else 4,
+        added_TE is not None, trained, block, num_warps=1 if block <= 256 else 4,
     )  # fmt: skip
-    return grad_x, parts.sum(0).to(weight_E.dtype)
+    return grad_x, None if parts is None else column_sums(parts, weight_E.dtype)
 
 
 @triton.jit
@@ -126,7 +139,7 @@ def _sizes(heads: int, key_heads: int, size: int) -> tuple[int, ...]:
 def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
     """Rotated queries and keys, and values, of rows that hold all three: views into them, as they are from now on."""
     size = cosine_TD.shape[1]
-    _move_heads[(len(qkv_TC),)](
+    _move_heads[(len(cosine_TD),)](
         qkv_TC, cosine_TD, sine_TD, None, None, None, *_sizes(heads, key_heads, size), False, num_warps=4
     )
     return qkv_TC.unflatten(1, (-1, size)).split([heads, key_heads, key_heads], 1)

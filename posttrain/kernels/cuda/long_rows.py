@@ -1,10 +1,11 @@
 """Attention of long rows in training, by cuDNN: there it is faster than torch's variable-length flash attention.
 
-Every row is a causal call of its own, padded to a multiple of STRIDE so that few plans are made: no token of a row sees
-what stands behind the row's end, and what is computed there is dropped. cuDNN's way back adds up in any order, so a
-deterministic run takes the flash kernels.
+Every row is a causal call of its own, lengthened to a multiple of STRIDE so that few plans are made: no token of a row
+sees what stands behind the row's end, and what is computed there is dropped. What stands there are the next row's
+tokens, or spare rows behind the last one, which a caller may have made room for (`spare_rows`) so that nothing needs to
+be copied. cuDNN's way back adds up in any order, so a deterministic run takes the flash kernels.
 
-Shapes: T packed tokens, H heads, D head size, L tokens of one padded row.
+Shapes: T packed tokens and spare rows, H heads, D head size, L tokens of one lengthened row.
 """
 
 from __future__ import annotations
@@ -21,17 +22,30 @@ SIZES = (64, 128)  # of heads for which it has both directions
 _aten = torch.ops.aten
 
 
-def takes(query_THD: torch.Tensor, lengths: Sequence[int]) -> bool:
-    """Whether rows of these lengths, all of the pass, are better computed here."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return query_THD.shape[-1] in SIZES and min(lengths) >= LONG and not deterministic
+def takes(size: int, lengths: Sequence[int]) -> bool:
+    """Whether rows of these lengths, all of the pass, with heads of this size, are better computed here."""
+    return size in SIZES and min(lengths) >= LONG and not torch.are_deterministic_algorithms_enabled()
+
+
+def spare_rows(lengths: Sequence[int]) -> int:
+    """Rows behind the last token that let the last row be lengthened in place. They must hold finite numbers."""
+    return -lengths[-1] % STRIDE
 
 
 def _row(x_THD: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """(1, H, L, D): one row's heads, padded."""
-    row = x_THD[start : start + length]
+    """(1, H, L, D): one row's heads, lengthened."""
+    end = start + length + -length % STRIDE
+    row = x_THD[start:end]
+    return (F.pad(row, (0, 0, 0, 0, 0, end - len(x_THD))) if end > len(x_THD) else row).transpose(0, 1)[None]
+
+
+def _row_and_zeros(x_THD: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """The same, with zeros behind: gradients of tokens that are not of the row would be added to those of its keys."""
     more = -length % STRIDE
-    return (F.pad(row, (0, 0, 0, 0, 0, more)) if more else row).transpose(0, 1)[None]
+    row = x_THD[start : start + length]
+    if more:
+        row = torch.cat([row, row.new_zeros(more, *row.shape[1:])])
+    return row.transpose(0, 1)[None]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
@@ -40,28 +54,33 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 def attention_forward(query_THD, key_TKD, value_TKD, lengths: Sequence[int], scale: float):
     """(outputs (T, H, D), logarithms of sums, flat, and what the way back needs besides, by row)."""
-    out, logsums, states = torch.empty_like(query_THD, memory_format=torch.contiguous_format), [], []
+    outs, logsums, states = [], [], []
     for start, length in zip(_starts(lengths), lengths, strict=True):
         query, key, value = (_row(x, start, length) for x in (query_THD, key_TKD, value_TKD))
         found, logsum, ends_q, ends_k, longest_q, longest_k, *state, _ = _aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, True, False, scale=scale
         )
-        out[start : start + length] = found[0].transpose(0, 1)[:length]
+        last = start + length == sum(lengths)
+        outs.append(found[0].transpose(0, 1)[: len(query_THD) - start if last else length])
         logsums.append(logsum.flatten())
         states.append((logsum.shape, state, (ends_q, ends_k, longest_q, longest_k)))
-    return out, torch.cat(logsums), states
+    return _together(outs), _together(logsums), states
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum, lengths: Sequence[int], scale, states):
-    """Gradients of query, key and value."""
-    tensors = (query_THD, key_TKD, value_TKD)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-    parts = logsum.split([shape.numel() for shape, _, _ in states])
-    for start, length, part, (shape, state, ends) in zip(_starts(lengths), lengths, parts, states, strict=True):
-        grad, query, key, value, out = (_row(x, start, length) for x in (grad_THD, *tensors, out_THD))
+    """Gradients of query, key and value, of all tokens but not of spare rows."""
+    grads = []
+    sums = logsum.split([shape.numel() for shape, _, _ in states])
+    for start, length, part, (shape, state, ends) in zip(_starts(lengths), lengths, sums, states, strict=True):
+        query, key, value, out = (_row(x, start, length) for x in (query_THD, key_TKD, value_TKD, out_THD))
         found = _aten._scaled_dot_product_cudnn_attention_backward(
-            grad, query, key, value, out, part.view(shape), *state, None, *ends, 0.0, True, scale=scale
-        )
-        for whole, one in zip(grads, found, strict=True):
-            whole[start : start + length] = one[0].transpose(0, 1)[:length]
-    return grads[0], grads[1], grads[2]
+            _row_and_zeros(grad_THD, start, length), query, key, value, out, part.view(shape), *state, None, *ends, 0.0,
+            True, scale=scale,
+        )  # fmt: skip
+        grads.append([one[0].transpose(0, 1)[:length] for one in found])
+    query, key, value = (_together(list(parts)) for parts in zip(*grads, strict=True))
+    return query, key, value
