@@ -51,8 +51,14 @@ class Entry:
                 **({"LD_PRELOAD": self.system.preload} if self.system.preload else {}),
             },
             **self.facts,
-            "runs": self.answers,
+            **({"warm_ups": figures(self.facts["warm_ups"])} if "warm_ups" in self.facts else {}),
+            "runs": figures(self.answers),
         }
+
+
+def figures(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers without rows that were sampled, which are no figures."""
+    return [{key: value for key, value in answer.items() if key != "sampled"} for answer in answers]
 
 
 def disturbance(entries: Sequence[Entry]) -> str:

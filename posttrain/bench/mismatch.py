@@ -22,14 +22,10 @@ LINES = {
 }
 
 
-def take(entries: Sequence[Entry]) -> dict[str, Found]:
-    """System -> the rows of its last run, taken out of its answers: they are not to be kept in a file of figures."""
-    taken = {}
-    for entry in entries:
-        for answer in [*entry.facts.get("warm_ups", []), *entry.answers]:
-            if (sampled := answer.pop("sampled", None)) is not None:
-                taken[entry.system.name] = sampled
-    return taken
+def sampled_by(entries: Sequence[Entry]) -> dict[str, Found]:
+    """System -> the rows of its last run."""
+    asked = {entry.system.name: [a["sampled"] for a in entry.answers if "sampled" in a] for entry in entries}
+    return {name: rows[-1] for name, rows in asked.items() if rows}
 
 
 def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> dict[str, Found]:

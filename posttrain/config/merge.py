@@ -72,6 +72,8 @@ class Merged:
     notes: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     """Keys whose value could not be read; checks of them are skipped."""
+    node_rank: int = 0
+    """Which machine of the run this is."""
 
     def value(self, key: str) -> Any:
         """The value in force: an entry's, else the default."""

@@ -45,6 +45,8 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     for pair in ("rollout", "trainer", "transformers", "rollout_trainer"):
         assert found["truth"]["hf"][pair]["tokens"] == 8 and found["truth"]["hf"][pair]["max"] < 1e-4, pair
     assert "sampled" not in file.read_text(), "rows do not lie in a file of figures"
+    _, out, _ = run(capsys, "rollout", "--only", "hf", "--model", str(tiny), *sizes, "--truth", "2")
+    assert re.search(r"^hf: its rollout, against float32 ", out, re.M), "without a file too"
 
 
 def test_distances_from_the_truth_are_those_of_single_tokens():
