@@ -7,11 +7,9 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.bench.chips import DEVICES
+from posttrain.bench.place import DEVICES, default_threads
 from posttrain.bench.presets import PRESETS
-from posttrain.bench.record import default_threads
-from posttrain.bench.workload import LENGTHS
-from posttrain.bench.works import WORKS
+from posttrain.bench.workload import LENGTHS, WORKS
 
 
 def main(args: Sequence[str]) -> int:

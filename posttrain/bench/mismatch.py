@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from posttrain.bench import bench_folder
-from posttrain.bench.child import Child, ChildFailed
+from posttrain.bench.child import ChildFailed, running
 from posttrain.bench.contest import LOAD_S, RUN_S, Entry
 from posttrain.bench.preparing import Prepared
 from posttrain.bench.systems import System
@@ -42,11 +38,7 @@ def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> 
         "device": bench.place.kind,
     }
     found: dict[str, Found] = {}
-    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job))
-        log = bench_folder() / "logs" / "truth.log"
-        child = Child(system.command(path, "truth"), system.variables_for(options.threads, bench.place.kind), log)
+    with running(system, "truth", job, "truth", threads=options.threads, kind=bench.place.kind) as child:
         try:
             bench.line.show("float32: loading")
             child.ready(lambda s: bench.line.waiting("float32: loading", s), options.deadline or LOAD_S)
@@ -59,7 +51,6 @@ def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> 
         except ChildFailed as failed:
             found |= {name: {"problem": str(failed)} for name in sampled if name not in found}
         finally:
-            child.close()
             bench.line.clear()
     return found
 

@@ -15,8 +15,7 @@ from posttrain.bench.mismatch import table as truth_table
 from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import ROLLOUT, System
 from posttrain.bench.table import factor, render
-from posttrain.bench.workload import Workload, as_job, workload_of
-from posttrain.bench.works import settle
+from posttrain.bench.workload import Workload, as_job, settle, workload_of
 from posttrain.errors import UserError
 
 WARM_UPS = 2  # the second shows what the first had to compile or allocate

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.bench.plot import Panel
+from posttrain.bench.pictures import Panel
 from posttrain.bench.table import render
+from posttrain.bench.workload import Point
 
 AXES = ("rows", "length", "model")
-
-Point = dict[str, Any]
 
 TITLES = {"rows": "by rows decoded side by side", "length": "by length of the response", "model": "by model"}
 

@@ -167,7 +167,7 @@ def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
 
 
 def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompts(tmp_path: Path, monkeypatch):
-    from posttrain.bench.ours import sweep
+    from posttrain.bench.ours import engines
 
     class Engine:
         """Two rows that are let in one after the other and make a token in every step."""
@@ -193,8 +193,8 @@ def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompt
             ended = [row for row, count in self.rows.items() if count == 4]
             return [Output(row, [0] * self.rows.pop(row), [0.0], "length") for row in ended]
 
-    monkeypatch.setattr(sweep, "_drawn", lambda job: (Engine(), "an engine"))
-    _, ask = sweep.start({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
+    monkeypatch.setattr(engines, "_drawn", lambda job: (Engine(), "an engine"))
+    _, ask = engines.sweep({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
     assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
     all_at_once = lambda engine: 8 * (len(engine.rows) == 2)  # noqa: E731
     monkeypatch.setattr(Engine, "running_tokens", all_at_once)

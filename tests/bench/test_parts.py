@@ -15,12 +15,10 @@ from posttrain import cli
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
 from posttrain.bench.environments import ENVIRONMENTS
-from posttrain.bench.floor import floor_seconds, shape_of
-from posttrain.bench.machine import bandwidth_for
+from posttrain.bench.floor import bandwidth_for, better, floor_seconds, shape_of
 from posttrain.bench.rollout import table as rollout_table
 from posttrain.bench.step import counted
 from posttrain.bench.step import table as step_table
-from posttrain.bench.sweep import better
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP
 from posttrain.bench.table import render
 from posttrain.errors import UserError
