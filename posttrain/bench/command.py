@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from posttrain.bench.place import DEVICES, default_threads
 from posttrain.bench.presets import PRESETS
@@ -15,7 +19,25 @@ from posttrain.bench.workload import LENGTHS, WORKS
 def main(args: Sequence[str]) -> int:
     """`posttrain bench rollout|step|train|sync|sweep|algorithms ...`."""
     options = parser().parse_args(args)
-    return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
+    with ended_in_order():
+        return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM (`timeout`, a queue's limit) ends the systems under way too: one that is left behind keeps its device."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parser() -> argparse.ArgumentParser:

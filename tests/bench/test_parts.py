@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -178,3 +181,27 @@ def test_nothing_that_a_process_started_outlives_it(tmp_path: Path):
             return
         time.sleep(0.02)
     pytest.fail(f"process {grandchild} is still there")
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_system_behind(tmp_path: Path):
+    """`timeout` sends SIGTERM; the system would keep its device."""
+    code = f"""
+from pathlib import Path
+from posttrain.bench.child import Child
+from posttrain.bench.command import ended_in_order
+with ended_in_order():
+    child = Child(["cat"], {{"PATH": "/usr/bin:/bin"}}, Path({str(tmp_path / "log")!r}))
+    try:
+        print(child.process.pid, flush=True)
+        child.ready(lambda seconds: None, 60)
+    finally:
+        child.close()
+"""
+    bench = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert bench.stdout is not None
+    with bench.stdout as words:
+        system = int(words.readline())
+        bench.terminate()
+        assert bench.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(system, 0)
