@@ -129,14 +129,16 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _give_back(self) -> None:
-        """Free what only generation needs; an error where requests are running."""
+        """Free what only generation needs; no requests are there."""
 
     @abstractmethod
     def _take(self, stage: Stage) -> None:
         """Have again, now or when it is first needed, what a stage needs."""
 
     def sleep(self) -> None:
-        """Give back memory that only generation needs; nothing may be running."""
+        """Give back memory that only generation needs; nothing may be running or waiting."""
+        if self.has_work():
+            raise RuntimeError("the engine still has requests; abort them before sleep")
         self._give_back()
         self.asleep = frozenset(STAGES)
 

@@ -78,7 +78,9 @@ class RolloutWorker:
 
     @register(by_groups, in_row_order)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row, in order, all at once; otherwise as `submit`."""
+        """One response per row, in order, all at once; otherwise as `submit`. A rank without rows has none to give."""
+        if not len(prompts):
+            return DataProto()
         ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
         seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
         self._wake()

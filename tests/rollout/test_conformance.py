@@ -166,6 +166,8 @@ def test_weights_wake_and_are_synced_before_the_cache_is_taken(make, prompts, or
     rows = [Request(row, prompt, Sampling(max_tokens=4), row) for row, prompt in enumerate(prompts)]
     for request in rows:
         engine.submit(request)
+    with pytest.raises(RuntimeError, match="abort them"):  # also where none has begun: a step would wake it unasked
+        engine.sleep()
     engine.step()
     assert engine.cache_bytes() > 0
     with pytest.raises(RuntimeError, match="abort them"):

@@ -7,10 +7,12 @@ import pytest
 import torch
 from textbook import ACTOR, CPU, actor, batch, ppo_config
 
+from posttrain.controller.dispatch import Calls
 from posttrain.controller.pool import LocalWorkers
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.workers.fsdp_workers import PolicyWorker, ReferenceWorker, RolloutWorker
+from posttrain.workers.spread import in_row_order
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}
 
@@ -69,3 +71,15 @@ def test_a_call_that_fails_leaves_the_rollout_asleep_and_without_requests(apart)
         prompts = DataProto.from_dict(non_tensors={"raw_prompt_ids": ids, "seed": np.arange(2).astype(object)})
         apart["rollout"].generate_sequences(prompts)
     assert not worker.awake and not worker.rollout.has_work() and worker.rollout.asleep
+
+
+def test_a_rank_that_got_no_rows_generates_nothing(apart):
+    """Fewer prompts than ranks: the others' rows are all there is."""
+    ids = np.empty(1, dtype=object)
+    ids[:] = [[256, 40]]
+    prompts = DataProto.from_dict(non_tensors={"raw_prompt_ids": ids, "seed": np.zeros(1, object)})
+    worker = apart["rollout"].worker
+    assert len(worker.generate_sequences(prompts[[]])) == 0 and not worker.awake
+    calls = Calls([(prompts,), (prompts[[]],)], [[0], []])
+    made = in_row_order([worker.generate_sequences(*arguments) for arguments in calls.arguments], calls)
+    assert len(made) == 1 and made.batch["responses"].shape[0] == 1
