@@ -83,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--most-tokens", type=positive, default=2**20, metavar="N", help=text)
     sweep.add_argument("--repeat", type=positive, default=2, help="timed runs of each point; the best counts (2)")
     sweep.add_argument("--svg", type=Path, metavar="FILE", help="write the picture here")
+    text = "measure nothing, show what --json wrote here"
+    sweep.add_argument("--from", dest="from_json", type=Path, metavar="FILE", help=text)
     _common(sweep)
     _algorithms(jobs.add_parser("algorithms", help="what every algorithm learns on the embedded task, by seeds"))
     return top

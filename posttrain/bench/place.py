@@ -125,3 +125,11 @@ def writable(path: Path | None) -> Path | None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--from {path}: {error}; give a file that --json wrote") from None

@@ -3,48 +3,64 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from posttrain.bench.child import Child, ChildFailed, running
 from posttrain.bench.contest import LOAD_S, RUN_S
 from posttrain.bench.floor import better, floor_us, shape_of
-from posttrain.bench.pictures import Panel, write_plot
-from posttrain.bench.place import Place, circumstances, find_place, writable, write_json
+from posttrain.bench.pictures import write_plot
+from posttrain.bench.place import Place, circumstances, find_place, read_json, writable, write_json
 from posttrain.bench.presets import PRESETS, Model, find_shape
+from posttrain.bench.sweep_report import AXES, panels, report, title
 from posttrain.bench.systems import System
-from posttrain.bench.table import Line, render
+from posttrain.bench.table import Line
 from posttrain.bench.workload import Point, SweepSizes, default_model
 from posttrain.errors import UserError
 
-AXES = ("rows", "length", "model")
-
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, print a table for each axis, write the file and the picture."""
+    """Measure, print a table for each axis, write the file and the picture; `--from` shows what a file holds."""
     json_path, svg_path = writable(options.json), writable(options.svg)
+    if options.from_json is None:
+        found = measured(options, json_path)
+    else:
+        found = read_json(options.from_json)
+    print(report(found))
+    if svg_path is not None:
+        write_plot(svg_path, found["engine"], title(found), panels(found))
+    if problem := found.get("problem"):
+        print(f"\n{problem}")
+    return 1 if problem else 0
+
+
+def measured(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
+    """Every point, or those before a `problem`; the file is written after each of them."""
     place, line = find_place(options.device), Line()
     name = options.model or default_model(place)
     options.tail = options.tail or (512 if place.kind == "cuda" else 128)
     sizes = SweepSizes(options)
-    record = circumstances(options.threads, place)
-    found: dict[str, Any] = {"model": find_shape(name).name, "engine": options.engine, "models": {}, "by_model": []}
+    found: dict[str, Any] = {"model": find_shape(name).name, "engine": options.engine, "models": {}}
+    found = {**circumstances(options.threads, place), **found, **{f"by_{by}": [] for by in AXES}}
+
+    def keep() -> None:
+        if path is not None:
+            write_json(path, found)
+
     try:
         for model in map(find_shape, sizes.models(name)):
             with opened(model, options, sizes, place, line) as sweep:
-                measure(sweep, found, main=not found["models"])
-            if json_path is not None:
-                write_json(json_path, {**record, **found})
+                measure(sweep, found, keep)
     except ChildFailed as failed:
-        raise UserError(f"--engine {options.engine}: {failed}") from None
+        found["problem"] = f"--engine {options.engine}: {failed}"
+        if not any(found[f"by_{by}"] for by in AXES):
+            raise UserError(found["problem"]) from None
     finally:
         line.clear()
-    print(_head(found, record, options))
-    print("\n\n".join(table(by, found[f"by_{by}"]) for by in AXES if found.get(f"by_{by}")))
-    if svg_path is not None:
-        write_plot(svg_path, options.engine, _title(found), panels(found))
-    return 0
+    keep()
+    return found
 
 
 class Sweep:
@@ -58,7 +74,10 @@ class Sweep:
 
     def machine(self) -> dict[str, Any]:
         """What the data sheet says of a known chip, which is above what a small matrix reaches; measured otherwise."""
-        return self.chip or self._ask({"machine": True}, "measuring what this machine can do")
+        if self.chip is not None:
+            return self.chip
+        found = self._ask({"machine": True}, "measuring what this machine can do")
+        return {**found, "bandwidth": {int(size): rate for size, rate in found["bandwidth"].items()}}
 
     def point(self, wanted: Point) -> Point:
         """Microseconds per token: the best of the runs after one that warms up (after a prefix each does so itself)."""
@@ -106,80 +125,22 @@ def opened(model: Model, options: argparse.Namespace, sizes: SweepSizes, place: 
         yield sweep
 
 
-def measure(sweep: Sweep, found: dict[str, Any], *, main: bool) -> None:
-    """Add the model's points to `found`: of the main one those of rows and length, of each its place among models."""
+def measure(sweep: Sweep, found: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Add the model's points to `found`, one after the other: of the first model those of rows and length, of each its
+    place among models."""
     sizes, options, model = sweep.sizes, sweep.options, sweep.model
-    before = sweep.machine()
-    if main:
-        found["by_rows"] = [sweep.point(wanted) for wanted in sizes.by_rows()]
-        found["by_length"] = [sweep.point(wanted) for wanted in sizes.by_length()]
-    of_model = [sweep.point(sizes.fixed())] if options.models else []
-    machine = better(before, sweep.machine())
-    points = [*of_model, *((found["by_rows"] + found["by_length"]) if main else [])]
-    shape = shape_of(model.config, model.dtype)
+    axes = {"rows": sizes.by_rows(), "length": sizes.by_length()} if not found["models"] else {}
+    axes |= {"model": [sizes.fixed()]} if options.models else {}
+    machine, shape, points = sweep.machine(), shape_of(model.config, model.dtype), []
+    size = PRESETS[model.name].parameters if model.name in PRESETS else shape.weights
+    for by, wanted in ((by, wanted) for by, all_wanted in axes.items() for wanted in all_wanted):
+        point = sweep.point(wanted) | ({"model": model.name, "parameters": size} if by == "model" else {})
+        point["floor_us"] = floor_us(shape, machine, point, options.prompt_tokens)
+        points.append(point)
+        found[f"by_{by}"].append(point)
+        found["models"][model.name] = {"dtype": model.dtype, "config": model.config, **sweep.facts, "machine": machine}
+        keep()
+    found["by_model"].sort(key=lambda point: point["parameters"])
+    machine = found["models"][model.name]["machine"] = better(machine, sweep.machine())
     for point in points:
         point["floor_us"] = floor_us(shape, machine, point, options.prompt_tokens)
-    for point in of_model:
-        size = PRESETS[model.name].parameters if model.name in PRESETS else shape.weights
-        found["by_model"].append({"model": model.name, "parameters": size, **point})
-    found["by_model"].sort(key=lambda point: point["parameters"])
-    found["models"][model.name] = {"dtype": model.dtype, "config": model.config, **sweep.facts, "machine": machine}
-
-
-TITLES = {"rows": "by rows decoded side by side", "length": "by length of the response", "model": "by model"}
-
-
-def table(by: str, points: list[Point]) -> str:
-    """One line per point, with the number of times the floor."""
-    head = ["rows", "tokens", "us/token", "tok/s", "floor us", "x floor"]
-    lines = [
-        [
-            str(point["rows"]),
-            str(point["tokens"]),
-            f"{point['us_per_token']:.1f}",
-            f"{1e6 / point['us_per_token']:,.0f}",
-            f"{point['floor_us']:.2f}",
-            f"{point['us_per_token'] / point['floor_us']:.1f}",
-        ]
-        for point in points
-    ]
-    if by == "model":
-        head, lines = ["model", *head], [[p["model"], *line] for p, line in zip(points, lines, strict=True)]
-    last = [(p["tokens"], p["prefix"] + p["made"], p["timed"]) for p in points if "prefix" in p]
-    notes = [f"of {tokens} those from {end - timed:.0f} to {end}" for tokens, end, timed in last]
-    under = f"\nby tokens in the middle of a row: {', '.join(notes)}" if notes else ""
-    return f"{TITLES[by]}\n{render(head, lines, left=())}{under}"
-
-
-def panels(found: dict[str, Any]) -> list[Panel]:
-    """One for each axis that was swept; points with other rows than their neighbours have words."""
-    made = []
-    for by, key in (("rows", "rows"), ("length", "tokens"), ("model", "parameters")):
-        points = found.get(f"by_{by}")
-        if not points:
-            continue
-        first = points[0]
-        label = {
-            "rows": f"rows decoded side by side (responses of {first['tokens']} tokens)",
-            "length": f"tokens per response ({first['rows']} rows side by side)",
-            "model": f"parameters ({first['rows']} rows x {first['tokens']} tokens)",
-        }[by]
-        marks = [f"{p['rows']} rows" if by == "length" and p["rows"] != first["rows"] else "" for p in points]
-        made.append(Panel(points, key, label, marks, [p["model"] for p in points] if by == "model" else None))
-    return made
-
-
-def _title(found: dict[str, Any]) -> str:
-    return f"{found['model']} in {found['models'][found['model']]['dtype']}"
-
-
-def _head(found: dict[str, Any], record: dict[str, Any], options: argparse.Namespace) -> str:
-    model = found["models"][found["model"]]
-    machine = model["machine"]
-    sizes = ", ".join(f"{size >> 20} MiB {rate / 1e9:.0f}" for size, rate in machine["bandwidth"].items() if size > 1)
-    rates = f"GB/s read by size: {sizes}" if sizes else f"{machine['bandwidth'][1] / 1e9:,.0f} GB/s by its data sheet"
-    where = record.get("gpu") or f"{record['cpu']}; {options.threads} threads"
-    return (
-        f"\n{options.engine}, {found['model']} in {model['dtype']}; {where}; load before {record['load_before'][0]}\n"
-        f"this machine: {machine['peak_flops'] / 1e9:,.0f} GFLOP/s in {model['dtype']}; {rates}\n"
-    )

@@ -161,6 +161,9 @@ def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
     assert drawn.count('fill="white" stroke') == 1, "the point of long rows is hollow"
     ratios = [f">{point['us_per_token'] / point['floor_us']:.1f}x<" for point in points]
     assert all(ratio in drawn for ratio in ratios)
+    again = tmp_path / "again.svg"
+    assert run(capsys, "sweep", "--from", str(file), "--svg", str(again))[:2] == (0, out)
+    assert again.read_text() == drawn
 
 
 def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompts(tmp_path: Path, monkeypatch):

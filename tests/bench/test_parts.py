@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from posttrain import cli
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
 from posttrain.bench.environments import ENVIRONMENTS
@@ -73,6 +77,39 @@ def test_bandwidth_is_that_of_the_size_and_the_better_of_two_measurements_counts
     assert [bandwidth_for(size, measured) for size in (1, 10, 11, 1000)] == [4.0, 4.0, 2.0, 2.0]
     one, other = {"peak_flops": 1.0, "bandwidth": {"8": 5.0}}, {"peak_flops": 2.0, "bandwidth": {"8": 4.0}}
     assert better(one, other) == {"peak_flops": 2.0, "bandwidth": {8: 5.0}}
+
+
+def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path, monkeypatch, capsys):
+    """Each point is in the file as soon as it is measured."""
+    from posttrain.bench import sweep
+
+    file, lengths = tmp_path / "sweep.json", []
+
+    class Half:
+        def __init__(self, model, options, sizes):
+            self.model, self.options, self.sizes, self.facts = model, options, sizes, {}
+
+        def machine(self):
+            return {"peak_flops": 1e12, "bandwidth": {1: 1e10}}
+
+        def point(self, wanted):
+            if file.exists():
+                lengths.append(len(json.loads(file.read_text())["by_rows"]))
+            if wanted["rows"] == 4:
+                raise ChildFailed("out of memory")
+            return {**wanted, "us_per_token": 1e6, "timed": wanted["tokens"], "seconds": [1.0]}
+
+    @contextmanager
+    def opened(model, options, sizes, place, line):
+        yield Half(model, options, sizes)
+
+    monkeypatch.setattr(sweep, "opened", opened)
+    command = ["bench", "sweep", "--device", "cpu", "--model", "1m", "--rows", "1,2,4,8", "--json", str(file)]
+    assert cli.main(command) == 1 and lengths == [1, 2]
+    out = capsys.readouterr().out
+    assert re.findall(r"^ +(\d) +64 +1000000\.0", out, re.M) == ["1", "2"] and "--engine native: out of memory" in out
+    assert cli.main(["bench", "sweep", "--from", str(tmp_path / "nothing.json")]) == 2
+    assert "nothing.json: " in capsys.readouterr().err
 
 
 def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: Path, monkeypatch, capsys):
