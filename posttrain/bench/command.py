@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-from posttrain.bench.chips import DEVICES
+from posttrain.bench.place import DEVICES, default_threads
 from posttrain.bench.presets import PRESETS
-from posttrain.bench.record import default_threads
-from posttrain.bench.workload import LENGTHS
-from posttrain.bench.works import WORKS
+from posttrain.bench.workload import LENGTHS, WORKS
 
 
 def main(args: Sequence[str]) -> int:
     """`posttrain bench rollout|step|train|sync|sweep|algorithms ...`."""
     options = parser().parse_args(args)
-    return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
+    with ended_in_order():
+        return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM (`timeout`, a queue's limit) ends the systems under way too: one that is left behind keeps its device."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--most-tokens", type=positive, default=2**20, metavar="N", help=text)
     sweep.add_argument("--repeat", type=positive, default=2, help="timed runs of each point; the best counts (2)")
     sweep.add_argument("--svg", type=Path, metavar="FILE", help="write the picture here")
+    text = "measure nothing, show what --json wrote here"
+    sweep.add_argument("--from", dest="from_json", type=Path, metavar="FILE", help=text)
     _common(sweep)
     _algorithms(jobs.add_parser("algorithms", help="what every algorithm learns on the embedded task, by seeds"))
     return top

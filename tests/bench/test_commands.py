@@ -45,6 +45,8 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     for pair in ("rollout", "trainer", "transformers", "rollout_trainer"):
         assert found["truth"]["hf"][pair]["tokens"] == 8 and found["truth"]["hf"][pair]["max"] < 1e-4, pair
     assert "sampled" not in file.read_text(), "rows do not lie in a file of figures"
+    _, out, _ = run(capsys, "rollout", "--only", "hf", "--model", str(tiny), *sizes, "--truth", "2")
+    assert re.search(r"^hf: its rollout, against float32 ", out, re.M), "without a file too"
 
 
 def test_distances_from_the_truth_are_those_of_single_tokens():
@@ -159,10 +161,13 @@ def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
     assert drawn.count('fill="white" stroke') == 1, "the point of long rows is hollow"
     ratios = [f">{point['us_per_token'] / point['floor_us']:.1f}x<" for point in points]
     assert all(ratio in drawn for ratio in ratios)
+    again = tmp_path / "again.svg"
+    assert run(capsys, "sweep", "--from", str(file), "--svg", str(again))[:2] == (0, out)
+    assert again.read_text() == drawn
 
 
 def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompts(tmp_path: Path, monkeypatch):
-    from posttrain.bench.ours import sweep
+    from posttrain.bench.ours import engines
 
     class Engine:
         """Two rows that are let in one after the other and make a token in every step."""
@@ -188,8 +193,8 @@ def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompt
             ended = [row for row, count in self.rows.items() if count == 4]
             return [Output(row, [0] * self.rows.pop(row), [0.0], "length") for row in ended]
 
-    monkeypatch.setattr(sweep, "_drawn", lambda job: (Engine(), "an engine"))
-    _, ask = sweep.start({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
+    monkeypatch.setattr(engines, "_drawn", lambda job: (Engine(), "an engine"))
+    _, ask = engines.sweep({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
     assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
     all_at_once = lambda engine: 8 * (len(engine.rows) == 2)  # noqa: E731
     monkeypatch.setattr(Engine, "running_tokens", all_at_once)

@@ -1,24 +1,45 @@
-"""The picture of a sweep: time per token against rows, length and model, all axes logarithmic, as an SVG by hand.
+"""Pictures as SVG by hand: a sweep (time per token against rows, length and model, all axes logarithmic), and what many
+algorithms learn (a small panel each, accuracy over steps, a thin line per seed and their mean).
 
-Below the floor no machine can go: that area is shaded. Each point says how many times the floor it is.
+Below a sweep's floor no machine can go: that area is shaded. Each point says how many times the floor it is.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from posttrain.bench.learning.results import Gain
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.svg import COLOURS
 
+INK, LIGHT, PALE, SHADE = "#374151", "#6b7280", "#e5e7eb", "#f3f4f6"
+
+
+def _write(path: Path, width: float, height: float, parts: Sequence[str], *, size: int = 12) -> None:
+    box = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="{size}">'
+    sheet = '<rect width="100%" height="100%" fill="white"/>'
+    replace_file(path, "\n".join([head, sheet, *parts, "</svg>\n"]).encode())
+
+
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, weight: str = "normal", halo: bool = False
+) -> str:
+    style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{INK}"'
+    style += ' paint-order="stroke" stroke="white" stroke-width="3"' if halo else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+
+
+# -- a sweep --------------------------------------------------------------------------------------------------------
 HEIGHT = 380
 LEFT, TOP, BOTTOM, GAP, RIGHT = 64, 66, 52, 54, 24
 PANEL, INSIDE = 355.0, 22.0
-INK, LIGHT, PALE, SHADE = "#374151", "#6b7280", "#e5e7eb", "#f3f4f6"
 
 
 @dataclass(frozen=True)
@@ -41,15 +62,10 @@ def write_plot(path: Path, engine: str, model: str, panels: Sequence[Panel]) -> 
     width = LEFT + len(panels) * (PANEL + GAP) - GAP + RIGHT
     parts = [
         _text(LEFT, 24, f"{engine}, {model}: microseconds per token", anchor="start", size=15, weight="bold"),
-        *(_panel(LEFT + place * (PANEL + GAP), panel, lines) for place, panel in enumerate(panels)),
+        *(_axis(LEFT + place * (PANEL + GAP), panel, lines) for place, panel in enumerate(panels)),
         _legend([engine, "floor of this machine"], hollow=any("prefix" in p for panel in panels for p in panel.points)),
     ]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {HEIGHT}" width="{width:g}" height="{HEIGHT}"'
-    )
-    sheet = '<rect width="100%" height="100%" fill="white"/>'
-    text = "\n".join([f'{head} font-family="sans-serif" font-size="12">', sheet, *parts, "</svg>\n"])
-    replace_file(path, text.encode())
+    _write(path, width, HEIGHT, parts)
 
 
 def levels(low: float, high: float) -> list[float]:
@@ -64,7 +80,7 @@ def levels(low: float, high: float) -> list[float]:
     return all_levels[first : max(last, first + 1) + 1]
 
 
-def _panel(left: float, panel: Panel, lines: Sequence[float]) -> str:
+def _axis(left: float, panel: Panel, lines: Sequence[float]) -> str:
     points, key, bottom, right = panel.points, panel.key, HEIGHT - BOTTOM, left + PANEL
     values = [point[key] for point in points]
     low, span = math.log2(min(values)), math.log2(max(values) / min(values)) or 1.0
@@ -117,9 +133,51 @@ def _legend(names: Sequence[str], *, hollow: bool) -> str:
     return "\n".join([*parts, _text(left, 50, words, anchor="start")])
 
 
-def _text(
-    x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, weight: str = "normal", halo: bool = False
-) -> str:
-    style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{INK}"'
-    style += ' paint-order="stroke" stroke="white" stroke-width="3"' if halo else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+# -- what algorithms learn ------------------------------------------------------------------------------------------
+ACROSS, WIDE, HIGH, BETWEEN, SIDE, HEAD_ROOM = 6, 126, 84, 30, 44, 62
+
+
+def write_panels(path: Path, found: Sequence[Gain], title: str) -> None:
+    """All panels share both axes, so that they compare at a glance."""
+    last = max(point[0] for gain in found for run in gain.runs for point in run["curve"]) or 1
+    across = min(ACROSS, len(found))
+    width = SIDE + across * (WIDE + 10) + 10
+    height = HEAD_ROOM + math.ceil(len(found) / across) * (HIGH + BETWEEN) + 12
+    parts = [_text(width / 2, 22, title, size=15, weight="bold")]
+    for place, gain in enumerate(found):
+        row, column = divmod(place, across)
+        parts.append(
+            _algorithm(
+                SIDE + column * (WIDE + 10), HEAD_ROOM + row * (HIGH + BETWEEN), gain, last, labelled=column == 0
+            )
+        )
+    _write(path, width, height, parts, size=11)
+
+
+def _algorithm(left: float, top: float, gain: Gain, last: float, *, labelled: bool) -> str:
+    def at(step: float, accuracy: float) -> str:
+        return f"{left + step / last * WIDE:.1f} {top + (1 - accuracy) * HIGH:.1f}"
+
+    def line(points: Sequence[Sequence[float]], opacity: float, width: float) -> str:
+        path = "M" + "L".join(at(*point) for point in points)
+        look = f'stroke="{COLOURS[0]}" stroke-opacity="{opacity:g}" stroke-width="{width:g}"'
+        return f'<path d="{path}" fill="none" {look}/>'
+
+    name = gain.entry.name
+    parts = [_text(left + WIDE / 2, top - 5, name, size=11 if len(name) <= 20 else 9)]
+    for level in (0.0, 0.5, 1.0):
+        y = top + (1 - level) * HIGH
+        parts.append(f'<line x1="{left:g}" y1="{y:g}" x2="{left + WIDE:g}" y2="{y:g}" stroke="{PALE}"/>')
+        if labelled:
+            parts.append(_text(left - 5, y + 4, f"{level:g}", anchor="end", size=11))
+    parts += [line(run["curve"], 0.35, 1) for run in gain.runs]
+    parts.append(line(mean_curve(gain), 1, 2))
+    parts.append(_text(left + WIDE - 2, top + HIGH - 4, f"{gain.end:.2f}", anchor="end", size=11))
+    return "\n".join(parts)
+
+
+def mean_curve(gain: Gain) -> list[list[float]]:
+    """Mean over seeds at every step that all of them have."""
+    by_seed = [{step: value for step, value in run["curve"]} for run in gain.runs]
+    shared = sorted(set.intersection(*map(set, by_seed)))
+    return [[step, statistics.fmean(curve[step] for curve in by_seed)] for step in shared]
