@@ -21,13 +21,11 @@ def programs() -> dict[str, str]:
     """What this process runs, by name."""
     import torch
 
-    import posttrain
-
-    root = Path(posttrain.__file__).parent
+    root = Path(__file__).parents[1]
     files = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         files.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    own = f"{posttrain.__version__} (files {files.hexdigest()[:8]})"
+    own = f"files {files.hexdigest()[:8]}"
     return {"Python": platform.python_version(), "torch": str(torch.__version__), "posttrain": own, PLACE: str(root)}
 
 
