@@ -43,7 +43,7 @@ def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: to
     if any(total is None for total in sums):
         return False
     start = 0
-    for total in _joined(sums):  # pyright: ignore
+    for total in _joined(sums) if len(sums) > 1 else sums:  # pyright: ignore
         rows = slice(start, start := start + len(total))
         if x_TE.dtype is torch.float32:
             total.addmm_(grad_TC[:, rows].T, x_TE, alpha=scale)
