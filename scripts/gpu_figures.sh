@@ -5,11 +5,12 @@
 #   2 rollout 7B beside vLLM: rows and long tail       6 step beside verl
 #   3 step 0.5B beside TRL                             7 how decoding time grows by rows, length and model
 #   4 updates of 0.5B, 1.5B, 7B in rows of 640, 16k    8 whole steps of 32k (0.5B) and 16k (7B LoRA); sync; repetition
+#   9 a real model beside TRL: SMOLLM and GSM8K are MODEL and DATA of scripts/smollm_gsm8k.sh (SFT: its SFT model)
 #
 # Every bench writes FOLDER/NAME.json (each system as it is done) and FOLDER/NAME.txt. ONLY=native leaves the peers out,
 # DEVICE=cpu WORK=small MODEL=1m tries a part where there is no GPU.
 set -uo pipefail
-PART=${1:?give a part, 1 to 8}
+PART=${1:?give a part, 1 to 9}
 OUTPUT=${2:-figures}
 PYTHON=${PYTHON:-python3}
 DEVICE=${DEVICE:-cuda}
@@ -56,8 +57,8 @@ case $PART in
     ;;
   7)
     bench sweep sweep --model 0.5b --rows 64,128,256,512,1024,2048,4096 --row-tokens 512 --prompt-tokens 128 \
-      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 2048 --models "${MODEL:-0.1b,0.5b,1.5b,7b}" \
-      --repeat 1 --svg "$OUTPUT/sweep.svg"
+      --length-rows 512 --lengths 128,512,1024,2048,4096,8192,16384 --whole 1024 --most-tokens 4500000 \
+      --models "${MODEL:-0.1b,0.5b,1.5b,7b}" --repeat 1 --svg "$OUTPUT/sweep.svg"
     ;;
   8)
     bench sync-0.5b sync --model 0.5b
@@ -66,8 +67,13 @@ case $PART in
     bench step-0.5b-deterministic step --model 0.5b --work group --only native --steps 5 \
       --set native:trainer.deterministic=true
     ;;
+  9)
+    export PYTHON TRL=${TRL:-120}
+    bash scripts/smollm_gsm8k.sh "${SMOLLM:?give its folder}" "${GSM8K:?give its folder}" "$OUTPUT/smollm" \
+      trainer.total_training_steps=40 || STATUS=1
+    ;;
   *)
-    echo "no part $PART: give 1 to 8" >&2
+    echo "no part $PART: give 1 to 9" >&2
     exit 2
     ;;
 esac

@@ -77,7 +77,8 @@ def picture(curves: list[Curve]) -> str:
 
 def main(out: str, *folders: str) -> None:
     curves = [read(Path(folder)) for folder in folders]
-    started = [line["accuracy"] for c in curves for line in c["steps"] if not line["step"] and line.get("accuracy")]
+    begun = [line.get("accuracy") for curve in curves for line in curve["steps"] if not line["step"]]
+    started = [value for value in begun if value is not None]
     for curve in curves:
         if started and curve["steps"][0]["step"]:  # all begin with the same weights
             curve["steps"].insert(0, {"step": 0, "seconds": 0.0, "accuracy": statistics.fmean(started)})

@@ -44,13 +44,13 @@ for seed in ${SEEDS:-1}; do
   RUNS+=("$OUT/smollm/grpo-$seed")
 done
 wait
-grep -hs "^validation" "$OUT"/{before,sft,grpo-*}.log
+grep -hs "^validation" "$OUT"/{before,sft,grpo-*}.log || true # some of them are not there with SFT
 
 if [[ -n ${TRL:-} ]]; then
   "$PYTHON" scripts/smollm_trl.py "$SFT" "$DATA" "$OUT/trl" --seconds "$TRL" --every 10 >"$OUT/trl.log" 2>&1
   for weights in "$OUT"/trl/step_*; do
     "$PYTHON" -m posttrain.cli eval "$weights" --data "$DATA/test.parquet" --max-tokens 300 --out "$weights/eval" \
-      >"$weights.log" 2>&1
+      >"$weights/eval.log" 2>&1
   done
   "$PYTHON" scripts/smollm_curves.py "$OUT/curves" "${RUNS[@]}" "$OUT/trl"
 fi

@@ -12,7 +12,7 @@ ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
 source "$ROOT/examples/smoke/settings.sh"
 use_checkout
-prepare_python "$([[ "${SMOKE:-0}" == 1 ]] || wants_ray trainer.n_gpus_per_node=8 "$@")"
+prepare_python "$(wants_ray $([[ "${SMOKE:-0}" == 1 ]] || echo trainer.n_gpus_per_node=8) "$@")"
 smoke grpo
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \

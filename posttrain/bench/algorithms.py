@@ -14,13 +14,21 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.bench.learning.entries import choose, entries
-from posttrain.bench.learning.gains import HEAD, gains, lines
-from posttrain.bench.learning.pages import check_page, fill_page, markdown
-from posttrain.bench.learning.panels import write_panels
-from posttrain.bench.learning.runs_file import Record, as_text, stored, take_missing
-from posttrain.bench.learning.side_by_side import side_by_side
-from posttrain.bench.learning.training import Run
-from posttrain.bench.record import circumstances, default_threads, writable
+from posttrain.bench.learning.results import (
+    HEAD,
+    Record,
+    as_text,
+    check_page,
+    fill_page,
+    gains,
+    lines,
+    markdown,
+    stored,
+    take_missing,
+)
+from posttrain.bench.learning.training import Run, side_by_side
+from posttrain.bench.pictures import write_panels
+from posttrain.bench.place import circumstances, default_threads, writable
 from posttrain.bench.table import render
 from posttrain.tracking.atomic import replace_file
 

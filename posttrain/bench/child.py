@@ -1,4 +1,5 @@
-"""A system in its own process: started with a job, then asked one thing at a time."""
+"""A system in its own process: started with a job, then asked one thing at a time; and how much of the machine others
+used meanwhile: without that a table cannot be trusted."""
 
 from __future__ import annotations
 
@@ -7,11 +8,15 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from posttrain.bench import bench_folder
+from posttrain.bench.systems import System
 
 
 class ChildFailed(Exception):
@@ -88,3 +93,58 @@ class Child:
             self.process.wait()
         self._signal(signal.SIGKILL)
         self.process.stdout.close()
+
+
+@contextmanager
+def running(
+    system: System, module: str, job: Mapping[str, Any], name: str, *, threads: int, kind: str = "cpu"
+) -> Iterator[Child]:
+    """The system's runner with this job, its words in NAME.log among the bench's; it ends with the block."""
+    logs = bench_folder() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        child = Child(system.command(path, module, kind), system.variables_for(threads, kind), logs / f"{name}.log")
+        try:
+            yield child
+        finally:
+            child.close()
+
+
+class UsedByOthers:
+    """Counts from its making: `share()` is the part of all cores that processes outside that session used."""
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self.busy, self.total, self.mine = (*_ticks(), _ticks_of(session))
+
+    def share(self) -> float | None:
+        """None where the system does not tell (no /proc)."""
+        busy, total = _ticks()
+        if total <= self.total:
+            return None
+        mine = _ticks_of(self.session) - self.mine
+        return round(max(0.0, (busy - self.busy - mine) / (total - self.total)), 3)
+
+
+def _ticks() -> tuple[int, int]:
+    """(busy, all) ticks of the machine so far."""
+    try:
+        ticks = [int(part) for part in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0, 0
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _ticks_of(session: int) -> int:
+    """Ticks that the processes of a session, and the children that they waited for, have used."""
+    used = 0
+    for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else []):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(fields[3]) == session:
+            used += sum(map(int, fields[11:15]))
+    return used

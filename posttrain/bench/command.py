@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-from posttrain.bench.chips import DEVICES
+from posttrain.bench.place import DEVICES, default_threads
 from posttrain.bench.presets import PRESETS
-from posttrain.bench.record import default_threads
-from posttrain.bench.workload import LENGTHS
-from posttrain.bench.works import WORKS
+from posttrain.bench.workload import LENGTHS, WORKS
 
 
 def main(args: Sequence[str]) -> int:
     """`posttrain bench rollout|step|train|sync|sweep|algorithms ...`."""
     options = parser().parse_args(args)
-    return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
+    with ended_in_order():
+        return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM (`timeout`, a queue's limit) ends the systems under way too: one that is left behind keeps its device."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,13 +75,16 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--prompt-tokens", type=positive, default=16, help="tokens of each prompt (16)")
     text = "presets that are compared at length-rows x row-tokens, each in a process of its own (none)"
     sweep.add_argument("--models", type=lambda text: text.split(","), metavar="A,B", help=text)
-    text = "lengths up to this are decoded from end to end, of longer ones the last --tail tokens (4096)"
+    text = "lengths up to this are decoded from end to end, of longer ones --tail tokens in their middle (4096)"
     sweep.add_argument("--whole", type=positive, default=4096, metavar="N", help=text)
-    sweep.add_argument("--tail", type=positive, default=128, metavar="N", help="see --whole (128)")
+    text = "see --whole; the second half of them is timed (128; on CUDA 512)"
+    sweep.add_argument("--tail", type=positive, metavar="N", help=text)
     text = "tokens that rows longer than --whole have together: there are fewer of them (1048576)"
     sweep.add_argument("--most-tokens", type=positive, default=2**20, metavar="N", help=text)
     sweep.add_argument("--repeat", type=positive, default=2, help="timed runs of each point; the best counts (2)")
     sweep.add_argument("--svg", type=Path, metavar="FILE", help="write the picture here")
+    text = "measure nothing, show what --json wrote here"
+    sweep.add_argument("--from", dest="from_json", type=Path, metavar="FILE", help=text)
     _common(sweep)
     _algorithms(jobs.add_parser("algorithms", help="what every algorithm learns on the embedded task, by seeds"))
     return top

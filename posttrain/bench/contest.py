@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench import bench_folder
-from posttrain.bench.child import Child, ChildFailed
-from posttrain.bench.chips import Place
-from posttrain.bench.machine import UsedByOthers
-from posttrain.bench.progress import Line
+from posttrain.bench.child import Child, ChildFailed, UsedByOthers
+from posttrain.bench.place import Place
 from posttrain.bench.systems import System
+from posttrain.bench.table import Line
 
 LOAD_S, RUN_S = 900.0, 1800.0  # deadlines; the first compilation of a peer takes a minute or two
 
@@ -52,8 +51,14 @@ class Entry:
                 **({"LD_PRELOAD": self.system.preload} if self.system.preload else {}),
             },
             **self.facts,
-            "runs": self.answers,
+            **({"warm_ups": figures(self.facts["warm_ups"])} if "warm_ups" in self.facts else {}),
+            "runs": figures(self.answers),
         }
+
+
+def figures(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers without rows that were sampled, which are no figures."""
+    return [{key: value for key, value in answer.items() if key != "sampled"} for answer in answers]
 
 
 def disturbance(entries: Sequence[Entry]) -> str:

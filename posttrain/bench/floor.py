@@ -4,14 +4,17 @@ A step that decodes one token of each of B rows, which have c tokens before it, 
     FLOPs = B (2 W + 4 L H D c)        W weights in matrices (the head included), L layers, H query heads of width D
     bytes = s (W + B c 2 L G D)        G key-value heads, s bytes per number: weights once, the cache of each row
 and takes at least max(FLOPs / peak, bytes / bandwidth). The prompt's prefill is left out, which only lowers the floor.
+
+What the machine can do at its best (multiply-adds per second, and bytes per second by size of the data) is measured
+here too.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from posttrain.bench.machine import bandwidth_for
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -78,3 +81,70 @@ def update_flops(shape: Shape, lengths: list[int]) -> float:
     tokens = sum(lengths)
     mean = sum(n * n for n in lengths) / tokens
     return tokens * (6 * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)
+
+
+def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The higher of two measurements of each limit: a neighbour's work can only lower them."""
+    rates = {int(size): max(rate, other["bandwidth"][size]) for size, rate in one["bandwidth"].items()}
+    return {"peak_flops": max(one["peak_flops"], other["peak_flops"]), "bandwidth": rates}
+
+
+def floor_us(shape: Shape, machine: dict[str, Any], point: dict[str, Any], prompt: int) -> float:
+    """Microseconds per token below which this machine cannot go."""
+    timed = round(point["timed"])
+    begin = point["prefix"] + point["made"] - timed if "prefix" in point else prompt
+    least = floor_seconds(
+        shape,
+        rows=point["rows"],
+        prompt=begin,
+        tokens=timed,
+        peak=machine["peak_flops"],
+        bandwidth=machine["bandwidth"],
+    )
+    return least * 1e6 / (point["rows"] * timed)
+
+
+# -- what the machine can do ----------------------------------------------------------------------------------------
+MIB = 2**20
+SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
+EDGE = 2048  # of the square matrices: large enough for the peak, small enough for a second
+
+
+def peak_flops(dtype: Any, *, seconds: float = 1.0, device: str = "cpu") -> float:
+    """FLOP/s of a large square matmul in `dtype`."""
+    import torch
+
+    edge = EDGE if device == "cpu" else 4 * EDGE
+    left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    return 2 * edge**3 / _best(lambda: torch.mm(left, right), seconds, device)
+
+
+def bandwidths(*, seconds: float = 0.2, sizes: tuple[int, ...] = SIZES, device: str = "cpu") -> dict[int, float]:
+    """Bytes read per second for data of each size; small data is read from the caches, as small models are."""
+    import torch
+
+    found = {}
+    for size in sizes:
+        data = torch.ones(size // 4, device=device)
+        found[size] = size / _best(lambda data=data: data.sum(), seconds, device)
+    return found
+
+
+def bandwidth_for(size: float, measured: dict[int, float]) -> float:
+    """Of the smallest measured size that holds `size` bytes; past the largest, that one."""
+    return measured[min((s for s in measured if s >= size), default=max(measured))]
+
+
+def _best(work: Callable[[], object], seconds: float, device: str) -> float:
+    """Shortest time of one call, over calls that fill `seconds` (three at least)."""
+    import torch
+
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        started = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - started)
+    return min(times)

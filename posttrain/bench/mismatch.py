@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from posttrain.bench import bench_folder
-from posttrain.bench.child import Child, ChildFailed
+from posttrain.bench.child import ChildFailed, running
 from posttrain.bench.contest import LOAD_S, RUN_S, Entry
 from posttrain.bench.preparing import Prepared
 from posttrain.bench.systems import System
@@ -26,14 +22,10 @@ LINES = {
 }
 
 
-def take(entries: Sequence[Entry]) -> dict[str, Found]:
-    """System -> the rows of its last run, taken out of its answers: they are not to be kept in a file of figures."""
-    taken = {}
-    for entry in entries:
-        for answer in [*entry.facts.get("warm_ups", []), *entry.answers]:
-            if (sampled := answer.pop("sampled", None)) is not None:
-                taken[entry.system.name] = sampled
-    return taken
+def sampled_by(entries: Sequence[Entry]) -> dict[str, Found]:
+    """System -> the rows of its last run."""
+    asked = {entry.system.name: [a["sampled"] for a in entry.answers if "sampled" in a] for entry in entries}
+    return {name: rows[-1] for name, rows in asked.items() if rows}
 
 
 def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> dict[str, Found]:
@@ -46,11 +38,7 @@ def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> 
         "device": bench.place.kind,
     }
     found: dict[str, Found] = {}
-    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job))
-        log = bench_folder() / "logs" / "truth.log"
-        child = Child(system.command(path, "truth"), system.variables_for(options.threads, bench.place.kind), log)
+    with running(system, "truth", job, "truth", threads=options.threads, kind=bench.place.kind) as child:
         try:
             bench.line.show("float32: loading")
             child.ready(lambda s: bench.line.waiting("float32: loading", s), options.deadline or LOAD_S)
@@ -63,7 +51,6 @@ def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> 
         except ChildFailed as failed:
             found |= {name: {"problem": str(failed)} for name in sampled if name not in found}
         finally:
-            child.close()
             bench.line.clear()
     return found
 

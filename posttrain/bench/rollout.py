@@ -10,13 +10,12 @@ from typing import Any
 
 from posttrain.bench.contest import Entry, disturbance
 from posttrain.bench.floor import decoding_floor
-from posttrain.bench.mismatch import distances, take
+from posttrain.bench.mismatch import distances, sampled_by
 from posttrain.bench.mismatch import table as truth_table
 from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import ROLLOUT, System
 from posttrain.bench.table import factor, render
-from posttrain.bench.workload import Workload, as_job, workload_of
-from posttrain.bench.works import settle
+from posttrain.bench.workload import Workload, as_job, settle, workload_of
 from posttrain.errors import UserError
 
 WARM_UPS = 2  # the second shows what the first had to compile or allocate
@@ -61,11 +60,9 @@ def main(options: argparse.Namespace) -> int:
         common = as_job(rows, model=str(model.folder), dtype=model.dtype, threads=options.threads)
         return {**common, "engine": system.engine, "slots": max(slots), "settings": system.settings}
 
-    rows_kept: dict[str, Any] = {}
     truth: dict[str, Any] = {}
 
     def content(entries: list[Entry]) -> dict[str, Any]:
-        rows_kept.update(take(entries))
         found = [work.as_json(work.of(entries, number)) for number, work in enumerate(works)]
         against = {"truth": truth} if options.truth else {}
         return {**(found[0] if len(found) == 1 else {"works": dict(zip(names, found, strict=True))}), **against}
@@ -83,11 +80,10 @@ def main(options: argparse.Namespace) -> int:
         print(_head(bench, work, mine))
         print(table(mine, work.floor_s and work.rows.tokens / work.floor_s))
     if options.truth:
-        truth.update(distances(bench, works[0].rows, rows_kept))
+        truth.update(distances(bench, works[0].rows, sampled_by(entries)))
         contest.keep(entries)
-        print(
-            "\n" + truth_table(truth, bench.model.dtype, {entry.system.name for entry in entries if entry.system.ours})
-        )
+        ours = {system.name for system in bench.systems if system.ours}
+        print("\n" + truth_table(truth, bench.model.dtype, ours))
     return 0 if any(entry.answers for entry in entries) else 1
 
 

@@ -3,101 +3,70 @@
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench import bench_folder
-from posttrain.bench.child import Child, ChildFailed
-from posttrain.bench.chips import Place, find_place
+from posttrain.bench.child import Child, ChildFailed, running
 from posttrain.bench.contest import LOAD_S, RUN_S
-from posttrain.bench.floor import Shape, floor_seconds, shape_of
-from posttrain.bench.plot import Panel, write_plot
+from posttrain.bench.floor import better, floor_us, shape_of
+from posttrain.bench.pictures import write_plot
+from posttrain.bench.place import Place, circumstances, find_place, read_json, writable, write_json
 from posttrain.bench.presets import PRESETS, Model, find_shape
-from posttrain.bench.progress import Line
-from posttrain.bench.record import circumstances, writable, write_json
+from posttrain.bench.sweep_report import AXES, panels, report, title
 from posttrain.bench.systems import System
-from posttrain.bench.table import render
-from posttrain.bench.works import default_model
+from posttrain.bench.table import Line
+from posttrain.bench.workload import Point, SweepSizes, default_model
 from posttrain.errors import UserError
-
-ROWS = [2**power for power in range(10)]
-LENGTHS = [2**power for power in range(4, 13)]
-AXES = ("rows", "length", "model")
-
-Point = dict[str, Any]
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, print a table for each axis, write the file and the picture."""
+    """Measure, print a table for each axis, write the file and the picture; `--from` shows what a file holds."""
     json_path, svg_path = writable(options.json), writable(options.svg)
+    if options.from_json is None:
+        found = measured(options, json_path)
+    else:
+        found = read_json(options.from_json)
+    print(report(found))
+    if svg_path is not None:
+        write_plot(svg_path, found["engine"], title(found), panels(found))
+    if problem := found.get("problem"):
+        print(f"\n{problem}")
+    return 1 if problem else 0
+
+
+def measured(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
+    """Every point, or those before a `problem`; the file is written after each of them."""
     place, line = find_place(options.device), Line()
     name = options.model or default_model(place)
-    sizes = Sizes(options)
-    record = circumstances(options.threads, place)
-    found: dict[str, Any] = {"model": find_shape(name).name, "engine": options.engine, "models": {}, "by_model": []}
+    options.tail = options.tail or (512 if place.kind == "cuda" else 128)
+    sizes = SweepSizes(options)
+    found: dict[str, Any] = {"model": find_shape(name).name, "engine": options.engine, "models": {}}
+    found = {**circumstances(options.threads, place), **found, **{f"by_{by}": [] for by in AXES}}
+
+    def keep() -> None:
+        if path is not None:
+            write_json(path, found)
+
     try:
         for model in map(find_shape, sizes.models(name)):
             with opened(model, options, sizes, place, line) as sweep:
-                measure(sweep, found, main=not found["models"])
-            if json_path is not None:
-                write_json(json_path, {**record, **found})
+                measure(sweep, found, keep)
     except ChildFailed as failed:
-        raise UserError(f"--engine {options.engine}: {failed}") from None
+        found["problem"] = f"--engine {options.engine}: {failed}"
+        if not any(found[f"by_{by}"] for by in AXES):
+            raise UserError(found["problem"]) from None
     finally:
         line.clear()
-    print(_head(found, record, options))
-    print("\n\n".join(table(by, found[f"by_{by}"]) for by in AXES if found.get(f"by_{by}")))
-    if svg_path is not None:
-        write_plot(svg_path, options.engine, _title(found), panels(found))
-    return 0
-
-
-class Sizes:
-    """The points of the sweep: rows, tokens of a response, and the part of it that is a given prefix."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.rows = options.rows or ROWS
-        self.lengths = options.lengths or LENGTHS
-        unknown = [name for name in options.models or () if name not in PRESETS]
-        if unknown:
-            raise UserError(f"--models {','.join(unknown)}: give presets, of {', '.join(PRESETS)}")
-
-    def models(self, name: str) -> list[str]:
-        """The sweep's own model and those that are compared with it, each once."""
-        return list(dict.fromkeys([name, *(self.options.models or ())]))
-
-    def by_rows(self) -> list[Point]:
-        return [{"rows": rows, "tokens": self.options.row_tokens} for rows in self.rows]
-
-    def by_length(self) -> list[Point]:
-        return [self._of_length(tokens) for tokens in self.lengths]
-
-    def fixed(self) -> Point:
-        """The point at which models are compared."""
-        return {"rows": self.options.length_rows, "tokens": self.options.row_tokens}
-
-    def _of_length(self, tokens: int) -> Point:
-        """Rows as long as `--whole` are decoded from end to end; of longer ones the last `--tail` tokens, after a given
-        prefix, and so many that they have `--most-tokens` together."""
-        options = self.options
-        if tokens <= options.whole:
-            return {"rows": options.length_rows, "tokens": tokens}
-        rows = max(1, min(options.length_rows, options.most_tokens // tokens))
-        return {"rows": rows, "tokens": tokens, "prefix": tokens - min(options.tail, tokens - 1)}
-
-    def slots(self) -> int:
-        return max(*self.rows, self.options.length_rows)
+    keep()
+    return found
 
 
 class Sweep:
     """Asks the process of one model's engine for one point after another."""
 
-    def __init__(self, child: Child, model: Model, options: argparse.Namespace, sizes: Sizes, line: Line) -> None:
+    def __init__(self, child: Child, model: Model, options: argparse.Namespace, sizes: SweepSizes, line: Line) -> None:
         self.child, self.model, self.options, self.sizes, self.line = child, model, options, sizes, line
         self.known: dict[tuple, Point] = {}
         self.chip: dict[str, Any] | None = None
@@ -105,19 +74,23 @@ class Sweep:
 
     def machine(self) -> dict[str, Any]:
         """What the data sheet says of a known chip, which is above what a small matrix reaches; measured otherwise."""
-        return self.chip or self._ask({"machine": True}, "measuring what this machine can do")
+        if self.chip is not None:
+            return self.chip
+        found = self._ask({"machine": True}, "measuring what this machine can do")
+        return {**found, "bandwidth": {int(size): rate for size, rate in found["bandwidth"].items()}}
 
     def point(self, wanted: Point) -> Point:
-        """Microseconds per token: the best of the runs after one that warms up."""
+        """Microseconds per token: the best of the runs after one that warms up (after a prefix each does so itself)."""
         key = tuple(sorted(wanted.items()))
         if key not in self.known:
-            rows, tokens, prefix = wanted["rows"], wanted["tokens"], wanted.get("prefix", 0)
+            rows, tokens, prefix = wanted["rows"], wanted["tokens"], wanted.get("prefix")
             words = f"{self.model.name}: {rows} rows x {tokens} tokens"
-            request = {"rows": rows, "tokens": tokens - prefix, "prefix": prefix or None}
-            answers = [self._ask({**request, "seed": run}, words) for run in range(self.options.repeat + 1)]
-            times = [answer["seconds"] * 1e6 / answer["tokens"] for answer in answers[1:]]
-            seconds = [answer["seconds"] for answer in answers[1:]]
-            self.known[key] = {**wanted, "us_per_token": min(times), "seconds": seconds}
+            request = {"rows": rows, "tokens": wanted.get("made", tokens), "prefix": prefix}
+            runs = range(self.options.repeat if prefix else self.options.repeat + 1)
+            answers = [self._ask({**request, "seed": run}, words) for run in runs][0 if prefix else 1 :]
+            best = min(answers, key=lambda answer: answer["seconds"] / answer["tokens"])
+            found = {"us_per_token": best["seconds"] * 1e6 / best["tokens"], "timed": best["tokens"] / rows}
+            self.known[key] = {**wanted, **found, "seconds": [answer["seconds"] for answer in answers]}
         return dict(self.known[key])
 
     def _ask(self, request: dict[str, Any], words: str) -> dict[str, Any]:
@@ -127,7 +100,7 @@ class Sweep:
 
 
 @contextmanager
-def opened(model: Model, options: argparse.Namespace, sizes: Sizes, place: Place, line: Line) -> Iterator[Sweep]:
+def opened(model: Model, options: argparse.Namespace, sizes: SweepSizes, place: Place, line: Line) -> Iterator[Sweep]:
     """The engine over this model in a process of its own, ready."""
     system = System(options.engine, "", engine=options.engine)
     job = {
@@ -142,119 +115,32 @@ def opened(model: Model, options: argparse.Namespace, sizes: Sizes, place: Place
         "device": place.kind,
         "settings": {},
     }
-    logs = bench_folder() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job))
-        log = logs / f"sweep-{options.engine}-{model.name}.log"
-        child = Child(system.command(path, "sweep"), system.variables_for(options.threads), log)
-        try:
-            words = f"{options.engine}, {model.name}: loading"
-            line.show(words)
-            sweep = Sweep(child, model, options, sizes, line)
-            sweep.facts = child.ready(lambda s: line.waiting(words, s), LOAD_S)
-            if (chip := place.chip) is not None:
-                sweep.chip = {"peak_flops": chip.flops, "bandwidth": {1: chip.bandwidth}}
-            yield sweep
-        finally:
-            child.close()
+    with running(system, "sweep", job, f"sweep-{options.engine}-{model.name}", threads=options.threads) as child:
+        words = f"{options.engine}, {model.name}: loading"
+        line.show(words)
+        sweep = Sweep(child, model, options, sizes, line)
+        sweep.facts = child.ready(lambda s: line.waiting(words, s), LOAD_S)
+        if (chip := place.chip) is not None:
+            sweep.chip = {"peak_flops": chip.flops, "bandwidth": {1: chip.bandwidth}}
+        yield sweep
 
 
-def measure(sweep: Sweep, found: dict[str, Any], *, main: bool) -> None:
-    """Add the model's points to `found`: of the main one those of rows and length, of each its place among models."""
+def measure(sweep: Sweep, found: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Add the model's points to `found`, one after the other: of the first model those of rows and length, of each its
+    place among models."""
     sizes, options, model = sweep.sizes, sweep.options, sweep.model
-    before = sweep.machine()
-    if main:
-        found["by_rows"] = [sweep.point(wanted) for wanted in sizes.by_rows()]
-        found["by_length"] = [sweep.point(wanted) for wanted in sizes.by_length()]
-    of_model = [sweep.point(sizes.fixed())] if options.models else []
-    machine = better(before, sweep.machine())
-    points = [*of_model, *((found["by_rows"] + found["by_length"]) if main else [])]
-    shape = shape_of(model.config, model.dtype)
+    axes = {"rows": sizes.by_rows(), "length": sizes.by_length()} if not found["models"] else {}
+    axes |= {"model": [sizes.fixed()]} if options.models else {}
+    machine, shape, points = sweep.machine(), shape_of(model.config, model.dtype), []
+    size = PRESETS[model.name].parameters if model.name in PRESETS else shape.weights
+    for by, wanted in ((by, wanted) for by, all_wanted in axes.items() for wanted in all_wanted):
+        point = sweep.point(wanted) | ({"model": model.name, "parameters": size} if by == "model" else {})
+        point["floor_us"] = floor_us(shape, machine, point, options.prompt_tokens)
+        points.append(point)
+        found[f"by_{by}"].append(point)
+        found["models"][model.name] = {"dtype": model.dtype, "config": model.config, **sweep.facts, "machine": machine}
+        keep()
+    found["by_model"].sort(key=lambda point: point["parameters"])
+    machine = found["models"][model.name]["machine"] = better(machine, sweep.machine())
     for point in points:
         point["floor_us"] = floor_us(shape, machine, point, options.prompt_tokens)
-    for point in of_model:
-        size = PRESETS[model.name].parameters if model.name in PRESETS else shape.weights
-        found["by_model"].append({"model": model.name, "parameters": size, **point})
-    found["by_model"].sort(key=lambda point: point["parameters"])
-    found["models"][model.name] = {"dtype": model.dtype, "config": model.config, **sweep.facts, "machine": machine}
-
-
-def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The higher of two measurements of each limit: a neighbour's work can only lower them."""
-    rates = {int(size): max(rate, other["bandwidth"][size]) for size, rate in one["bandwidth"].items()}
-    return {"peak_flops": max(one["peak_flops"], other["peak_flops"]), "bandwidth": rates}
-
-
-def floor_us(shape: Shape, machine: dict[str, Any], point: Point, prompt: int) -> float:
-    """Microseconds per token below which this machine cannot go."""
-    rows, given = point["rows"], point.get("prefix", 0)
-    tokens = point["tokens"] - given
-    least = floor_seconds(
-        shape,
-        rows=rows,
-        prompt=given or prompt,
-        tokens=tokens,
-        peak=machine["peak_flops"],
-        bandwidth=machine["bandwidth"],
-    )
-    return least * 1e6 / (rows * tokens)
-
-
-TITLES = {"rows": "by rows decoded side by side", "length": "by length of the response", "model": "by model"}
-
-
-def table(by: str, points: list[Point]) -> str:
-    """One line per point, with the number of times the floor."""
-    head = ["rows", "tokens", "us/token", "tok/s", "floor us", "x floor"]
-    lines = [
-        [
-            str(point["rows"]),
-            str(point["tokens"]),
-            f"{point['us_per_token']:.1f}",
-            f"{1e6 / point['us_per_token']:,.0f}",
-            f"{point['floor_us']:.2f}",
-            f"{point['us_per_token'] / point['floor_us']:.1f}",
-        ]
-        for point in points
-    ]
-    if by == "model":
-        head, lines = ["model", *head], [[p["model"], *line] for p, line in zip(points, lines, strict=True)]
-    notes = [f"{p['tokens']}: the last {p['tokens'] - p['prefix']} tokens" for p in points if "prefix" in p]
-    under = f"\nmeasured after a given prefix, of {'; '.join(notes)}" if notes else ""
-    return f"{TITLES[by]}\n{render(head, lines, left=())}{under}"
-
-
-def panels(found: dict[str, Any]) -> list[Panel]:
-    """One for each axis that was swept; points with other rows than their neighbours, or after a prefix, are marked."""
-    made = []
-    for by, key in (("rows", "rows"), ("length", "tokens"), ("model", "parameters")):
-        points = found.get(f"by_{by}")
-        if not points:
-            continue
-        first = points[0]
-        label = {
-            "rows": f"rows decoded side by side (responses of {first['tokens']} tokens)",
-            "length": f"tokens per response ({first['rows']} rows side by side)",
-            "model": f"parameters ({first['rows']} rows x {first['tokens']} tokens)",
-        }[by]
-        marks = [f"{p['rows']} rows" if by == "length" and p["rows"] != first["rows"] else "" for p in points]
-        made.append(Panel(points, key, label, marks, [p["model"] for p in points] if by == "model" else None))
-    return made
-
-
-def _title(found: dict[str, Any]) -> str:
-    return f"{found['model']} in {found['models'][found['model']]['dtype']}"
-
-
-def _head(found: dict[str, Any], record: dict[str, Any], options: argparse.Namespace) -> str:
-    model = found["models"][found["model"]]
-    machine = model["machine"]
-    sizes = ", ".join(f"{size >> 20} MiB {rate / 1e9:.0f}" for size, rate in machine["bandwidth"].items() if size > 1)
-    rates = f"GB/s read by size: {sizes}" if sizes else f"{machine['bandwidth'][1] / 1e9:,.0f} GB/s by its data sheet"
-    where = record.get("gpu") or f"{record['cpu']}; {options.threads} threads"
-    return (
-        f"\n{options.engine}, {found['model']} in {model['dtype']}; {where}; load before {record['load_before'][0]}\n"
-        f"this machine: {machine['peak_flops'] / 1e9:,.0f} GFLOP/s in {model['dtype']}; {rates}\n"
-    )

@@ -13,6 +13,8 @@ from posttrain.bench.environments import Environment, environment
 from posttrain.errors import UserError
 
 PEERS = Path(__file__).parent / "peers"
+OURS = {"rollout": "engines", "sweep": "engines", "sync": "engines", "step": "training", "train": "training"}
+"""Job -> which of our runners does it, if not one of its name."""
 _THREADING = ("OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "PYTHONPATH")
 
 
@@ -24,6 +26,8 @@ class System:
     what: str
     engine: str | None = None
     script: str | None = None
+    part: str | None = None
+    """Which of a script's systems, where it has several for one job."""
     installs: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     preload: str | None = None
@@ -76,8 +80,8 @@ class System:
     def command(self, job: Path, module: str, kind: str = "cpu") -> list[str]:
         """How the runner is started; ours for `module` (rollout, step, train, sync)."""
         if self.ours:
-            return [sys.executable, "-m", f"posttrain.bench.ours.{module}", str(job)]
-        return [self.interpreter(kind), str(PEERS / str(self.script)), str(job)]
+            return [sys.executable, "-m", f"posttrain.bench.ours.{OURS.get(module, module)}", str(job), module]
+        return [self.interpreter(kind), str(PEERS / str(self.script)), str(job), self.part or module]
 
     def variables_for(self, threads: int, kind: str = "cpu") -> dict[str, str]:
         """The whole environment of the process: a peer does not inherit what is set for us.
@@ -88,7 +92,8 @@ class System:
         stripped = tuple(name for name in _THREADING if not here or name != "PYTHONPATH")
         mine = {k: v for k, v in os.environ.items() if self.ours or not k.startswith(stripped)}
         chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
-        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **chosen}
+        parallel = "true" if threads > 1 else "false"
+        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel, **chosen}
         if kind == "cpu" and self.preload and self.environment:
             library = self.environment.folder / self.preload
             if library.is_file():
@@ -112,11 +117,25 @@ VLLM_INSIDE = {**VLLM_CUDA, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # whoever ha
 
 SLEEPING = {"GOMP_SPINCOUNT": "0"}  # as posttrain sets for itself: threads that wait leave their core to others
 
+TRANSFORMERS = "run_transformers.py"
+
 ROLLOUT = (
     System("native", "posttrain's own engine", engine="native"),
     System("hf", "posttrain's reference engine on transformers", engine="hf"),
-    System("generate", "transformers model.generate, one padded batch", script="run_generate.py", variables=SLEEPING),
-    System("continuous-batching", "transformers continuous batching", script="run_continuous.py", variables=SLEEPING),
+    System(
+        "generate",
+        "transformers model.generate, one padded batch",
+        script=TRANSFORMERS,
+        part="generate",
+        variables=SLEEPING,
+    ),
+    System(
+        "continuous-batching",
+        "transformers continuous batching",
+        script=TRANSFORMERS,
+        part="continuous",
+        variables=SLEEPING,
+    ),
     System(
         "vllm",
         "vLLM",
@@ -154,7 +173,7 @@ STEP_CUDA = (
 )
 TRAIN = (
     System("native", "posttrain's update", engine="native"),
-    System("transformers", "transformers' layers, padded rows", script="run_update.py", variables=SLEEPING),
+    System("transformers", "transformers' layers, padded rows", script=TRANSFORMERS, variables=SLEEPING),
 )
 SYNC = (
     System("native", "posttrain: the engine reads the trainer's own tensors", engine="native"),
@@ -164,7 +183,7 @@ SYNC = (
         engine="native",
         settings={"share": False},
     ),
-    replace(ROLLOUT[-1], what="vLLM's load_weights in one process", script="run_vllm_sync.py", cuda=VLLM_INSIDE),
+    replace(ROLLOUT[-1], what="vLLM's load_weights in one process", cuda=VLLM_INSIDE),
 )
 
 

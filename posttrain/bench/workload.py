@@ -1,6 +1,7 @@
-"""The work that every system is given: prompts as token ids, and how many tokens each response has.
+"""The work that every system is given: sizes by name (`--work`), prompts as token ids, and the tokens of each response.
 
-Everything is drawn once from a seed, before any system is started, so that all get the same rows.
+`small` is what a CPU is asked for unless told otherwise, `group` what a CUDA device is; whatever size is given beside a
+name counts before it. All is drawn once from a seed, before any system is started, so that all get the same rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.bench.place import Place
+from posttrain.bench.presets import PRESETS
 from posttrain.errors import UserError
+
+_GROUP = {"n": 8, "prompt_tokens": 128, "tokens": 512}
+_TAIL = {"lengths": "long-tail", "mean_tokens": 256, "slots": 1024}
+
+WORKS: dict[str, dict[str, dict[str, Any]]] = {
+    "rollout": {
+        "small": {"prompts": 64, "n": 1, "prompt_tokens": 32, "tokens": 128},
+        "group": {"prompts": 128, **_GROUP},
+        "tail": {"prompts": 512, **_GROUP, "tokens": 2048, **_TAIL},
+    },
+    "step": {
+        "small": {"prompts": 4, "n": 8, "prompt_tokens": 32, "tokens": 16, "steps": 30},
+        "group": {"prompts": 64, **_GROUP, "steps": 6},
+        "32k": {"prompts": 8, "n": 8, "prompt_tokens": 128, "tokens": 32640, "steps": 2, "budget": 32768},
+        "16k": {"prompts": 8, "n": 8, "prompt_tokens": 128, "tokens": 16256, "steps": 2, "budget": 16384},
+    },
+    "train": {
+        "small": {"prompts": 4, "n": 8, "prompt_tokens": 32, "tokens": 16},
+        "group": {"prompts": 64, **_GROUP},
+        "16k": {"prompts": 4, "n": 4, "prompt_tokens": 128, "tokens": 16256, "budget": 16384},
+    },
+    "sync": {"small": {}, "group": {}},
+}
+"""Job -> name -> sizes."""
+
+OTHERWISE = {"lengths": "fixed", "mean_tokens": None, "slots": None, "budget": None}
+
+
+def settle(options: argparse.Namespace, place: Place) -> None:
+    """Write the sizes that were not given into `options`, from the work that was named or that suits the device."""
+    known = WORKS[options.job]
+    name = options.work or ("small" if place.kind == "cpu" else "group")
+    if name not in known:
+        raise UserError(f"--work {name}: bench {options.job} knows {', '.join(known)}")
+    for key, value in {**OTHERWISE, **known[name]}.items():
+        if getattr(options, key, None) is None:
+            setattr(options, key, value)
+    options.work = name
+    if options.mean_tokens is not None and options.lengths != "long-tail":
+        raise UserError("--mean-tokens is the mean of drawn lengths: give --lengths long-tail with it")
+
+
+def default_model(place: Place) -> str:
+    return "1m" if place.kind == "cpu" else "0.5b"
+
 
 LENGTHS = ("fixed", "long-tail")
 SPREAD = 1.0  # sigma of the lognormal: after the cut the longest tenth of the rows holds 28% of the tokens
@@ -105,3 +153,48 @@ def as_job(workloads: Sequence[Workload], *, model: str, dtype: str, threads: in
         "settings": {},
         **more,
     }
+
+
+# -- of a sweep -----------------------------------------------------------------------------------------------------
+ROWS, ROW_LENGTHS = [2**power for power in range(10)], [2**power for power in range(4, 13)]
+Point = dict[str, Any]  # rows, tokens, the part that is a given prefix; later what was measured there
+
+
+class SweepSizes:
+    """The points of a sweep."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows = options.rows or ROWS
+        self.lengths = options.lengths or ROW_LENGTHS
+        unknown = [name for name in options.models or () if name not in PRESETS]
+        if unknown:
+            raise UserError(f"--models {','.join(unknown)}: give presets, of {', '.join(PRESETS)}")
+
+    def models(self, name: str) -> list[str]:
+        """The sweep's own model and those that are compared with it, each once."""
+        return list(dict.fromkeys([name, *(self.options.models or ())]))
+
+    def by_rows(self) -> list[Point]:
+        return [{"rows": rows, "tokens": self.options.row_tokens} for rows in self.rows]
+
+    def by_length(self) -> list[Point]:
+        return [self._of_length(tokens) for tokens in self.lengths]
+
+    def fixed(self) -> Point:
+        """The point at which models are compared."""
+        return {"rows": self.options.length_rows, "tokens": self.options.row_tokens}
+
+    def _of_length(self, tokens: int) -> Point:
+        """Rows as long as `--whole` are decoded from end to end. Of longer ones `--tail` tokens are, after a given
+        prefix that puts them where a row has half of its tokens: a token's time grows evenly with what lies before it,
+        so theirs is the whole row's mean. The first half of them only shows that all rows have begun."""
+        options = self.options
+        if tokens <= options.whole:
+            return {"rows": options.length_rows, "tokens": tokens}
+        prefix = max(1, options.prompt_tokens + tokens // 2 - 3 * options.tail // 4)
+        rows = max(1, min(options.length_rows, options.most_tokens // (prefix + options.tail)))
+        return {"rows": rows, "tokens": tokens, "prefix": prefix, "made": options.tail}
+
+    def slots(self) -> int:
+        return max(*self.rows, self.options.length_rows)

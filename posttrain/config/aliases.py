@@ -92,7 +92,9 @@ AS_THE_ACTOR: dict[str, str] = {
 }
 """Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes."""
 
+NODE_RANK = "trainer.node_rank"
 DERIVED: dict[str, Any] = {
+    NODE_RANK: int,
     "algorithm.kl_coef": float,
     "trainer.gradient_accumulation": int,
     "reward.type": str,
@@ -109,7 +111,6 @@ NOT_BUILT: dict[str, str] = {
     f"{_ROLLOUT}.max_turns": "multi-turn rollout is not built in this version; remove the key",
     f"{_ROLLOUT}.tools": "tools are not built in this version; remove the key",
     f"{_ROLLOUT}.tool_config.": "tools are not built in this version; remove the key",
-    "trainer.node_rank": "the command is given once, on one machine of a Ray cluster (docs/workers.md); remove the key",
     "training.learning_rate": f"{_SFT}; here the learning rate is {_ACTOR}.optim.lr",
     "training.num_train_epochs": f"{_SFT}; here the number of epochs is trainer.total_epochs",
     "training.": _SFT,

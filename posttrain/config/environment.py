@@ -15,8 +15,9 @@ from posttrain.config.hub import why_not_from_hub
 from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.model_files import broken_files
-from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
+from posttrain.config.torchrun import SOURCE as TORCHRUN
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _REWARD_MODEL = tuple(f"reward_model.model.{name}" for name in ("path", "tokenizer_path", "input_tokenizer"))
@@ -26,9 +27,10 @@ _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
 """Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
 _HOW_TO_GIVE_A_CLUSTER = (
-    "start Ray on every machine (ray start --head on one, ray start --address=HOST:6379 on the others) and give the "
-    "command once, on one of them, with the running Ray cluster: RAY_HEAD_ADDRESS=HOST:6379 (or RAY_ADDRESS). torchrun "
-    "starts the workers of one machine here"
+    "give the command on every machine, on the first with RAY_HEAD_ADDRESS=auto trainer.node_rank=0, on the others "
+    "with RAY_HEAD_ADDRESS=HOST:6379 trainer.node_rank=1, ...; or by torchrun --nnodes=N --node_rank=0 "
+    "--master_addr=HOST; or once, on a running Ray cluster (ray start --head on one machine, ray start "
+    "--address=HOST:6379 on the others), with RAY_ADDRESS=HOST:6379"
 )
 
 
@@ -52,34 +54,6 @@ def check_supervised_environment(
         *_folders(resolved, folder),
         *missing_packages(resolved),
     ]
-
-
-def torchrun_workers() -> int:
-    """Processes that torchrun started on this machine: the first of them trains, with so many workers of its own, and
-    the others leave (torchrun waits for the first, and has its status). Several machines are refused."""
-    count, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if not count.isdigit() or int(count) < 2:
-        return 1
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if here != count:
-        if not first:
-            raise SystemExit(2)  # the first process of each machine speaks
-        what = f"torchrun started {count} processes on several machines; it starts those of one here."
-        do = "use torchrun --nnodes=1 --nproc_per_node=N; for several machines give the command once, "
-        do += "without torchrun, to a Ray cluster (RAY_ADDRESS=HOST:6379, trainer.nnodes=N)"
-        raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
-    if not first:
-        raise SystemExit(0)
-    return int(count)
-
-
-def check_torchrun(resolved: Resolved, started: int) -> None:
-    """Refuses another number of workers than torchrun has started."""
-    key = "trainer.n_gpus_per_node"
-    if started > 1 and resolved.value(key) != started:
-        what = f"`{key}={resolved.value(key)}`, but torchrun started {started} processes."
-        do = f"use torchrun --nproc_per_node={resolved.value(key)}, or leave {key} out"
-        raise ConfigError([Problem(what, resolved.where(key), do)])
 
 
 def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
@@ -208,21 +182,27 @@ def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     wanted, present = resolved.value(key), gpus_present()
     most = cores.usable() if runs_on_cpu(resolved.config) else present
-    in_cluster = nodes > 1 and any(os.environ.get(name) for name in ("RAY_HEAD_ADDRESS", "RAY_ADDRESS"))
+    by_torchrun = resolved.where("trainer.nnodes") == TORCHRUN
+    addresses = [os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS") if os.environ.get(name)]
+    in_cluster = nodes > 1 and bool(addresses) and not by_torchrun
     if wanted > max(most, 1) and not in_cluster:  # without any GPU the device is what is wrong, and is told of
         kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
         what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
         where = resolved.where(key)
-        setting = "--nproc_per_node" if where == "torchrun" else key
+        setting = "--nproc_per_node" if where == TORCHRUN else key
         yield Problem(what, where, f"set {setting} to {max(most, 1)} or less")
     elif wanted * nodes > 1 and importlib.util.find_spec("ray") is None:
         what = (
             f"`{key}={wanted}` asks for {wanted * nodes} workers, which Ray starts; the package ray is not installed."
         )
         yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')
-    if nodes > 1 and not in_cluster:
+    if nodes > 1 and not (in_cluster or by_torchrun):
         what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, but no cluster or head address is given."
         yield Problem(what, resolved.where("trainer.nnodes"), _HOW_TO_GIVE_A_CLUSTER)
+    if in_cluster and resolved.node_rank and addresses[:1] == ["auto"]:
+        what = f"`trainer.node_rank={resolved.node_rank}` joins machine 0, and `auto` does not say where that is."
+        do = "set RAY_HEAD_ADDRESS=HOST:6379, as the command of machine 0 prints it"
+        yield Problem(what, "environment variable RAY_HEAD_ADDRESS", do)
     if resolved.value("trainer.device") == "cuda" and present == 0:
         what = "`trainer.device=cuda`, but this machine shows no GPU."
         yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")

@@ -18,6 +18,7 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import assign, build, leaves, using
+from posttrain.config.torchrun import SOURCE, check_torchrun, torchruns_settings
 from posttrain.config.tree import Tree
 from posttrain.config.verl.apply import apply_answers
 from posttrain.config.verl.mains import as_ours
@@ -48,20 +49,12 @@ def load_config(
         {"algorithm.adv_estimator": ("mine",)}.
     tree: which program's settings these are.
     """
-    started = 1
-    if environment:
-        from posttrain.config.environment import torchrun_workers
-
-        started = torchrun_workers()
-    if started > 1:
-        labelled = [*labelled, (f"trainer.n_gpus_per_node={started}", "torchrun")]
+    started = torchruns_settings() if environment else {}
+    labelled = [*labelled, *((f"{key}={value}", SOURCE) for key, value in started.items())]
     folder = Path(cwd) if cwd is not None else working_folder()
     with using(tree.root), spelled(tree.spellings):
         resolved = _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)
-    if started > 1:
-        from posttrain.config.environment import check_torchrun
-
-        check_torchrun(resolved, started)
+    check_torchrun(resolved, started)
     return resolved
 
 
@@ -168,7 +161,7 @@ def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved
     config = build({key: entry.value for key, entry in merged.entries.items() if key in leaves()})
     explicit = {key for key in merged.entries if merged.is_set(key)}
     asked = "help" if line.help else line.cfg
-    return Resolved(config, sources, merged.notes, explicit, main_file, merged.extra, asked)
+    return Resolved(config, sources, merged.notes, explicit, main_file, merged.extra, asked, merged.node_rank)
 
 
 def _judge(

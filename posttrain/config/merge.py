@@ -13,6 +13,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, describe_hint, parse_yaml, shown, split_hint
 from posttrain.config.verl.rule import Rule
+from posttrain.errors import first_line
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _UNSET_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -72,6 +73,8 @@ class Merged:
     notes: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     """Keys whose value could not be read; checks of them are skipped."""
+    node_rank: int = 0
+    """Which machine of the run this is."""
 
     def value(self, key: str) -> Any:
         """The value in force: an entry's, else the default."""
@@ -292,7 +295,7 @@ def _resolve_interpolations(merged: Merged) -> None:
             value = OmegaConf.select(config, key, throw_on_missing=True)
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
-            first = str(error).splitlines()[0]
+            first = first_line(error)
             where = merged.entries[key].where(key) if key in merged.entries else "your own section"
             do = "refer to a key of the tree as `${section.key}`, to a variable as `${oc.env:NAME}`"
             merged.problems.append(Problem(f"`{key}`: {flat[key]!r} cannot be resolved: {first}.", where, do, (key,)))

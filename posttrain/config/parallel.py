@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.config.aliases import AS_THE_ACTOR
+from posttrain.config.aliases import AS_THE_ACTOR, NODE_RANK
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.merge import Merged
 from posttrain.config.merged_entries import take
 from posttrain.config.problem import Problem
 from posttrain.config.schema import lookup
+from posttrain.config.torchrun import SOURCE
 
 _ACTOR = "actor_rollout_ref.actor"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
@@ -24,6 +25,19 @@ def workers_of(config: Any) -> int:
 
 def one_worker(config: Any) -> bool:
     return workers_of(config) == 1
+
+
+def derive_node_rank(merged: Merged) -> None:
+    """Which of the machines this is."""
+    entry, machines = take(merged, NODE_RANK), merged.value("trainer.nnodes")
+    if entry is None:
+        return
+    if 0 <= entry.value < machines or entry.source == SOURCE:  # where torchrun knows better, it is told so
+        merged.node_rank = entry.value
+        return
+    what = f"`{entry.spelling}={entry.value}`: trainer.nnodes={machines}, and the machines are 0 to {machines - 1}."
+    do = f"give one of them on each machine, each its own, or set trainer.nnodes to {max(entry.value, 0) + 1} or more"
+    merged.problems.append(Problem(what, entry.source, do, ("trainer.nnodes",)))
 
 
 def derive_reference_sizes(merged: Merged) -> None:

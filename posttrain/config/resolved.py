@@ -28,6 +28,9 @@ class Resolved:
     """Sections of the user's own groups, by dotted key; only `${...}` references read them."""
     show: str | None = None
     """What the command line asked to print instead of training: `help`, `job` or `all` (from `--cfg`)."""
+    node_rank: int = 0
+    """Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
+    nowhere stored."""
 
     def value(self, key: str) -> Any:
         """The value of a canonical key."""

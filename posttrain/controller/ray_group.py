@@ -107,7 +107,7 @@ class RayWorkers(Workers):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.world_size, self.hosts, self.prepare, self.machines, self.tell = ranks, [], prepare, machines, tell
-        self.cluster, self._shared = cluster or RayCluster(ranks, settings), cluster is not None
+        self.cluster, self._shared = cluster or RayCluster(ranks, settings, machines, tell), cluster is not None
         try:
             self.hosts = self._start(ranks, device)
         except BaseException:
@@ -118,7 +118,7 @@ class RayWorkers(Workers):
         if not self._shared:
             self.cluster.start()
         each = ranks // self.machines
-        machines = machines_for(self.machines, each, device.type, self.tell)
+        machines = machines_for(self.machines, each, device.type, self.tell, coming=self.cluster.is_head)
         hosts = [self._host(rank, machines[rank // each], each, device) for rank in range(ranks)]
         address = ray.get(hosts[0].free_address.remote(machines[0].address))
         for ref in [host.connect.remote(address, *pack(self.prepare)) for host in hosts]:

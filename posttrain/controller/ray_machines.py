@@ -15,10 +15,16 @@ from posttrain.errors import UserError
 ITSELF = "127.0.0.1"
 WAIT_S = 60.0
 """For machines that join late."""
+COMING_S = 300.0
+"""For machines that join a head that has only just been started."""
 
 
 class TooFewMachines(UserError):
-    """The cluster has not as many machines as the run asks for."""
+    """The cluster has not as many machines as the run asks for, but `found`."""
+
+    def __init__(self, text: str, found: int) -> None:
+        super().__init__(text)
+        self.found = found
 
 
 @dataclass(frozen=True)
@@ -30,21 +36,26 @@ class Machine:
     cores: int
 
 
-def machines_for(count: int, each: int, device: str, tell: Callable[[str], None] = print) -> list[Machine]:
+def machines_for(
+    count: int, each: int, device: str, tell: Callable[[str], None] = print, *, coming: bool = False
+) -> list[Machine]:
     """`count` machines, each for `each` ranks on `device`: the command's own first, if it can, and one is always it.
-    Others may join the cluster a while after the command was given; the user is told who is waited for."""
-    here = ray.get_runtime_context().get_node_id()
+    Others may join the cluster a while after the command was given, and do where all are only `coming`; the user is
+    told who is waited for."""
+    own = ray.get_runtime_context().get_node_id()
     if count == 1:
-        return [Machine(here, ITSELF, cores.usable())]
-    until, told = time.monotonic() + WAIT_S, False
+        return [Machine(own, ITSELF, cores.usable())]
+    wait_s = COMING_S if coming else WAIT_S
+    until, told = time.monotonic() + wait_s, False
     while True:
         try:
-            return chosen(ray.nodes(), here, count, each, device)
+            return chosen(ray.nodes(), own, count, each, device)
         except TooFewMachines as error:
             if time.monotonic() > until:
                 raise
             if not told:
-                tell(f"Waiting {WAIT_S:.0f} s for machines to join. {error}.")
+                here = f"{error.found} of {count} are here" if coming else str(error)
+                tell(f"Waiting {wait_s:.0f} s for machines to join. {here}.")
             told = True
         time.sleep(1)
 
@@ -56,9 +67,10 @@ def chosen(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int,
     if len(fit) < count:
         kind = f" with {each} GPU(s)" if device == "cuda" else ""
         raise TooFewMachines(
-            f"trainer.nnodes={count}: the Ray of this run has {len(fit)} machine(s){kind}, {len(alive)} in all. Start "
-            "Ray on the others (ray start --address=HOST:6379) and name the cluster by RAY_ADDRESS; or lower "
-            "trainer.nnodes"
+            f"trainer.nnodes={count}: the Ray of this run has {len(fit)} machine(s){kind}, {len(alive)} in all. Give "
+            "the others the command with trainer.node_rank, or start Ray on them (ray start --address=HOST:6379) and "
+            "name the cluster by RAY_ADDRESS; or lower trainer.nnodes",
+            found=len(fit),
         )
     ordered = sorted(fit, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
     return [

@@ -25,7 +25,7 @@ from posttrain.models.decoder import KNOWN
 from posttrain.models.value import ValueModel
 
 WIDE = 4  # bytes of a float32
-ROUND, CHUNK = 257, 2048  # `MOST_TOKENS` of `row_buffers.py` and `CHUNK` of `sampling.py` (kernels/cuda), by Triton
+ROUND, FINE = 257, 64  # `MOST_TOKENS` of `row_buffers.py` and `FINE` of `fused_products.py`, which import Triton
 
 
 _FIRST_LOW = re.compile(r"\blayers\.0\..*\.lora_A\.")
@@ -143,7 +143,7 @@ def captured_bytes(sizes: Sizes, rows: int, longest: int) -> int:
     largest graph, which all graphs share."""
     size = bucket(rows)
     table = 1 << max(0, (-(-longest // BLOCK)).bit_length())
-    numbers = 3 * 8 + 11 * 4 + 2 * 4 * ROUND + 4 * table + 12 * -(-sizes.vocabulary // CHUNK)
+    numbers = 3 * 8 + 11 * 4 + 2 * 4 * ROUND + 4 * table + 8 * -(-sizes.vocabulary // FINE)
     return size * (numbers + sizes.passing + WIDE * sizes.vocabulary)
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.packing import Unit, plan_micro_batches, plan_units
+from posttrain.engine.packing import Unit, plan_micro_batches, units_for
 from posttrain.engine.pair_units import passes_of_pairs, plan_pairs
 from posttrain.protocol import DataProto
 
@@ -36,15 +36,7 @@ def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
     """Units of the batch; small enough that every rank can have one."""
     rows = min(facts.max_rows or len(data), max(1, math.ceil(len(data) / ranks)))
     for limit in (facts.max_rows, rows):
-        units = plan_units(
-            data,
-            share=facts.shares_prompts,
-            width=facts.width,
-            all_pairs=facts.all_pairs,
-            joining=facts.joining,
-            max_rows=limit,
-            token_budget=facts.token_budget,
-        )
+        units = units_for(facts, data, limit)
         if len(units) >= ranks:
             break
     return units

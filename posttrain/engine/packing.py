@@ -81,16 +81,21 @@ def _parts(
 
 def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
     """The units of each forward pass over a batch that one process computes alone."""
-    units = plan_units(
+    units = units_for(facts, data, facts.max_rows)
+    return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
+
+
+def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list[Unit]:
+    """Units of the batch for an engine of which this is known, each of `max_rows` rows at most."""
+    return plan_units(
         data,
         share=facts.shares_prompts,
         width=facts.width,
         all_pairs=facts.all_pairs,
         joining=facts.joining,
-        max_rows=facts.max_rows,
+        max_rows=max_rows,
         token_budget=facts.token_budget,
     )
-    return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
 
 
 def _computed(data: DataProto) -> list[tuple[int, bytes]]:

@@ -79,10 +79,15 @@ class Projection:
             self.low = self.low or LowRank.like(adapters, len(self.weight), self.weight)
             fill([(self.low, adapters)])
 
+    @property
+    def bare(self) -> torch.Tensor | None:
+        """The weight, if a product with it is all that this layer does."""
+        return None if self.adapters or self.bias is not None else self.weight
+
     def wide(self, x_TE: torch.Tensor) -> torch.Tensor:
         """The product as it was summed up, in float32, where the device's matrix units give it away: logits."""
         narrow = x_TE.is_cuda and x_TE.dtype in (torch.bfloat16, torch.float16)
-        if not narrow or self.adapters or self.bias is not None:
+        if not narrow or self.bare is None:
             return self(x_TE)
         return torch.mm(x_TE, self.weight.T, out_dtype=torch.float32)  # pyright: ignore
 

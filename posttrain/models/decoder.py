@@ -157,7 +157,7 @@ class FastDecoder:
         found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
         if self.graphs is None:
             sizes = {"vocabulary": self.head.weight.shape[0], "key_heads": self.key_heads, "block": BLOCK}
-            self.graphs = GraphedSteps(self._next_logits, **sizes, device=self.embedding.device)
+            self.graphs = GraphedSteps(self, **sizes, device=self.embedding.device)
         held = [tensor.data_ptr() for tensor in (*found[0], rotation[0], self.embedding)]
         if held != self.captured_over:
             self.graphs.forget()
@@ -168,23 +168,30 @@ class FastDecoder:
     captured_over: list[int] | None = None
     captured_caches: list[LayerCache]
 
-    def _next_logits(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Logits after each row's newest token, which enters the cache; all that is called here is captured."""
-        from posttrain.kernels.cuda.elementwise import rotate_and_store
+    def next_hidden(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
+        """Final hidden states of each row's newest token, which enters the cache; all that is called is captured."""
+        from posttrain.kernels.cuda.decode_attention import decode_attention
 
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
+        how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
             x_BE = add_rms_norm(residual_BE, added_BE, layer.before, self.epsilon)
-            heads = layer.qkv(x_BE).unflatten(1, (-1, self.size))
-            query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
-            query = rotate_and_store(
-                query, key, value, cache, rows.positions, rows.slots,
-                rotation=self.rotation, norms=layer.heads, epsilon=self.epsilon,
-            )  # fmt: skip
-            added_BE = layer.out(rows.attend(query, cache, self.scale, layer.window))
+            qkv_BC = layer.qkv(x_BE)
+            added_BE = layer.out(decode_attention(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
             x_BE = add_rms_norm(residual_BE, added_BE, layer.between, self.epsilon)
-            added_BE = layer.down(silu_mul(layer.gate_up(x_BE)))
-        return self.logits(add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon))
+            added_BE = layer.down(self._gated(layer, x_BE))
+        return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
+
+    def _gated(self, layer: _Layer, x_BE: torch.Tensor) -> torch.Tensor:
+        from posttrain.kernels.cuda import fused_products
+
+        weight = layer.gate_up.bare
+        if weight is not None and fused_products.takes_gated(x_BE, weight):
+            return fused_products.gated_product(x_BE, weight)
+        return silu_mul(layer.gate_up(x_BE))
+
+    def head_weight(self) -> torch.Tensor | None:
+        return self.head.bare
 
     def _attend(self, layer: _Layer, qkv: torch.Tensor, cache: LayerCache, step: StepTokens, rotation) -> torch.Tensor:
         heads = qkv.unflatten(1, (-1, self.size))

@@ -6,7 +6,7 @@ An engine sees token ids only. Batch generation, streaming into rewards and agen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,9 +75,20 @@ class RolloutEngine(ABC):
     shares_weights: bool = False
     """Whether the trainer's weights are the engine's own, so that a sync has nothing to carry."""
 
+    decode: Callable[[list[int]], str] | None = None
+    """Ids as text, for stop strings; without it they are refused."""
+
     @abstractmethod
     def submit(self, request: Request) -> None:
         """Queue a request."""
+
+    def check_request(self, request: Request) -> None:
+        """For engines: refuse what cannot be made, and whatever comes while the cache sleeps."""
+        if request.sampling.stop and self.decode is None:
+            raise ValueError("stop strings need an engine that was given `decode`")
+        if request.sampling.max_tokens < 1 or not request.prompt_ids:
+            raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
+        self.check_awake("cache")
 
     @abstractmethod
     def step(self) -> list[Output]:

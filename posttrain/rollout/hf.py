@@ -79,11 +79,7 @@ class HFEngine(RolloutEngine):
         return next(self.module.parameters()).device
 
     def submit(self, request: Request) -> None:
-        if request.sampling.stop and self.decode is None:
-            raise ValueError("stop strings need an engine that was given `decode`")
-        if request.sampling.max_tokens < 1 or not request.prompt_ids:
-            raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
-        self.check_awake("cache")
+        self.check_request(request)
         self.waiting.append(request)
 
     def has_work(self) -> bool:

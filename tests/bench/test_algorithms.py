@@ -11,13 +11,11 @@ import pytest
 
 from posttrain import cli
 from posttrain.bench.algorithms import without_folders
-from posttrain.bench.learning import side_by_side
+from posttrain.bench.learning import training
 from posttrain.bench.learning.entries import TUNED, Entry, choose, entries
-from posttrain.bench.learning.gains import gains
-from posttrain.bench.learning.pages import BEGIN, END, between, fill_page, markdown
-from posttrain.bench.learning.panels import mean_curve, write_panels
-from posttrain.bench.learning.runs_file import as_text
+from posttrain.bench.learning.results import BEGIN, END, as_text, between, fill_page, gains, markdown
 from posttrain.bench.learning.training import COMMON, Process, Run
+from posttrain.bench.pictures import mean_curve, write_panels
 from posttrain.config import load_config
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
@@ -99,10 +97,10 @@ def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys
     assert [step for step, _ in run["curve"]] == [0, 2] and run["step_s"] > 0
     assert kept["sessions"][run["session"]]["packages"]["torch"] and picture.read_text().startswith("<svg")
 
-    monkeypatch.setattr(side_by_side, "Process", None)  # a run would fail
+    monkeypatch.setattr(training, "Process", None)  # a run would fail
     assert cli.main(command) == 0 and json.loads(file.read_text()) == kept
     # Another setting is another run, which fails here before it starts anything heavy.
-    monkeypatch.setattr(side_by_side, "Process", Process)
+    monkeypatch.setattr(training, "Process", Process)
     monkeypatch.setitem(TUNED, "rloo", (("actor_rollout_ref.rollout.n=1",), "a wrong one"))
     assert cli.main(command) == 1
     shown = capsys.readouterr()
@@ -120,7 +118,7 @@ def test_a_stopped_bench_leaves_no_process(tmp_path: Path, tiny_task, monkeypatc
         def steps_done(self):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(side_by_side, "Process", Watched)
+    monkeypatch.setattr(training, "Process", Watched)
     assert cli.main(["bench", "algorithms", "--only", "grpo", "--threads", "1"]) == 130
     (process,) = started
     assert process.process.returncode is not None

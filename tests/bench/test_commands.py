@@ -45,6 +45,8 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     for pair in ("rollout", "trainer", "transformers", "rollout_trainer"):
         assert found["truth"]["hf"][pair]["tokens"] == 8 and found["truth"]["hf"][pair]["max"] < 1e-4, pair
     assert "sampled" not in file.read_text(), "rows do not lie in a file of figures"
+    _, out, _ = run(capsys, "rollout", "--only", "hf", "--model", str(tiny), *sizes, "--truth", "2")
+    assert re.search(r"^hf: its rollout, against float32 ", out, re.M), "without a file too"
 
 
 def test_distances_from_the_truth_are_those_of_single_tokens():
@@ -134,18 +136,21 @@ def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Pa
 
 
 def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
-    """Long rows are fewer and begin after a given prefix; models are compared at one point, which is measured once."""
+    """Of long rows tokens in the middle are measured, after a given prefix, and there are fewer of them; models are
+    compared at one point, which is measured once."""
     file, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     sizes = ("--rows", "1,2", "--lengths", "2,4,32", "--row-tokens", "2", "--length-rows", "2", "--repeat", "1")
-    long = ("--whole", "4", "--tail", "3", "--most-tokens", "32", "--models", "1m")
+    long = ("--whole", "4", "--tail", "4", "--most-tokens", "32", "--models", "1m", "--prompt-tokens", "3")
     files = ("--json", str(file), "--svg", str(picture))
     status, out, _ = run(capsys, "sweep", "--engine", "hf", "--model", "1m", *sizes, *long, *files)
     assert status == 0 and "GFLOP/s" in out and "by length of the response" in out
-    assert "measured after a given prefix, of 32: the last 3 tokens" in out and re.search(r"^ +1m +2 +2 ", out, re.M)
+    assert "by tokens in the middle of a row: of 32 those from 17 to 20" in out and re.search(
+        r"^ +1m +2 +2 ", out, re.M
+    )
     found = json.loads(file.read_text())
     assert [point["rows"] for point in found["by_rows"]] == [1, 2]
     assert [(point["rows"], point["tokens"], point.get("prefix")) for point in found["by_length"]] == [
-        (2, 2, None), (2, 4, None), (1, 32, 29)
+        (2, 2, None), (2, 4, None), (1, 32, 16)
     ]  # fmt: skip
     (of_model,) = found["by_model"]
     assert of_model["seconds"] == found["by_rows"][1]["seconds"] and of_model["parameters"] == 1_069_184
@@ -153,10 +158,16 @@ def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
     assert all(0 < point["floor_us"] < point["us_per_token"] for point in points)
     drawn = picture.read_text()
     assert drawn.startswith("<svg") and "floor of this machine" in drawn and ">1 rows<" in drawn and ">1m<" in drawn
+    assert drawn.count('fill="white" stroke') == 1, "the point of long rows is hollow"
+    ratios = [f">{point['us_per_token'] / point['floor_us']:.1f}x<" for point in points]
+    assert all(ratio in drawn for ratio in ratios)
+    again = tmp_path / "again.svg"
+    assert run(capsys, "sweep", "--from", str(file), "--svg", str(again))[:2] == (0, out)
+    assert again.read_text() == drawn
 
 
 def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompts(tmp_path: Path, monkeypatch):
-    from posttrain.bench.ours import sweep
+    from posttrain.bench.ours import engines
 
     class Engine:
         """Two rows that are let in one after the other and make a token in every step."""
@@ -182,9 +193,13 @@ def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompt
             ended = [row for row, count in self.rows.items() if count == 4]
             return [Output(row, [0] * self.rows.pop(row), [0.0], "length") for row in ended]
 
-    monkeypatch.setattr(sweep, "_drawn", lambda job: (Engine(), "an engine"))
-    _, ask = sweep.start({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
+    monkeypatch.setattr(engines, "_drawn", lambda job: (Engine(), "an engine"))
+    _, ask = engines.sweep({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
     assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
+    all_at_once = lambda engine: 8 * (len(engine.rows) == 2)  # noqa: E731
+    monkeypatch.setattr(Engine, "running_tokens", all_at_once)
+    with pytest.raises(RuntimeError, match="give a longer --tail"):
+        ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.bench.chips import Place, chip_called, find_place
 from posttrain.bench.contest import Contest, Entry
 from posttrain.bench.floor import decoding_floor, shape_of, update_flops
-from posttrain.bench.ours.step import peak
+from posttrain.bench.ours.training import peak
+from posttrain.bench.place import Place, chip_called, find_place
 from posttrain.bench.presets import PRESETS
-from posttrain.bench.progress import Line
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
+from posttrain.bench.table import Line
 from posttrain.bench.train import figures
-from posttrain.bench.workload import Workload, response_lengths
-from posttrain.bench.works import WORKS, settle
+from posttrain.bench.workload import WORKS, Workload, response_lengths, settle
 from posttrain.models.embedded import byte_tokenizer
 
 H200 = Place("cuda", "NVIDIA H200", 150 << 30)
@@ -138,7 +137,7 @@ def test_a_peer_on_a_device_finds_what_we_find_or_runs_in_the_python_that_is_giv
     assert peer.missing("cuda") == "not installed here (--python)"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert peer.missing("cuda") is None and peer.command(Path("j"), "step", "cuda")[0] == sys.executable
-    from posttrain.bench.tuning import tuned
+    from posttrain.bench.preparing import tuned
 
     (elsewhere,) = tuned([peer], [], [], [], ["verl=/no/such/python"])
     assert elsewhere.command(Path("j"), "step", "cuda")[0] == "/no/such/python"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from posttrain import cli
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
 from posttrain.bench.environments import ENVIRONMENTS
-from posttrain.bench.floor import floor_seconds, shape_of
-from posttrain.bench.machine import bandwidth_for
+from posttrain.bench.floor import bandwidth_for, better, floor_seconds, shape_of
 from posttrain.bench.rollout import table as rollout_table
 from posttrain.bench.step import counted
 from posttrain.bench.step import table as step_table
-from posttrain.bench.sweep import better
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP
 from posttrain.bench.table import render
 from posttrain.errors import UserError
@@ -72,6 +77,39 @@ def test_bandwidth_is_that_of_the_size_and_the_better_of_two_measurements_counts
     assert [bandwidth_for(size, measured) for size in (1, 10, 11, 1000)] == [4.0, 4.0, 2.0, 2.0]
     one, other = {"peak_flops": 1.0, "bandwidth": {"8": 5.0}}, {"peak_flops": 2.0, "bandwidth": {"8": 4.0}}
     assert better(one, other) == {"peak_flops": 2.0, "bandwidth": {8: 5.0}}
+
+
+def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path, monkeypatch, capsys):
+    """Each point is in the file as soon as it is measured."""
+    from posttrain.bench import sweep
+
+    file, lengths = tmp_path / "sweep.json", []
+
+    class Half:
+        def __init__(self, model, options, sizes):
+            self.model, self.options, self.sizes, self.facts = model, options, sizes, {}
+
+        def machine(self):
+            return {"peak_flops": 1e12, "bandwidth": {1: 1e10}}
+
+        def point(self, wanted):
+            if file.exists():
+                lengths.append(len(json.loads(file.read_text())["by_rows"]))
+            if wanted["rows"] == 4:
+                raise ChildFailed("out of memory")
+            return {**wanted, "us_per_token": 1e6, "timed": wanted["tokens"], "seconds": [1.0]}
+
+    @contextmanager
+    def opened(model, options, sizes, place, line):
+        yield Half(model, options, sizes)
+
+    monkeypatch.setattr(sweep, "opened", opened)
+    command = ["bench", "sweep", "--device", "cpu", "--model", "1m", "--rows", "1,2,4,8", "--json", str(file)]
+    assert cli.main(command) == 1 and lengths == [1, 2]
+    out = capsys.readouterr().out
+    assert re.findall(r"^ +(\d) +64 +1000000\.0", out, re.M) == ["1", "2"] and "--engine native: out of memory" in out
+    assert cli.main(["bench", "sweep", "--from", str(tmp_path / "nothing.json")]) == 2
+    assert "nothing.json: " in capsys.readouterr().err
 
 
 def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: Path, monkeypatch, capsys):
@@ -143,3 +181,27 @@ def test_nothing_that_a_process_started_outlives_it(tmp_path: Path):
             return
         time.sleep(0.02)
     pytest.fail(f"process {grandchild} is still there")
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_system_behind(tmp_path: Path):
+    """`timeout` sends SIGTERM; the system would keep its device."""
+    code = f"""
+from pathlib import Path
+from posttrain.bench.child import Child
+from posttrain.bench.command import ended_in_order
+with ended_in_order():
+    child = Child(["cat"], {{"PATH": "/usr/bin:/bin"}}, Path({str(tmp_path / "log")!r}))
+    try:
+        print(child.process.pid, flush=True)
+        child.ready(lambda seconds: None, 60)
+    finally:
+        child.close()
+"""
+    bench = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert bench.stdout is not None
+    with bench.stdout as words:
+        system = int(words.readline())
+        bench.terminate()
+        assert bench.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(system, 0)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.bench.preparing import tuned
 from posttrain.bench.presets import PRESETS, find_model
 from posttrain.bench.rollout import WARM_UPS
 from posttrain.bench.step import ending_model, make_job
 from posttrain.bench.systems import ROLLOUT, STEP, choose
-from posttrain.bench.tuning import tuned
 from posttrain.bench.workload import as_job, make_workload, response_lengths
 from posttrain.errors import UserError
 
@@ -50,7 +50,7 @@ def test_every_system_is_given_the_same_rows():
 def test_the_steps_of_all_trainers_see_the_same_prompts(tiny: Path):
     options = argparse.Namespace(
         prompts=4, n=8, tokens=16, prompt_tokens=32, lengths="fixed", steps=30, threads=2, model=str(tiny),
-        budget=None, lora_rank=None, checkpointing=False,
+        budget=None, lora_rank=None, checkpointing=False, deadline=None,
     )  # fmt: skip
     jobs = [make_job(system, find_model(str(tiny)), "m", options) for system in STEP]
     assert len({json.dumps({**job, "engine": None}) for job in jobs}) == 1

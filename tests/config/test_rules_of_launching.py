@@ -62,16 +62,37 @@ def test_the_place_of_the_sequence_size_in_newer_files_is_read_too(load):
     assert resolved.value("actor_rollout_ref.actor.ulysses_sequence_parallel_size") == 2
 
 
-def torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int, here: int, rank: int) -> None:
-    for name, value in {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": here, "LOCAL_RANK": rank}.items():
+def torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int, here: int, rank: int, machine: int = 0) -> None:
+    given = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": here, "LOCAL_RANK": rank, "GROUP_RANK": machine}
+    for name, value in given.items():
         monkeypatch.setenv(name, str(value))
 
 
-def test_several_machines_of_torchrun_get_one_refusal_before_anything_else(problems, monkeypatch):
-    torchrun(monkeypatch, processes=4, here=2, rank=0)
+@pytest.mark.parametrize("tree", [PPO, SFT])
+def test_S1_42_two_commands_of_torchrun_are_one_run_that_the_first_machine_drives(monkeypatch, tree):
+    given = ["trainer.seed=1", "trainer.device=cpu"]
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 8)
+    for machine in (0, 1):
+        torchrun(monkeypatch, processes=16, here=8, rank=0, machine=machine)
+        resolved = load_config(given, environment=True, tree=tree)
+        assert (resolved.value("trainer.n_gpus_per_node"), resolved.value("trainer.nnodes")) == (8, 2)
+        assert resolved.node_rank == machine and "node_rank" not in resolved.to_yaml()
+        with pytest.raises(ConfigError, match=r"nnodes=1`, but torchrun started 2 machines[\s\S]*--nnodes=1, or leave"):
+            load_config([*given, "trainer.nnodes=1"], environment=True, tree=tree)
+        torchrun(monkeypatch, processes=16, here=8, rank=5, machine=machine)
+        with pytest.raises(SystemExit) as left:
+            load_config(given, environment=True, tree=tree)
+        assert left.value.code == 0
+
+
+@pytest.mark.parametrize("here", [2, 0])
+def test_machines_with_unlike_numbers_of_torchruns_processes_get_one_refusal_before_anything_else(
+    problems, monkeypatch, here
+):
+    torchrun(monkeypatch, processes=3, here=here, rank=0)
     said = problems("data.train_batch_size=many", environment=True)
-    assert said.startswith("1 problem") and "torchrun started 4 processes on several machines" in said
-    torchrun(monkeypatch, processes=4, here=2, rank=1)  # the second process of the same machine adds nothing
+    assert said.startswith("1 problem") and f"torchrun started 3 processes in all and {here} on this machine" in said
+    torchrun(monkeypatch, processes=3, here=here, rank=1)  # the second process of the same machine adds nothing
     with pytest.raises(SystemExit) as left:
         load_config(["data.train_batch_size=many"], environment=True)
     assert left.value.code == 2
@@ -96,7 +117,8 @@ def test_the_first_process_of_torchrun_trains_with_as_many_workers_and_the_other
 
 def test_D_25_several_machines_without_a_cluster_are_told_how_to_give_one(problems):
     said = problems("trainer.nnodes=4", "trainer.seed=1", environment=True)
-    assert "running Ray cluster" in said and "torchrun" in said and "RAY_HEAD_ADDRESS" in said
+    for form in ("running Ray cluster", "torchrun --nnodes=N", "RAY_HEAD_ADDRESS=auto trainer.node_rank=0"):
+        assert form in said
     assert "no cluster or head address is given" in said
 
 
@@ -108,8 +130,21 @@ def test_several_machines_with_an_address_are_taken_whatever_this_one_has(proble
     for given in (["trainer.nnodes=2"], ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
         resolved = load_config([*given, "trainer.device=cpu"], environment=True)
         assert resolved.value("trainer.nnodes") == 2
-    said = problems("trainer.nnodes=2", "trainer.node_rank=1", environment=True)
-    assert said.startswith("1 problem") and "`trainer.node_rank` cannot be used" in said and "given once" in said
+
+
+@pytest.mark.parametrize("tree", [PPO, SFT])
+def test_M_32_a_machine_has_a_number_below_their_count_and_all_but_the_first_need_an_address(monkeypatch, tree):
+    two = ["trainer.nnodes=2", "trainer.device=cpu"]
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "10.0.0.1:6379")
+    assert load_config(two, environment=True, tree=tree).node_rank == 0
+    assert load_config([*two, "trainer.node_rank=1"], environment=True, tree=tree).node_rank == 1
+    for number in ("2", "-1"):
+        with pytest.raises(ConfigError, match=rf"`trainer.node_rank={number}`: trainer.nnodes=2, and .* 0 to 1"):
+            load_config([*two, f"trainer.node_rank={number}"], tree=tree)
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
+    assert load_config([*two, "trainer.node_rank=0"], environment=True, tree=tree).node_rank == 0
+    with pytest.raises(ConfigError, match=r"node_rank=1` joins machine 0, and `auto` does not say where that is"):
+        load_config([*two, "trainer.node_rank=1"], environment=True, tree=tree)
 
 
 def test_more_processes_of_torchrun_than_this_machine_has_cores_name_its_own_flag(problems, monkeypatch):

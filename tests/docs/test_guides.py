@@ -14,7 +14,7 @@ from posttrain import cli
 from posttrain.bench.algorithms import main as bench_algorithms
 from posttrain.bench.command import parser as bench_parser
 from posttrain.bench.learning.entries import entries
-from posttrain.bench.learning.pages import between
+from posttrain.bench.learning.results import between
 from posttrain.config.schema import leaves
 from posttrain.doctor.remedies import _LOWER
 from posttrain.explain.topics import METRICS

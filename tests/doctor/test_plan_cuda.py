@@ -189,14 +189,14 @@ def test_captured_steps_are_counted_with_the_sizes_of_the_kernels():
     """These import Triton, so that the plan has its own copies."""
     folder = Path(on_cuda.__file__).parent.parent / "kernels" / "cuda"
     known: dict[str, Any] = {}
-    for name in ("row_buffers", "sampling"):
+    for name in ("row_buffers", "fused_products"):
         for line in ast.parse((folder / f"{name}.py").read_text()).body:
             if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant | ast.BinOp | ast.Tuple):
                 exec(ast.unparse(line), known)
-    assert (known["MOST_TOKENS"], known["CHUNK"]) == (on_cuda.ROUND, on_cuda.CHUNK)
+    assert (known["MOST_TOKENS"], known["FINE"]) == (on_cuda.ROUND, on_cuda.FINE)
     one, two = (on_cuda.captured_bytes(SIZES, rows, 64) for rows in (32, 64))
     numbers = 4 * (len(known["_INTS"]) + 2) + 8 * (len(known["_LONGS"]) + 1)  # and where a row writes and reads
-    each = numbers + 8 * known["MOST_TOKENS"] + 4 * 4 + 12 + SIZES.passing + 4 * SIZES.vocabulary
+    each = numbers + 8 * known["MOST_TOKENS"] + 4 * 4 + 8 * 2 + SIZES.passing + 4 * SIZES.vocabulary
     assert two - one == 32 * each
 
 

@@ -184,39 +184,110 @@ def test_sampling_takes_the_tokens_that_the_cpu_takes():
     np.testing.assert_allclose(found_log_probs, log_probs, atol=2e-5)
 
 
+HALF = (
+    torch.bfloat16 if ON_CUDA else torch.float32
+)  # the matrix units round float32; the interpreter cannot read halves
+
+
+def test_sums_of_the_heads_product_and_tokens_from_logits_computed_again():
+    """Rows and columns beyond the last whole tile; rows of all temperatures, sampled and greedy."""
+    from posttrain.kernels.cuda.fused_products import FINE, head_sums
+    from posttrain.kernels.cuda.sampling import _pick, chunk_room
+
+    rows, size, width = 130, 300, 128
+    hidden, weight = draw(rows, width, dtype=HALF, seed=8), draw(size, width, dtype=HALF) / 4
+    temperature = torch.linspace(0.5, 2, rows).to(DEVICE)
+    logits = (hidden.double() @ weight.double().T / temperature[:, None].double()).float()
+    room = chunk_room(rows, size, FINE, hidden.device)
+    head_sums(hidden, weight, temperature, room)
+    parts = F.pad(logits, (0, -size % FINE), value=float("-inf")).unflatten(1, (-1, FINE))
+    near(room[0], parts.amax(2), at=5)
+    near(room[1], (parts - parts.amax(2, keepdim=True)).exp().sum(2), at=20)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device=DEVICE)
+
+    greedy, seeds, counts = (ints(*values) for values in ([row % 2 for row in range(rows)], range(rows), [3] * rows))
+    token, log_prob = torch.empty(rows, dtype=torch.int64, device=DEVICE), torch.empty(rows, device=DEVICE)
+    nothing = [None] * 8
+    _pick[(rows,)](
+        None, hidden, weight, None, temperature, greedy.int(), seeds, counts.int(), *room, token, log_prob, *nothing,
+        size, 5, 0, 0, width, FINE, 8, 1, False, False,
+    )  # fmt: skip
+    numbers, given = (
+        np.arange(rows).astype(np.uint64),
+        (temperature.cpu().numpy(), greedy.cpu().numpy().astype(np.uint8)),
+    )
+    plain = (logits * temperature[:, None]).cpu()
+    wanted, log_probs = sampling.sample_plain(plain, np.arange(rows), *given, numbers, np.full(rows, 3))
+    assert (token.cpu().numpy() == wanted).mean() > 0.98  # a number may fall just beside a border
+    same = token.cpu().numpy() == wanted
+    np.testing.assert_allclose(log_prob.cpu().numpy()[same], log_probs[same], atol=1e-4)
+    assert (log_prob <= 0).all()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_gate_and_up_in_one_product(wide, monkeypatch):
+    from posttrain.kernels.cuda import fused_products
+
+    monkeypatch.setattr(fused_products, "WIDE", 64 if wide else 1000)
+    x, weight = draw(140, 128, dtype=HALF, seed=9), draw(2 * 136, 128, dtype=HALF) / 8
+    gate, up = (x.float() @ weight.float().T).to(HALF).float().chunk(2, 1)
+    near(fused_products.gated_product(x, weight), F.silu(gate) * up)
+
+
+def half_turn(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+
+
 @each_dtype
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_decoding_attention_reads_live_keys_only(dtype, window, splits):
-    from posttrain.kernels.cuda.attention import decode_attention
+@pytest.mark.parametrize("normed", [False, True])
+def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
+    from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention
 
-    prompts, newest = [40, 7, 64], [45, 7, 100]
-    table = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9]], dtype=torch.int32)
-    keys, values = draw(12, K, BLOCK, D, dtype=dtype, seed=6), draw(12, K, BLOCK, D, dtype=dtype)
-    query = draw(3, H, D, dtype=dtype)
+    prompts, newest = [40, 7, 64, 5], [45, 7, 100, 9]
+    table = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9], [10, 11, 0, 0]], dtype=torch.int32)
     full = [-(-prompt // BLOCK) * BLOCK for prompt in prompts]
-    lengths = [f + at + 1 - p for f, at, p in zip(full, newest, prompts, strict=True)]
-    given = (torch.tensor(column, dtype=torch.int32).to(DEVICE) for column in (lengths, prompts))
-    how = {"scale": 0.3, "window": window, "splits": splits}
     rows = [
-        [p if p < prompts[row] else full[row] + p - prompts[row] for p in range(newest[row] + 1)] for row in range(3)
+        [p if p < prompts[row] else full[row] + p - prompts[row] for p in range(newest[row] + 1)] for row in range(4)
     ]
+    slots = [int(table[row, rows[row][-1] // BLOCK]) * BLOCK + rows[row][-1] % BLOCK for row in range(4)]
+    slots[3] = -1  # a row that has ended: it writes nothing
+    keys, values = draw(12, K, BLOCK, D, dtype=dtype, seed=6), draw(12, K, BLOCK, D, dtype=dtype)
     cache = (torch.full_like(keys, float("nan")), torch.full_like(values, float("nan")))
     for row, places in enumerate(rows):  # what lies at other places counts for nothing, whatever it is
-        for at in [(table[row, p // BLOCK], slice(None), p % BLOCK) for p in places]:
+        for at in [(table[row, p // BLOCK], slice(None), p % BLOCK) for p in places[:-1]]:
             cache[0][at], cache[1][at] = keys[at], values[at]
-    found = decode_attention(query, cache, table.to(DEVICE), *given, **how)
+    qkv = draw(4, (H + 2 * K) * D, dtype=dtype)
+    rotation, norms = (draw(128, D), draw(128, D)), (draw(D, dtype=dtype), draw(D, dtype=dtype)) if normed else None
+    columns = (newest, slots, [places[-1] + 1 for places in rows], prompts)
+    given = [torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns]
+    step = StepRows(given[0], given[1].long(), *given[2:], table.to(DEVICE), splits)
+    how = {"scale": 0.3, "window": window, "rotation": rotation, "norms": norms, "epsilon": 1e-6}
+    found = decode_attention(qkv, cache, step, **how)
+
+    query, key, value = qkv.float().view(4, -1, D).split([H, K, K], 1)
+    if norms:
+        query, key = (F.rms_norm(x, (D,), w.float(), 1e-6) for x, w in zip((query, key), norms, strict=True))
+    cosine, sine = (part[torch.tensor(newest)][:, None].float() for part in rotation)
+    query, key = (x * cosine + half_turn(x) * sine for x in (query, key))
     for row, places in enumerate(rows):
-        key, value = (
-            torch.stack([pool[table[row, p // BLOCK], :, p % BLOCK] for p in places], 1)
-            .repeat_interleave(H // K, 0)
-            .float()
-            for pool in (keys, values)
-        )
-        scores = torch.einsum("hd,hld->hl", query[row].float(), key) * 0.3
+        seen = [(table[row, p // BLOCK], slice(None), p % BLOCK) for p in places[:-1]]
+        pairs = ((keys, key), (values, value))
+        own, held = (torch.stack([*(pool[at].float() for at in seen), new[row]], 1) for pool, new in pairs)
+        scores = torch.einsum("hd,hld->hl", query[row], own.repeat_interleave(H // K, 0)) * 0.3
         if window:
             scores[:, : max(0, len(places) - window)] = float("-inf")
-        near(found[row], torch.einsum("hl,hld->hd", scores.softmax(-1), value).flatten())
+        wanted = torch.einsum("hl,hld->hd", scores.softmax(-1), held.repeat_interleave(H // K, 0))
+        near(found[row], wanted.flatten(), at=2)
+        at = (table[row, places[-1] // BLOCK], slice(None), places[-1] % BLOCK)
+        if slots[row] < 0:
+            assert cache[0][at].isnan().all() and cache[1][at].isnan().all()
+        else:
+            near(cache[0][at], key[row], at=2)
+            near(cache[1][at], value[row])
 
 
 @pytest.mark.parametrize("window", [None, 7])

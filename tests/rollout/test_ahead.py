@@ -125,6 +125,17 @@ def test_rows_of_different_lengths_with_stop_tokens(make):
     assert engine.response_tokens == sum(len(output.token_ids) - 1 for output in theirs)
 
 
+@pytest.mark.skipif(ON_CUDA, reason="there these products are for half precision: tests/rollout/test_native_cuda.py")
+def test_products_with_what_follows_them_inside_give_the_same(make, monkeypatch):
+    from posttrain.kernels.cuda import fused_products
+
+    taken = []
+    monkeypatch.setattr(fused_products, "takes", lambda x, weight, least: (taken.append(len(weight)), True)[1])
+    settings = [Sampling(max_tokens=7, greedy=row % 2 == 0, temperature=1 + row / 5) for row in range(6)]
+    same(generate(make(), PROMPTS, settings, range(6)), oracle(PROMPTS, settings, range(6)))
+    assert set(taken) == {97, 128}, "the head's, and those of gate and up"
+
+
 def test_the_next_round_is_begun_before_the_last_one_is_waited_for(make, monkeypatch):
     from posttrain.kernels.cuda import ahead, graphs
 

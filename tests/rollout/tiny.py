@@ -62,9 +62,11 @@ KINDS: dict[str, dict[str, Any]] = {
 FAST = {"qwen2", "qwen2-window", "qwen2-tied", "qwen3", "llama", "llama3-rope", "mistral"}
 
 
-def tiny(kind: str, dtype: torch.dtype = torch.float32, attention: str = ATTENTION, seed: int = 0) -> Any:
-    """A random model of that kind, the same for the same seed."""
-    settings = dict(KINDS[kind])
+def tiny(
+    kind: str, dtype: torch.dtype = torch.float32, attention: str = ATTENTION, seed: int = 0, **changed: Any
+) -> Any:
+    """A random model of that kind, the same for the same seed; `changed` are settings of its configuration."""
+    settings = {**KINDS[kind], **changed}
     config = AutoConfig.for_model(settings.pop("model_type"), **{**_COMMON, **settings})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()

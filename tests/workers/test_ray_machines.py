@@ -67,6 +67,12 @@ def test_machines_that_join_late_are_waited_for_and_the_user_is_told_once(cluste
     assert len(told) == 1 and told[0].startswith("Waiting 60 s for machines to join. trainer.nnodes=3: the Ray of")
 
 
+def test_machines_that_only_come_now_are_given_longer_and_counted(cluster):
+    told: list[str] = []
+    assert len(machines_for(200, 1, "cpu", told.append, coming=True)) == 200
+    assert told == ["Waiting 300 s for machines to join. 1 of 200 are here."]
+
+
 def test_machines_that_never_join_are_an_error_after_a_minute(cluster):
     with pytest.raises(UserError, match=r"nnodes=1000: the Ray of this run has 62 machine\(s\)"):
         machines_for(1000, 1, "cpu", lambda words: None)

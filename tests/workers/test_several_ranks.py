@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
@@ -283,3 +284,21 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
     one = run_ppo(load_config([*line, f"trainer.default_local_dir={runs.folder / 'alone'}"], environment=True))
     steady = {name: value for name, value in one.metrics[0].items() if not name.startswith(UNSTEADY)}
     assert {name: two.metrics[0][name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-5)
+
+
+def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster):
+    """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
+    from posttrain.controller.ray_group import RayWorkers
+    from posttrain.controller.ray_secret import OWN
+    from posttrain.controller.ray_serving import serve
+
+    told: list[str] = []
+    with ThreadPoolExecutor(1) as other:
+        serving = other.submit(serve, ray.get_runtime_context().gcs_address, told.append, OWN)
+        workers = RayWorkers(2, CPU, cluster, machines=2, tell=told.append)
+        nodes = workers.create("toy", Toy, None).machine()
+        workers.close()
+        serving.result(timeout=120)
+    assert nodes[0] == ray.get_runtime_context().get_node_id() != nodes[1]
+    assert told[0].startswith("Waiting 60 s for machines to join")
+    assert told[-1] == "The run has left this machine."

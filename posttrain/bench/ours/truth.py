@@ -42,8 +42,8 @@ def start(job: dict[str, Any]):
     torch.set_float32_matmul_precision("highest")
     device = torch.device(job["device"])
 
-    def transformers(dtype: torch.dtype) -> Any:
-        model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, attn_implementation="sdpa")
+    def transformers(dtype: torch.dtype, attention: str = "sdpa") -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, attn_implementation=attention)
         return model.eval().to(device)
 
     def scored(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
@@ -62,7 +62,7 @@ def start(job: dict[str, Any]):
         log_probs_BR = trainer.log_probs(to_batch(prompts, outputs, pad_token_id=0))["log_probs"]
         return [row[: len(ids)].tolist() for row, ids in zip(log_probs_BR, tokens, strict=True)]
 
-    truth, plain = transformers(torch.float32), transformers(DTYPES[job["dtype"]])
+    truth, plain = transformers(torch.float32, "eager"), transformers(DTYPES[job["dtype"]])
     module = load_causal_lm(ModelConfig(path=job["model"]), dtype=DTYPES[job["dtype"]], device=device)
     trainer = FSDPEngine(module, EngineSettings(device=device))
 

@@ -10,38 +10,22 @@ Shapes: B rows, N blocks of a row, V vocabulary, S steps of a round.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda import bucket, to_device
+from posttrain.kernels.cuda import bucket, fused_products, to_device
 from posttrain.kernels.cuda.ahead import Flight, Order
-from posttrain.kernels.cuda.attention import decode_attention, splits_for
+from posttrain.kernels.cuda.decode_attention import StepRows, splits_for
+from posttrain.kernels.cuda.fused_products import FINE
 from posttrain.kernels.cuda.row_buffers import MOST_STEPS, MOST_TOKENS, RowBuffers
-from posttrain.kernels.cuda.sampling import CHUNK, _chunk_sums, _pick
+from posttrain.kernels.cuda.sampling import CHUNK, _pick, sum_chunks
 from posttrain.kernels.whole_step import DecodeRows
 
 Replay = Callable[[], None]
-
-
-@dataclass
-class StepRows:
-    """What the layers of one step read: (B,) each, `table` (B, N); views into the buffers."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    lengths: torch.Tensor
-    prompts: torch.Tensor
-    table: torch.Tensor
-    splits: int
-
-    def attend(self, query_BHD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], scale: float, window):
-        return decode_attention(
-            query_BHD, cache, self.table, self.lengths, self.prompts, scale=scale, window=window, splits=self.splits
-        )
 
 
 @triton.jit
@@ -62,19 +46,34 @@ def _begin(
     tl.store(SEEN_PROMPT + row, prompt, mask=real)
 
 
+class Stepping(Protocol):
+    """What a step asks of the model; all of it is captured."""
+
+    def next_hidden(self, tokens_B: torch.Tensor, rows: StepRows) -> torch.Tensor:
+        """Final hidden states of each row's newest token, which enters the cache."""
+        ...
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor: ...
+
+    def head_weight(self) -> torch.Tensor | None:
+        """The head's weight, if its product with the hidden states is all there is to logits."""
+        ...
+
+
 class GraphedSteps:
-    """Runs `step(tokens, rows) -> logits` and samples, as graphs; `block` is the number of tokens in a block."""
+    """Runs steps of a model and samples, as graphs; `block` is the number of tokens in a block."""
 
     def __init__(
         self,
-        step: Callable[[torch.Tensor, StepRows], torch.Tensor],
+        model: Stepping,
         *,
         vocabulary: int,
         key_heads: int,
         block: int,
         device: torch.device,
     ) -> None:
-        self.step, self.vocabulary, self.key_heads, self.block, self.device = step, vocabulary, key_heads, block, device
+        self.model, self.vocabulary, self.key_heads = model, vocabulary, key_heads
+        self.block, self.device = block, device
         self.replays: dict[tuple[int, int], Replay] = {}
         self.memory = None
         self.stop_ids, self.stop_sets = torch.full((1, 1), -1, dtype=torch.int32, device=device), []
@@ -191,15 +190,19 @@ class GraphedSteps:
             rows.width, self.block, 128, num_warps=4,
         )  # fmt: skip
         seen = (column[:size] for column in (rows.position, rows.slot, rows.length, rows.seen_prompt))
-        logits_BV = self.step(rows.token[:size], StepRows(*seen, table, splits))
-        chunks = rows.chunks[0].shape[1]
-        _chunk_sums[(size, chunks)](
-            logits_BV, None, rows.temperature, *rows.chunks, self.vocabulary, chunks, CHUNK, False, num_warps=4
-        )
-        stop_width = self.stop_ids.shape[1]
+        hidden_BE = self.model.next_hidden(rows.token[:size], StepRows(*seen, table, splits))
+        weight_VE, logits_BV = self.model.head_weight(), None
+        if fused_products.takes(hidden_BE, weight_VE, fused_products.LEAST_ROWS):
+            chunk, width = FINE, hidden_BE.shape[1]
+            fused_products.head_sums(hidden_BE, weight_VE, rows.temperature, rows.chunks)
+        else:
+            logits_BV, chunk, width = self.model.logits(hidden_BE), CHUNK, 0
+            sum_chunks(logits_BV, rows.temperature, rows.chunks)
+        chunks, stop_width = triton.cdiv(self.vocabulary, chunk), self.stop_ids.shape[1]
         _pick[(size,)](
-            logits_BV, None, rows.temperature, rows.greedy, rows.seed, rows.count, *rows.chunks, rows.token, None,
-            rows.ended, rows.made, rows.position, rows.limit, rows.stops, self.stop_ids, rows.tokens,
-            rows.log_probs, self.vocabulary, chunks, stop_width, MOST_TOKENS,
-            CHUNK, triton.next_power_of_2(chunks), triton.next_power_of_2(stop_width), False, True, num_warps=4,
+            logits_BV, hidden_BE, weight_VE, None, rows.temperature, rows.greedy, rows.seed, rows.count, *rows.chunks,
+            rows.token, None, rows.ended, rows.made, rows.position, rows.limit, rows.stops, self.stop_ids, rows.tokens,
+            rows.log_probs, self.vocabulary, chunks, stop_width, MOST_TOKENS, width, chunk,
+            triton.next_power_of_2(chunks), triton.next_power_of_2(stop_width), False, True,
+            num_warps=8 if width else 4,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import to_device
+from posttrain.kernels.cuda.fused_products import FINE
 from posttrain.kernels.cuda.sampling import chunk_room
 from posttrain.kernels.first_tokens import FirstTokens
 from posttrain.kernels.whole_step import DecodeRows
@@ -38,7 +39,7 @@ class RowBuffers:
         self.table = room(torch.int32, capacity, width)
         self.slot, self.length, self.seen_prompt = (room(kind, capacity) for kind in (torch.int64, *[torch.int32] * 2))
         self.tokens, self.log_probs = (room(kind, capacity, MOST_TOKENS) for kind in (torch.int32, torch.float32))
-        self.chunks = chunk_room(capacity, vocabulary, device)
+        self.chunks = chunk_room(capacity, vocabulary, FINE, device)  # the most that any way to sum them needs
 
     def __getattr__(self, name: str) -> torch.Tensor:
         return self.__dict__["columns"][name]

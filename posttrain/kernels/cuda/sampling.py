@@ -1,10 +1,11 @@
 """The next token of every row from its logits, with its log-prob: one uniform number per row, inverse of the CDF.
 
-Two passes over the logits, none of which writes tokens x vocabulary numbers: sums by chunk of the vocabulary, then the
-one chunk of each row in which its uniform number falls. The number is the hash of (seed, place) that
-`posttrain.rollout.sampling.uniforms` computes.
+First sums by chunk of the vocabulary, then the one chunk of each row in which its uniform number falls. The sums come
+from a pass over the logits, or from the product itself (`fused_products.py`), which keeps none of them: then those of
+the one chunk are computed again. The number is the hash of (seed, place) that `posttrain.rollout.sampling.uniforms`
+computes.
 
-Shapes: N rows of logits, B rows that sample, V vocabulary, C chunks.
+Shapes: N rows of logits, B rows that sample, V vocabulary, C chunks, E width of the model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CHUNK = 2048
 
 
 @triton.jit
-def _chunk_sums(LOGITS, SOURCE, TEMPERATURE, MAX, SUM, BEST, V, chunks, CHUNK: tl.constexpr, SOURCED: tl.constexpr):
+def _chunk_sums(LOGITS, SOURCE, TEMPERATURE, MAX, SUM, V, chunks, CHUNK: tl.constexpr, SOURCED: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
     source = row
     if SOURCED:
@@ -25,12 +26,24 @@ def _chunk_sums(LOGITS, SOURCE, TEMPERATURE, MAX, SUM, BEST, V, chunks, CHUNK: t
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(LOGITS + source.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
     x = x / tl.load(TEMPERATURE + row)
-    top, where = tl.max(x, 0, return_indices=True)
+    top = tl.max(x, 0)
     into = row.to(tl.int64) * chunks + chunk
     tl.store(MAX + into, top)
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(SUM + into, tl.sum(tl.exp(x - safe), 0))
-    tl.store(BEST + into, chunk * CHUNK + where)
+
+
+@triton.jit
+def _logits_again(HIDDEN, WEIGHT, row, first, inside, E: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Logits of the row from `first` on."""
+    weight = WEIGHT + (first + tl.arange(0, CHUNK)).to(tl.int64)[:, None] * E
+    sums = tl.zeros([CHUNK, AT_ONCE], tl.float32)
+    for start in range(0, E, AT_ONCE):
+        e = start + tl.arange(0, AT_ONCE)
+        x = tl.load(HIDDEN + row.to(tl.int64) * E + e, mask=e < E, other=0.0).to(tl.float32)
+        w = tl.load(weight + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
+        sums += w * x[None, :]
+    return tl.where(inside, tl.sum(sums, 1), float("-inf"))
 
 
 @triton.jit
@@ -48,15 +61,29 @@ def _uniform(seed, place):
 
 
 @triton.jit
+def _reached(mass, want, CHUNKS: tl.constexpr):
+    """(chunk, sum before it): the first with whose mass all sums are larger than `want`; first the group it is in, then
+    its place there, as long sums that go on from one chunk to the next are slow."""
+    FEW: tl.constexpr = 32 if CHUNKS >= 1024 else CHUNKS
+    groups: tl.constexpr = CHUNKS // FEW
+    grouped = tl.reshape(mass, [groups, FEW])
+    g, i = tl.arange(0, groups), tl.arange(0, FEW)
+    sums = tl.sum(grouped, 1)
+    group = tl.minimum(tl.sum((tl.cumsum(sums, 0) <= want).to(tl.int32), 0), groups - 1)
+    before = tl.sum(tl.where(g < group, sums, 0.0), 0)
+    own = tl.sum(tl.where((g == group)[:, None], grouped, 0.0), 0)
+    place = tl.minimum(tl.sum((before + tl.cumsum(own, 0) <= want).to(tl.int32), 0), FEW - 1)
+    return group * FEW + place, before + tl.sum(tl.where(i < place, own, 0.0), 0)
+
+
+@triton.jit
 def _pick(
-    LOGITS, SOURCE, TEMPERATURE, GREEDY, SEED, COUNT, MAX, SUM, BEST, TOKEN, LOG_PROB,
+    LOGITS, HIDDEN, WEIGHT, SOURCE, TEMPERATURE, GREEDY, SEED, COUNT, MAX, SUM, TOKEN, LOG_PROB,
     ENDED, MADE, POSITION, LIMIT, STOPS, STOP_IDS, TOKENS, LOG_PROBS, V, chunks, stop_width, steps,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STOP_BLOCK: tl.constexpr, SOURCED: tl.constexpr, ADVANCE: tl.constexpr,
+    E: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STOP_BLOCK: tl.constexpr, SOURCED: tl.constexpr,
+    ADVANCE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    source = row
-    if SOURCED:
-        source = tl.load(SOURCE + row)
     c = tl.arange(0, CHUNKS)
     there = c < chunks
     base = row.to(tl.int64) * chunks
@@ -68,23 +95,28 @@ def _pick(
     count = tl.load(COUNT + row)
     want = (_uniform(tl.load(SEED + row), count) * total.to(tl.float64)).to(tl.float32)
     last = tl.max(tl.where(mass > 0.0, c, 0), 0)
-    chunk = tl.minimum(tl.sum((there & (tl.cumsum(mass, 0) <= want)).to(tl.int32), 0), last)
-    before = tl.sum(tl.where(c < chunk, mass, 0.0), 0)
+    chunk, before = _reached(mass, want, CHUNKS)
+    chunk = tl.minimum(chunk, last)
+    greedy = tl.load(GREEDY + row) != 0
+    chunk = tl.where(greedy, tl.min(tl.where(there & (chunk_max == top), c, chunks - 1), 0), chunk)
     at = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + at < V
-    temperature = tl.load(TEMPERATURE + row)
-    logits = LOGITS + source.to(tl.int64) * V
-    x = tl.load(logits + chunk * CHUNK + at, mask=inside, other=float("-inf")).to(tl.float32) / temperature
+    if E > 0:
+        x = _logits_again(HIDDEN, WEIGHT, row, chunk * CHUNK, inside, E, CHUNK, 64)
+    else:
+        source = row
+        if SOURCED:
+            source = tl.load(SOURCE + row)
+        logits = LOGITS + source.to(tl.int64) * V + chunk * CHUNK
+        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    x = x / tl.load(TEMPERATURE + row)
     p = tl.exp(x - top)
     reached = tl.cumsum(p, 0) + before <= want
     place = tl.minimum(tl.sum((inside & reached).to(tl.int32), 0), tl.max(tl.where(inside & (p > 0.0), at, 0), 0))
+    place = tl.where(greedy, tl.argmax(x, 0), place)
     token = chunk * CHUNK + place
     value = tl.sum(tl.where(at == place, x, 0.0), 0)
-    if tl.load(GREEDY + row) != 0:
-        best = tl.min(tl.where(there & (chunk_max == top), c, CHUNKS), 0)
-        token = tl.load(BEST + base + best)
-        value = top
-    log_prob = value - top - tl.log(total)
+    log_prob = tl.minimum(value - top - tl.log(total), 0.0)  # computed again, the largest may come out a little larger
     if ADVANCE:
         if tl.load(ENDED + row) == 0:
             made = tl.load(MADE + row)
@@ -104,11 +136,24 @@ def _pick(
         tl.store(LOG_PROB + row, log_prob)
 
 
-def chunk_room(rows: int, vocabulary: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Room for the sums of the chunks: largest, sum of exponentials, and where the largest is."""
-    shape = (rows, triton.cdiv(vocabulary, CHUNK))
-    kinds = (torch.float32, torch.float32, torch.int32)
-    return tuple(torch.empty(shape, dtype=kind, device=device) for kind in kinds)
+def chunk_room(rows: int, vocabulary: int, chunk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the sums of the chunks: largest, and sum of exponentials over it."""
+    shape = (rows, triton.cdiv(vocabulary, chunk))
+    return torch.empty(shape, device=device), torch.empty(shape, device=device)
+
+
+def sum_chunks(
+    logits_NV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    room: tuple[torch.Tensor, torch.Tensor],
+    source_B: torch.Tensor | None = None,
+) -> None:
+    """The sums of every CHUNK logits of each row, into `room`; row b has logits `source_B[b]`, or b."""
+    size = logits_NV.shape[1]
+    chunks, rows = triton.cdiv(size, CHUNK), len(logits_NV if source_B is None else source_B)
+    _chunk_sums[(rows, chunks)](
+        logits_NV, source_B, temperature_B, *room, size, chunks, CHUNK, source_B is not None, num_warps=4
+    )
 
 
 def sample_rows(
@@ -121,14 +166,14 @@ def sample_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, log-probs); row b samples from logits `source_B[b]` with the number of (`seed_B`, `place_B`)."""
     rows, size = len(source_B), logits_NV.shape[1]
-    room = chunk_room(rows, size, logits_NV.device)
+    room = chunk_room(rows, size, CHUNK, logits_NV.device)
     chunks = room[0].shape[1]
     token = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     log_prob = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
-    _chunk_sums[(rows, chunks)](logits_NV, source_B, temperature_B, *room, size, chunks, CHUNK, True, num_warps=4)
+    sum_chunks(logits_NV, temperature_B, room, source_B)
     _pick[(rows,)](
-        logits_NV, source_B, temperature_B, greedy_B, seed_B, place_B, *room, token, log_prob,
+        logits_NV, None, None, source_B, temperature_B, greedy_B, seed_B, place_B, *room, token, log_prob,
         None, None, None, None, None, None, None, None, size, chunks, 0, 0,
-        CHUNK, triton.next_power_of_2(chunks), 1, True, False, num_warps=4,
+        0, CHUNK, triton.next_power_of_2(chunks), 1, True, False, num_warps=4,
     )  # fmt: skip
     return token, log_prob

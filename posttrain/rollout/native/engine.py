@@ -53,11 +53,7 @@ class NativeEngine(RolloutEngine):
 
     # -- requests -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
-        if request.sampling.stop and self.decode is None:
-            raise ValueError("stop strings need an engine that was given `decode`")
-        if request.sampling.max_tokens < 1 or not request.prompt_ids:
-            raise ValueError(f"request {request.id}: needs a prompt and room for at least one token")
-        self.check_awake("cache")
+        self.check_request(request)
         self.queue.add(request)
         self.steady = False
 

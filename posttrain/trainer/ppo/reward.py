@@ -17,6 +17,7 @@ from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem, RewardResult
+from posttrain.texts import texts_of
 
 Key = tuple[Any, int]  # (uid, sample): a response among those to its prompt
 _WHERE = "custom_reward_function, reward.functions, or the rows' data_source"
@@ -65,8 +66,7 @@ class RewardManager:
         """Short responses are often the same: each is decoded once."""
         keys = [tuple(ids) for ids in responses]
         different = list(set(keys))
-        decoded = self.tokenizer.batch_decode([list(key) for key in different], skip_special_tokens=True)
-        texts = dict(zip(different, decoded, strict=True))
+        texts = dict(zip(different, texts_of(different, self.tokenizer), strict=True))
         return [texts[key] for key in keys]
 
     def poll(self) -> list[tuple[Any, RewardResult]]:

@@ -12,6 +12,7 @@ from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto
+from posttrain.texts import texts_of
 from posttrain.tracking.validation import validation_metrics
 from posttrain.trainer.answers import given_answer
 from posttrain.trainer.ppo.experience import Experience
@@ -77,4 +78,4 @@ class Validator:
         columns["prompt"] += [messages[-1]["content"] for messages in fields["raw_prompt"]]
         masks = batch.batch["response_mask"].bool()
         ids = [row[mask].tolist() for row, mask in zip(batch.batch["responses"], masks, strict=True)]
-        columns["response"] += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        columns["response"] += texts_of(ids, self.tokenizer)

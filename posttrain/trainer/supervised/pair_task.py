@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from posttrain import pulse
-from posttrain.config.reward_trainer import RewardTrainerConfig
-from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.models.scorer import without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
-from posttrain.trainer.supervised.task import ROLE, Metrics, Task
+from posttrain.trainer.supervised.task import Metrics, Task
 from posttrain.workers.supervised.pairs import PairWorker, pair_losses
 
 
@@ -45,26 +43,13 @@ def _common(left: list[int], right: list[int]) -> int:
 class PairTask(Task):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
-    curve = "val/accuracy"
+    worker, curve = PairWorker, "val/accuracy"
+    train: PairDataset
+    val: PairDataset | None
 
-    def __init__(
-        self,
-        config: RewardTrainerConfig,
-        *,
-        tokenizer: Any,
-        train: PairDataset,
-        val: PairDataset | None,
-        device: torch.device,
-        total_steps: int,
-        workers: Workers | None = None,
-    ) -> None:
-        self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
-        self.group = (workers or LocalWorkers()).create(
-            ROLE, PairWorker, config, tokenizer, device, total_steps=total_steps
-        )
-        self.group.init_model()
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.pad_token_id = self.group.pad_token_id()
-        self.adapters = self.group.lora_state()
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = pair_batch([self.train[row] for row in rows], self.pad_token_id)

@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-import torch
 
 from posttrain import pulse
-from posttrain.config.sft import SFTConfig
-from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.sampler import sequential_batches
 from posttrain.data.supervised import SFTDataset
 from posttrain.trainer.sft import sft_batch
-from posttrain.trainer.supervised.task import ROLE, Metrics, Task
+from posttrain.trainer.supervised.task import Metrics, Task
 from posttrain.workers.supervised.sft import SFTWorker
 
 
 class SFTTask(Task):
     """A causal language model that learns the assistant's turns."""
 
-    curve = "val/loss"
-
-    def __init__(
-        self,
-        config: SFTConfig,
-        *,
-        tokenizer: Any,
-        train: SFTDataset,
-        val: SFTDataset | None,
-        device: torch.device,
-        total_steps: int,
-        workers: Workers | None = None,
-    ) -> None:
-        self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
-        self.group = (workers or LocalWorkers()).create(
-            ROLE, SFTWorker, config, tokenizer, device, total_steps=total_steps
-        )
-        self.group.init_model()
-        self.adapters = self.group.lora_state()
+    worker, curve = SFTWorker, "val/loss"
+    train: SFTDataset
+    val: SFTDataset | None
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = sft_batch([self.train[row] for row in rows], self.tokenizer.pad_token_id)

@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from posttrain.controller.group import WorkerGroup
+from posttrain.controller.pool import LocalWorkers, Workers
 
 Metrics = dict[str, float]
 ROLE = "model"
@@ -16,14 +19,27 @@ ROLE = "model"
 class Task(ABC):
     """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
 
-    group: WorkerGroup
-    """The workers that hold the model, its optimizer and its loss; here are the rows."""
-    tokenizer: Any
-    rows: int
+    worker: type
+    """Holds the model, its optimizer and its loss; here are the rows."""
     curve: str
-    config: Any
-    adapters: dict[str, Any] | None
-    """What a checkpoint says of the adapters and their base; None where all weights are trained."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        tokenizer: Any,
+        train: Any,
+        val: Any | None,
+        device: torch.device,
+        total_steps: int,
+        workers: Workers | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
+        made = (workers or LocalWorkers()).create(ROLE, self.worker, config, tokenizer, device, total_steps=total_steps)
+        self.group: WorkerGroup = made
+        self.group.init_model()
+        self.adapters: dict[str, Any] | None = self.group.lora_state()
+        """What a checkpoint says of the adapters and their base; None where all weights are trained."""
 
     @abstractmethod
     def train_step(self, rows: list[int]) -> Metrics:

@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.models.loading import ModelError
 from posttrain.protocol import DataProto
+from posttrain.texts import texts_of
 
 
 class Unreadable(Exception):
@@ -57,7 +58,7 @@ class Conversations:
         width = data.batch["responses"].shape[1]
         masks = data.batch["attention_mask"][:, -width:].bool()
         responses = [ids[mask].tolist() for ids, mask in zip(data.batch["responses"], masks, strict=True)]
-        texts = self.policy.batch_decode(responses, skip_special_tokens=True)
+        texts = texts_of(responses, self.policy)
         return [
             self._row(messages, text) for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
         ]

@@ -1,0 +1,149 @@
+"""Our rollout engines, as a run builds them: `python -m posttrain.bench.ours.engines JOB rollout|sweep|sync`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from posttrain.bench.peers.wire import rollout_answer, rows_of, sampled, serve, timed
+from posttrain.bench.workload import make_workload
+from posttrain.trainer.constants_ppo import apply_environment
+
+CACHE = 0.6  # of the device's memory, in a sweep: there is no trainer beside it
+
+
+def load(job: dict[str, Any]) -> tuple[Any, str]:
+    """(the engine `job["engine"]` over the job's model, its name and version)."""
+    import torch
+
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.rollout import RolloutConfig
+    from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer
+    from posttrain.rollout.engines import build_engine
+
+    torch.set_num_threads(job["threads"])
+    model = ModelConfig(path=job["model"])
+    module = load_causal_lm(model, dtype=DTYPES[job["dtype"]], device=torch.device(job["device"]))
+    given = {"max_num_seqs": job.get("slots") or 1024, **job["settings"]}
+    return build_engine(RolloutConfig(name=job["engine"], **given), module, load_tokenizer(model))
+
+
+def rollout(job: dict[str, Any]):
+    """The batches of a job."""
+    from posttrain.rollout.base import Sampling
+    from posttrain.rollout.generate import generate
+
+    engine, name = load(job)
+
+    def batch(prompts: list[list[int]], samplings: list[Sampling], seed: int) -> list[Any]:
+        engine.wake()
+        outputs = generate(engine, prompts, samplings, [seed * 1_000_003 + row for row in range(len(samplings))])
+        engine.sleep()
+        return outputs
+
+    def run(request: dict[str, Any]) -> dict[str, Any]:
+        prompts, lengths = rows_of(job, request)
+        samplings = [Sampling(max_tokens=n, temperature=job["temperature"]) for n in lengths]
+        seconds, outputs = timed(lambda: batch(prompts, samplings, request["seed"]))
+        tokens, log_probs = [output.token_ids for output in outputs], [output.log_probs for output in outputs]
+        answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
+        return {**answer, **sampled(request, tokens, log_probs)}
+
+    return {"engine": name}, run
+
+
+def sweep(job: dict[str, Any]):
+    """One engine at many sizes, and the machine's own limits."""
+    from posttrain.bench.floor import bandwidths, peak_flops
+    from posttrain.models.loading import DTYPES
+    from posttrain.rollout.base import Request, Sampling
+    from posttrain.rollout.generate import advance
+
+    engine, name = _drawn(job) if job["drawn"] else load(job)
+
+    def machine() -> dict[str, Any]:
+        where = job["device"]
+        return {"peak_flops": peak_flops(DTYPES[job["dtype"]], device=where), "bandwidth": bandwidths(device=where)}
+
+    def point(rows: int, tokens: int, seed: int, prefix: int | None) -> dict[str, Any]:
+        """Seconds and tokens of `rows` responses; after a `prefix` they count from when all of them are known to have
+        begun. An engine that runs ahead tells of its first round then (256 tokens at most), and has begun the next."""
+        prompt = prefix or job["prompt_tokens"]
+        work = make_workload(
+            prompts=rows, n=1, prompt_tokens=prompt, tokens=tokens, kind="fixed", vocab_size=job["vocab_size"]
+        )
+        before, started, made = 0, time.perf_counter(), 0
+        for row, ids in enumerate(work.prompts):
+            engine.submit(Request(row, ids, Sampling(max_tokens=tokens), seed + row))
+        if prefix:
+            made = sum(
+                len(output.token_ids) for output in advance(engine, until=lambda: engine.running_tokens() >= rows)
+            )
+            before, started = made + engine.running_tokens(), time.perf_counter()
+        while engine.has_work():
+            made += sum(len(output.token_ids) for output in advance(engine))
+        seconds = time.perf_counter() - started
+        if made != rows * tokens:
+            raise RuntimeError(f"{made} tokens were made instead of {rows * tokens}")
+        if made == before:
+            raise RuntimeError(f"all {tokens} tokens of a row were made before one was known: give a longer --tail")
+        return {"seconds": seconds, "tokens": made - before}
+
+    def run(request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("machine"):
+            return machine()
+        return point(request["rows"], request["tokens"], request["seed"], request["prefix"])
+
+    return {"engine": name}, run
+
+
+def _drawn(job: dict[str, Any]) -> tuple[Any, str]:
+    """As `load`, over random weights that are drawn here instead of being read."""
+    import torch
+
+    from posttrain.bench.presets import draw
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.rollout import RolloutConfig
+    from posttrain.models.loading import DTYPES, load_tokenizer, proved
+    from posttrain.rollout.engines import build_engine
+
+    torch.set_num_threads(job["threads"])
+    module = proved(draw(job["model"], DTYPES[job["dtype"]], job["device"]).eval(), f"--model {job['model']}")
+    memory = {"gpu_memory_utilization": CACHE} if job["device"] == "cuda" else {}
+    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["slots"], **{**memory, **job["settings"]})
+    return build_engine(settings, module, load_tokenizer(ModelConfig(path=job["model"])))
+
+
+def sync(job: dict[str, Any]):
+    """New weights, as after an update. The time runs until the engine has scored four tokens with them: one that only
+    notes that weights are new must read them within it."""
+    import torch
+
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.rollout import RolloutConfig
+    from posttrain.models.loading import DTYPES, load_causal_lm
+    from posttrain.rollout.native.build import build_native
+
+    torch.set_num_threads(job["threads"])
+    device, share = torch.device(job["device"]), job["settings"].get("share", True)
+    module = load_causal_lm(ModelConfig(path=job["model"]), dtype=DTYPES[job["dtype"]], device=device)
+    engine, name = build_native(module, RolloutConfig(), decode=None, device=device, share=share)
+    size = sum(weight.nbytes for weight in module.parameters())
+
+    def hand_over(version: int) -> None:
+        engine.load_weights(() if engine.shares_weights else module.state_dict().items(), version)
+        engine.score([[1, 2, 3, 4]])
+
+    def run(request: dict[str, Any]) -> dict[str, Any]:
+        with torch.no_grad():
+            next(module.parameters()).mul_(1.0)  # the weights are new
+        seconds, _ = timed(lambda: hand_over(request["seed"] + 1))
+        return {"seconds": seconds, "bytes": size, "moved": 0 if engine.shares_weights else size}
+
+    return {"engine": name, "share": share}, run
+
+
+if __name__ == "__main__":
+    apply_environment()
+    serve({"rollout": rollout, "sweep": sweep, "sync": sync}[sys.argv[2]])

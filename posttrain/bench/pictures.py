@@ -1,0 +1,183 @@
+"""Pictures as SVG by hand: a sweep (time per token against rows, length and model, all axes logarithmic), and what many
+algorithms learn (a small panel each, accuracy over steps, a thin line per seed and their mean).
+
+Below a sweep's floor no machine can go: that area is shaded. Each point says how many times the floor it is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from posttrain.bench.learning.results import Gain
+from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.svg import COLOURS
+
+INK, LIGHT, PALE, SHADE = "#374151", "#6b7280", "#e5e7eb", "#f3f4f6"
+
+
+def _write(path: Path, width: float, height: float, parts: Sequence[str], *, size: int = 12) -> None:
+    box = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="{size}">'
+    sheet = '<rect width="100%" height="100%" fill="white"/>'
+    replace_file(path, "\n".join([head, sheet, *parts, "</svg>\n"]).encode())
+
+
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, weight: str = "normal", halo: bool = False
+) -> str:
+    style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{INK}"'
+    style += ' paint-order="stroke" stroke="white" stroke-width="3"' if halo else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+
+
+# -- a sweep --------------------------------------------------------------------------------------------------------
+HEIGHT = 380
+LEFT, TOP, BOTTOM, GAP, RIGHT = 64, 66, 52, 54, 24
+PANEL, INSIDE = 355.0, 22.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Points along one axis: `us_per_token` and `floor_us` over `key`; one that has a `prefix` is drawn hollow."""
+
+    points: Sequence[dict[str, Any]]
+    key: str
+    label: str
+    marks: Sequence[str]
+    """Words over the points."""
+    names: Sequence[str] | None = None
+    """What stands under the points in place of their numbers."""
+
+
+def write_plot(path: Path, engine: str, model: str, panels: Sequence[Panel]) -> None:
+    """The panels side by side with the same vertical axis; each shows the engine and the floor."""
+    times = [point[key] for panel in panels for point in panel.points for key in ("us_per_token", "floor_us")]
+    lines = levels(min(times), max(times))
+    width = LEFT + len(panels) * (PANEL + GAP) - GAP + RIGHT
+    parts = [
+        _text(LEFT, 24, f"{engine}, {model}: microseconds per token", anchor="start", size=15, weight="bold"),
+        *(_axis(LEFT + place * (PANEL + GAP), panel, lines) for place, panel in enumerate(panels)),
+        _legend([engine, "floor of this machine"], hollow=any("prefix" in p for panel in panels for p in panel.points)),
+    ]
+    _write(path, width, HEIGHT, parts)
+
+
+def levels(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten that enclose low to high, or powers alone where those would be too many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1,)):
+        all_levels = [step * 10.0**power for power in powers for step in steps]
+        first = max((i for i, level in enumerate(all_levels) if level <= low), default=0)
+        last = min((i for i, level in enumerate(all_levels) if level >= high), default=len(all_levels) - 1)
+        if last - first < 10:
+            break
+    return all_levels[first : max(last, first + 1) + 1]
+
+
+def _axis(left: float, panel: Panel, lines: Sequence[float]) -> str:
+    points, key, bottom, right = panel.points, panel.key, HEIGHT - BOTTOM, left + PANEL
+    values = [point[key] for point in points]
+    low, span = math.log2(min(values)), math.log2(max(values) / min(values)) or 1.0
+    high = math.log10(lines[-1] / lines[0])
+
+    def x(value: float) -> float:
+        return left + INSIDE + (math.log2(value) - low) / span * (PANEL - 2 * INSIDE)
+
+    def y(value: float) -> float:
+        return bottom - math.log10(value / lines[0]) / high * (bottom - TOP)
+
+    engine, floor = ([(x(p[key]), y(p[what])) for p in points] for what in ("us_per_token", "floor_us"))
+    under = f"{_path(floor)}L{floor[-1][0]:.1f} {bottom}L{floor[0][0]:.1f} {bottom}Z"
+    parts = [f'<path d="{under}" fill="{SHADE}"/>']
+    for level in lines:
+        at = y(level)
+        parts.append(f'<line x1="{left:g}" y1="{at:.1f}" x2="{right:g}" y2="{at:.1f}" stroke="{PALE}"/>')
+        parts.append(_text(left - 6, at + 4, f"{level:,g}", anchor="end", size=11))
+    names = panel.names or [f"{value:,}" for value in values]
+    for value, name in list(zip(values, names, strict=True))[:: max(1, math.ceil(len(values) / 10))]:
+        parts.append(_text(x(value), bottom + 18, name, size=11))
+    parts.append(f'<path d="M{left:g} {TOP}V{bottom}H{right:g}" fill="none" stroke="{LIGHT}"/>')
+    parts.append(_text(left + PANEL / 2, bottom + 38, panel.label))
+    parts.append(f'<path d="{_path(floor)}" fill="none" stroke="{LIGHT}" stroke-width="1.5" stroke-dasharray="5 4"/>')
+    parts.append(f'<path d="{_path(engine)}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/>')
+    for (a, b), point, words in zip(engine, points, panel.marks, strict=True):
+        fill = "white" if "prefix" in point else COLOURS[0]
+        parts.append(
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{fill}" stroke="{COLOURS[0]}" stroke-width="1.5"/>'
+        )
+        parts.append(_text(a, b - 9, f"{point['us_per_token'] / point['floor_us']:.1f}x", size=10, halo=True))
+        if words:
+            parts.append(_text(a, b - 21, words, size=10, halo=True))
+    return "\n".join(parts)
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+
+
+def _legend(names: Sequence[str], *, hollow: bool) -> str:
+    """Under the title: the two lines, and what is written at the points."""
+    looks = (f'stroke="{COLOURS[0]}" stroke-width="2"', f'stroke="{LIGHT}" stroke-width="1.5" stroke-dasharray="5 4"')
+    parts, left = [], LEFT
+    for name, look in zip(names, looks, strict=True):
+        parts.append(f'<line x1="{left}" y1="46" x2="{left + 26}" y2="46" {look}/>')
+        parts.append(_text(left + 32, 50, name, anchor="start"))
+        left += 60 + 7 * len(name)
+    words = "2.0x: times the floor" + ("; hollow: by tokens in the middle of a row" if hollow else "")
+    return "\n".join([*parts, _text(left, 50, words, anchor="start")])
+
+
+# -- what algorithms learn ------------------------------------------------------------------------------------------
+ACROSS, WIDE, HIGH, BETWEEN, SIDE, HEAD_ROOM = 6, 126, 84, 30, 44, 62
+
+
+def write_panels(path: Path, found: Sequence[Gain], title: str) -> None:
+    """All panels share both axes, so that they compare at a glance."""
+    last = max(point[0] for gain in found for run in gain.runs for point in run["curve"]) or 1
+    across = min(ACROSS, len(found))
+    width = SIDE + across * (WIDE + 10) + 10
+    height = HEAD_ROOM + math.ceil(len(found) / across) * (HIGH + BETWEEN) + 12
+    parts = [_text(width / 2, 22, title, size=15, weight="bold")]
+    for place, gain in enumerate(found):
+        row, column = divmod(place, across)
+        parts.append(
+            _algorithm(
+                SIDE + column * (WIDE + 10), HEAD_ROOM + row * (HIGH + BETWEEN), gain, last, labelled=column == 0
+            )
+        )
+    _write(path, width, height, parts, size=11)
+
+
+def _algorithm(left: float, top: float, gain: Gain, last: float, *, labelled: bool) -> str:
+    def at(step: float, accuracy: float) -> str:
+        return f"{left + step / last * WIDE:.1f} {top + (1 - accuracy) * HIGH:.1f}"
+
+    def line(points: Sequence[Sequence[float]], opacity: float, width: float) -> str:
+        path = "M" + "L".join(at(*point) for point in points)
+        look = f'stroke="{COLOURS[0]}" stroke-opacity="{opacity:g}" stroke-width="{width:g}"'
+        return f'<path d="{path}" fill="none" {look}/>'
+
+    name = gain.entry.name
+    parts = [_text(left + WIDE / 2, top - 5, name, size=11 if len(name) <= 20 else 9)]
+    for level in (0.0, 0.5, 1.0):
+        y = top + (1 - level) * HIGH
+        parts.append(f'<line x1="{left:g}" y1="{y:g}" x2="{left + WIDE:g}" y2="{y:g}" stroke="{PALE}"/>')
+        if labelled:
+            parts.append(_text(left - 5, y + 4, f"{level:g}", anchor="end", size=11))
+    parts += [line(run["curve"], 0.35, 1) for run in gain.runs]
+    parts.append(line(mean_curve(gain), 1, 2))
+    parts.append(_text(left + WIDE - 2, top + HIGH - 4, f"{gain.end:.2f}", anchor="end", size=11))
+    return "\n".join(parts)
+
+
+def mean_curve(gain: Gain) -> list[list[float]]:
+    """Mean over seeds at every step that all of them have."""
+    by_seed = [{step: value for step, value in run["curve"]} for run in gain.runs]
+    shared = sorted(set.intersection(*map(set, by_seed)))
+    return [[step, statistics.fmean(curve[step] for curve in by_seed)] for step in shared]

@@ -1,0 +1,135 @@
+"""Where a bench runs: the device (`--device`) with what its chip can do by its maker's data sheet; and what is worth
+keeping of a measurement: machine, versions, command, date, in a JSON file.
+
+A chip's rates are the ends of the scale in the tables: dense bfloat16 matrix units, and the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain import __version__
+from posttrain.errors import UserError
+from posttrain.tracking.atomic import replace_file
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Dense bfloat16 FLOP/s and bytes/s."""
+
+    name: str
+    flops: float
+    bandwidth: float
+
+
+CHIPS = (  # the first whose words all stand in the device's name
+    Chip("H200", 989e12, 4.8e12),
+    Chip("H100 PCIe", 756e12, 2.0e12),
+    Chip("H100 NVL", 835e12, 3.9e12),
+    Chip("H100", 989e12, 3.35e12),
+    Chip("A100 80GB", 312e12, 2.0e12),
+    Chip("A100", 312e12, 1.555e12),
+)
+
+
+def chip_called(name: str) -> Chip | None:
+    """The chip of a device of this name; None for one that is not in the table."""
+    words = name.replace("-", " ").upper().split()
+    return next((chip for chip in CHIPS if all(word.upper() in words for word in chip.name.split())), None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device of a bench: `kind` is cpu or cuda."""
+
+    kind: str
+    name: str = ""
+    memory: int = 0
+
+    @property
+    def chip(self) -> Chip | None:
+        return chip_called(self.name) if self.kind == "cuda" else None
+
+    def as_json(self) -> dict[str, Any]:
+        if self.kind == "cpu":
+            return {"device": "cpu"}
+        chip = self.chip
+        return {"device": "cuda", "gpu": self.name, "gpu_gib": self.memory / 2**30, "chip": chip and asdict(chip)}
+
+    def words(self, cpu: str, threads: int) -> str:
+        return f"{cpu}; {threads} threads" if self.kind == "cpu" else f"{self.name}, {self.memory / 2**30:.0f} GiB"
+
+
+def find_place(device: str) -> Place:
+    """What `--device` names; `auto` is CUDA where there is one."""
+    if device == "cpu":
+        return Place("cpu")
+    import torch
+
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        return Place("cuda", found.name, found.total_memory)
+    if device == "cuda":
+        raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
+    return Place("cpu")
+
+
+def circumstances(threads: int, place: Place | None = None) -> dict[str, Any]:
+    """Everything about here and now that a reader of the figures needs."""
+    return {
+        "command": " ".join(["posttrain", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "posttrain": __version__,
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "load_before": [round(value, 2) for value in os.getloadavg()],
+        **(place or Place("cpu")).as_json(),
+    }
+
+
+def cpu_name() -> str:
+    """The CPU's name, family and model: a virtual machine often has no telling name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name", platform.machine())
+    kinds = [kind for kind in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if kind in facts.get("flags", "").split()]
+    return f"{name}, family {facts.get('cpu family')} model {facts.get('model')} ({', '.join(kinds)})"
+
+
+def default_threads() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def writable(path: Path | None) -> Path | None:
+    """Refuse a place that cannot be written before anything is measured."""
+    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        raise UserError(f"{path}: not a file that can be written; its folder must exist")
+    return path
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--from {path}: {error}; give a file that --json wrote") from None

@@ -1,0 +1,176 @@
+"""Attention in a decode step: the newest token of every row, over the paged cache and itself.
+
+One program takes a head of keys of a row and all the queries that share it. It rotates them, puts the newest key and
+value into the cache, and goes on from the newest token to the blocks of the row: first those of its prompt, whose last
+one may have empty places, then its own. Only what is there is read.
+
+Shapes: B rows, C = (H + 2 K) D columns of the product, H query heads, K key heads, G = H / K, D head size, N blocks of
+a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from posttrain.kernels.cuda.elementwise import _heads
+
+PROGRAMS = 1024  # programs that keep the device busy; fewer rows than that are cut into pieces
+SHORTEST = 256  # keys of a piece
+NONE = tl.constexpr(-1e30)  # the score of a place that nobody sees; finite, and any real score makes its weight 0
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass
+class StepRows:
+    """The rows of one step: (B,) each, `table` (B, N). `lengths` counts the places of a row in its blocks up to the
+    newest token's, empty ones at the end of its prompt included; `slots` says where that is (nowhere: -1)."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    prompts: torch.Tensor
+    table: torch.Tensor
+    splits: int = 1
+
+
+@triton.jit
+def _decode(
+    QKV, KEYS, VALUES, OUT, PART, PART_MAX, PART_SUM, POSITIONS, SLOTS, LENGTHS, PROMPTS, TABLE, COS, SIN,
+    Q_NORM, K_NORM, epsilon, scale, columns, width, window,
+    KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    g, d, n = tl.arange(0, GP)[:, None], tl.arange(0, DP)[None, :], tl.arange(0, BLOCK)
+    real, one = (g < G) & (d < D), d < D
+    position = tl.load(POSITIONS + row).to(tl.int64)
+    first = d < D // 2
+    d_other = tl.where(first, d + D // 2, d - D // 2)
+    cos, sin = COS, SIN
+    if ROTATED:
+        cos, sin = COS + position * D, SIN + position * D
+    query_at = row * columns + (head * G + g) * D
+    q = _heads(QKV, Q_NORM, cos, sin, query_at + d, query_at + d_other, first, real, d, d_other, epsilon, D, NORMED,
+               ROTATED)  # fmt: skip
+    factor = scale * LOG2_E
+    key_at = row * columns + (KV * G + head) * D
+    key = _heads(QKV, K_NORM, cos, sin, key_at + d, key_at + d_other, first, one, d, d_other, epsilon, D, NORMED,
+                 ROTATED)  # fmt: skip
+    value = tl.load(QKV + key_at + KV * D + d, mask=one, other=0.0)
+    slot, newest = tl.load(SLOTS + row), split == 0
+    into = ((slot // BLOCK) * KV + head) * (BLOCK * D) + (slot % BLOCK) * D + d
+    tl.store(KEYS + into, key, mask=one & newest & (slot >= 0))
+    tl.store(VALUES + into, value, mask=one & newest & (slot >= 0))
+    best = tl.where(newest, tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * factor, NONE)
+    total = tl.where(newest, tl.full([GP], 1.0, tl.float32), 0.0)
+    acc = tl.where(newest, tl.zeros([GP, DP], tl.float32) + value.to(tl.float32), 0.0)
+    length = tl.load(LENGTHS + row) - 1  # places besides the newest
+    prompt = tl.load(PROMPTS + row)
+    full = (prompt + BLOCK - 1) // BLOCK * BLOCK
+    each = (length + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK
+    begin = split * each
+    end = tl.minimum(begin + each, length)
+    inside = n[:, None] * D + d
+    for start in range(begin, end, BLOCK):
+        place = start + n
+        live = (place < end) & ((place < prompt) | (place >= full))
+        if WINDOW:
+            live = live & (position - tl.where(place < full, place, place - full + prompt) < window)
+        block = tl.load(TABLE + row * width + start // BLOCK).to(tl.int64)
+        at = (block * KV + head) * (BLOCK * D) + inside
+        k = tl.load(KEYS + at, mask=one, other=0.0)
+        if EXACT:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(k))
+        scores = tl.where(live[None, :], scores * factor, NONE)
+        higher = tl.maximum(best, tl.max(scores, 1))
+        p = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.sum(p, 1)
+        v = tl.load(VALUES + at, mask=live[:, None] & one, other=0.0)
+        if EXACT:
+            acc = acc * fade[:, None] + tl.dot(p, v, input_precision="ieee")
+        else:
+            acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
+        best = higher
+    out_at = (row * (KV * G) + head * G + g) * D + d
+    if SPLITS == 1:
+        tl.store(OUT + out_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=real)
+    else:
+        part = (row * SPLITS + split) * (KV * G) + head * G + tl.arange(0, GP)
+        tl.store(PART + part[:, None] * D + d, acc, mask=real)
+        tl.store(PART_MAX + part, best, mask=tl.arange(0, GP) < G)
+        tl.store(PART_SUM + part, total, mask=tl.arange(0, GP) < G)
+
+
+@triton.jit
+def _join(PART, PART_MAX, PART_SUM, OUT, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DP)
+    part = (row * SPLITS + s) * H + head
+    best = tl.load(PART_MAX + part)
+    weight = tl.exp2(best - tl.max(best, 0))
+    total = tl.sum(weight * tl.load(PART_SUM + part), 0)
+    acc = tl.load(PART + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    out = tl.sum(acc * weight[:, None], 0) / total
+    tl.store(OUT + (row * H + head) * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
+
+
+def splits_for(rows: int, key_heads: int, longest: int) -> int:
+    """Pieces that each row's keys are cut into: more where rows are few and long."""
+    splits = 1
+    while rows * key_heads * splits < PROGRAMS and splits < 32 and longest // (2 * splits) >= SHORTEST:
+        splits *= 2
+    return splits
+
+
+def _how(size: int, exact: bool) -> dict[str, int]:
+    """Threads and registers of a program. One warp each, and of small heads all of 1,024 rows beside each other: more
+    registers than these, and the last ones wait for the first to end."""
+    if exact or size > 128:
+        return {"num_warps": 4, "num_stages": 1}
+    return {"num_warps": 1, "num_stages": 2, "maxnreg": 128 if size <= 64 else 168}
+
+
+def decode_attention(
+    qkv_BC: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    rows: StepRows,
+    *,
+    scale: float,
+    window: int | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """(B, H * D): each row's newest token over its keys and itself; its key and value enter the cache.
+
+    `rotation` (cosines and sines by position, float32) and `norms` (weights of query and key norms) are applied to the
+    heads first where given.
+    """
+    count, columns = qkv_BC.shape
+    key_heads, block, size = cache[0].shape[1:]
+    heads, splits = columns // size - 2 * key_heads, rows.splits
+    assert qkv_BC.is_contiguous()
+    out = qkv_BC.new_empty(count, heads * size)
+    group, two = heads // key_heads, triton.next_power_of_2
+    exact = qkv_BC.dtype is torch.float32
+    part = best = total = None
+    if splits > 1:
+        part = qkv_BC.new_empty(count, splits, heads, size, dtype=torch.float32)
+        best, total = (qkv_BC.new_empty(count, splits, heads, dtype=torch.float32) for _ in range(2))
+    seen = (rows.positions, rows.slots, rows.lengths, rows.prompts, rows.table)
+    _decode[(count, key_heads, splits)](
+        qkv_BC, *cache, out, part, best, total, *seen, *(rotation or (None, None)), *(norms or (None, None)),
+        epsilon, scale, columns, rows.table.shape[1], window or 0,
+        key_heads, group, max(16, two(group)), size, max(16, two(size)), block,
+        splits, window is not None, norms is not None, rotation is not None, exact, **_how(size, exact),
+    )  # fmt: skip
+    if splits > 1:
+        _join[(count, heads)](part, best, total, out, heads, size, two(size), splits, num_warps=1)
+    return out

@@ -1,0 +1,135 @@
+"""Matrix products of a decode step with what follows them inside, for many rows on Hopper's matrix units: the head with
+the sums of its logits, which are never written, and gate and up with their gating.
+
+Shapes: B rows, E width of the model, V vocabulary, I width of the gated layer, C chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+FINE = 64  # logits of a chunk; those of the one that a row's token comes from are computed again
+DEPTH = 64  # columns that are multiplied at once
+LEAST_ROWS, LEAST_GATED = 128, 768  # below them torch's products are as fast
+NARROW, WIDE = 1024, 3072  # widths up to which, and from which on, gating inside pays; each has its own tiles
+
+
+@cache
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def takes(x_BE: torch.Tensor, weight_FE: torch.Tensor | None, least: int) -> bool:
+    """Whether a product of so many rows with this weight is better computed here."""
+    if weight_FE is None or not x_BE.is_cuda or x_BE.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return len(x_BE) >= least and x_BE.shape[1] % DEPTH == 0 and _hopper(x_BE.device)
+
+
+@triton.jit
+def _head_sums(
+    X, W, TEMPERATURE, MAX, SUM, rows, V, chunks,
+    E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(rows, BM)
+    each: tl.constexpr = BN // CHUNK
+    for tile in tl.range(tl.program_id(0), tiles_m * tl.cdiv(V, BN), PROGRAMS, flatten=True):
+        m, n = tile % tiles_m, tile // tiles_m
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, E, BK):
+            acc = tl.dot(X.load([m * BM, k]), W.load([n * BN, k]).T, acc)
+        row = m * BM + tl.arange(0, BM)
+        real = row < rows
+        x = acc * (1.4426950408889634 / tl.load(TEMPERATURE + row, mask=real, other=1.0))[:, None]
+        x = tl.where((n * BN + tl.arange(0, BN) < V)[None, :], x, float("-inf"))
+        x = tl.reshape(x, [BM, each, CHUNK])
+        top = tl.max(x, 2)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(x - safe[:, :, None]), 2)
+        chunk = n * each + tl.arange(0, each)
+        into = row.to(tl.int64)[:, None] * chunks + chunk[None, :]
+        there = real[:, None] & (chunk < chunks)[None, :]
+        tl.store(MAX + into, top * 0.6931471805599453, mask=there)
+        tl.store(SUM + into, total, mask=there)
+
+
+def head_sums(
+    x_BE: torch.Tensor, weight_VE: torch.Tensor, temperature_B: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Of each row's logits, divided by its temperature: the largest of every FINE, and the sum of their exponentials
+    over it, into `room`, (B, C) each."""
+    rows, width = x_BE.shape
+    size, tile = len(weight_VE), (128, 256)
+    programs = _processors(x_BE.device)
+    _head_sums[(programs,)](
+        _tiles(x_BE, tile[0]), _tiles(weight_VE, tile[1]), temperature_B, *room, rows, size, triton.cdiv(size, FINE),
+        width, *tile, DEPTH, FINE, programs, num_warps=8, num_stages=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate(gate, up, KIND: tl.constexpr):
+    """silu(gate) * up, rounded where torch rounds."""
+    wide = gate.to(KIND).to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(KIND).to(tl.float32)
+    return (silu * up.to(KIND).to(tl.float32)).to(KIND)
+
+
+@triton.jit
+def _gated_tile(X, W, OUT, tile, rows, size, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    tiles_m = tl.cdiv(rows, BM)
+    m, n = tile % tiles_m, tile // tiles_m
+    gate, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    for k in range(0, E, BK):
+        x = X.load([m * BM, k])
+        gate = tl.dot(x, W.load([n * BN, k]).T, gate)
+        up = tl.dot(x, W.load([size + n * BN, k]).T, up)
+    OUT.store([m * BM, n * BN], _gate(gate, up, X.dtype))
+
+
+@triton.jit
+def _gated(X, W, OUT, rows, size, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    _gated_tile(X, W, OUT, tl.program_id(0), rows, size, E, BM, BN, BK)
+
+
+@triton.jit
+def _gated_in_turn(
+    X, W, OUT, rows, size,
+    E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BM) * tl.cdiv(size, BN), PROGRAMS):
+        _gated_tile(X, W, OUT, tile, rows, size, E, BM, BN, BK)
+
+
+def takes_gated(x_BE: torch.Tensor, weight_2IE: torch.Tensor | None) -> bool:
+    return not NARROW < x_BE.shape[1] < WIDE and takes(x_BE, weight_2IE, LEAST_GATED)
+
+
+def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, (B, I), of gate and up that lie end to end in the weight."""
+    rows, width = x_BE.shape
+    size = len(weight_2IE) // 2
+    out = x_BE.new_empty(rows, size)
+    tile = (128, 128) if width >= WIDE else (128, 64)
+    into = TensorDescriptor(out, [rows, size], [size, 1], list(tile))
+    given = (_tiles(x_BE, tile[0]), _tiles(weight_2IE, tile[1]), into, rows, size, width, *tile, DEPTH)
+    if width >= WIDE:
+        programs = _processors(x_BE.device)
+        _gated_in_turn[(programs,)](*given, programs, num_warps=8, num_stages=4)
+    else:
+        _gated[(triton.cdiv(rows, tile[0]) * triton.cdiv(size, tile[1]),)](*given, num_warps=4, num_stages=3)
+    return out
+
+
+def _tiles(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, DEPTH])
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

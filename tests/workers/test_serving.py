@@ -1,0 +1,176 @@
+"""A machine of a run that is not the first: it waits for the head, serves, and leaves; the first tells where it is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.config import load_config
+from posttrain.errors import UserError
+from posttrain.trainer.main_ppo import run_ppo
+
+pytest.importorskip("ray")
+from posttrain.controller import ray_cluster, ray_head, ray_serving, torchrun
+from posttrain.controller.ray_cluster import RayCluster
+from posttrain.controller.ray_secret import OWN
+
+
+class Node:
+    """Stands in for a node of Ray: shows so many ranks each time that it is asked, and is gone after the last."""
+
+    made: list[Node]
+    ranks_seen: list[int]
+    folder = "/nowhere"
+
+    def __init__(self, options: list[str], variables: dict[str, str]) -> None:
+        self.options, self.variables, self.closed = options, variables, False
+        self.made.append(self)
+
+    def ranks(self) -> int:
+        return self.ranks_seen.pop(0)
+
+    def ended(self) -> bool:
+        return not self.ranks_seen
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def node(monkeypatch):
+    monkeypatch.setattr(Node, "made", [], raising=False)
+    monkeypatch.setattr(ray_serving, "RayNode", Node)
+    monkeypatch.setattr(ray_serving.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(ray_serving, "shown_by_a_node", lambda token: {"token": token})
+
+    def shows(*ranks: int) -> type[Node]:
+        monkeypatch.setattr(Node, "ranks_seen", list(ranks), raising=False)
+        return Node
+
+    return shows
+
+
+@pytest.fixture
+def head():
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_S4_106_a_machine_leaves_when_the_ranks_that_worked_on_it_are_gone(node, head, monkeypatch, tmp_path, capsys):
+    """Through the run's own entry: no run directory is made, and the status is 0."""
+    kind = node(0, 0, 1, 1, 0, 1, 0, 0, 0, 7)  # a rank that is not seen once is not gone
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", head)
+    given = {"trainer.nnodes": 2, "trainer.node_rank": 1, "trainer.default_local_dir": str(tmp_path / "out")}
+    result = run_ppo(load_config({**given, "trainer.device": "cpu"}, environment=True))
+    assert result.exit_status == 0 and result.status == "served" and not (tmp_path / "out").exists()
+    assert kind.made[0].closed and kind.made[0].options == [f"--address={head}"] and kind.ranks_seen == [7]
+    said = capsys.readouterr().out
+    assert "Machine 1 of 2" in said and f"has joined the Ray at {head}" in said and "has left this machine" in said
+
+
+def test_a_head_that_goes_ends_the_service_and_before_any_rank_came_it_is_an_error(node, head, monkeypatch):
+    kind = node(0, 0, 0)
+    with pytest.raises(UserError, match=r"is gone, and no worker was started on this machine: see .* machine 0"):
+        ray_serving.serve(head, lambda words: None)
+    assert kind.made[0].closed
+    node(1, 1, 1, 1, 1, 1, 9)
+    answers = iter([None, OSError("gone"), None, *[OSError("gone")] * 3])  # one silence is not the end
+    monkeypatch.setattr(ray_serving, "silence_of", lambda address: next(answers))
+    ray_serving.serve(head, lambda words: None)
+    assert Node.ranks_seen == [1, 9]
+
+
+def test_S4_106_a_head_that_never_answers_is_an_error_when_its_time_is_over(node, monkeypatch):
+    clock, told = [0.0], []
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "127.0.0.1:9")
+    monkeypatch.setattr(ray_serving.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_serving.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 60))
+    with pytest.raises(UserError, match=r"RAY_HEAD_ADDRESS=127.0.0.1:9: no Ray answers there"):
+        ray_serving.serve("127.0.0.1:9", told.append)
+    assert 300 < clock[0] <= 360 and len(told) == 1 and told[0].startswith("Waiting 300 s for a Ray to answer at")
+    assert node().made == []
+
+
+def heads(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    """(options of heads that were started, connections to them)."""
+    started: list[Any] = []
+    connected: list[Any] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
+    monkeypatch.setattr(ray_head.RayNode, "__init__", lambda self, options, variables: started.append(options))
+    monkeypatch.setattr(ray_head.RayNode, "folder", "/head", raising=False)
+    monkeypatch.setattr(ray_head.RayNode, "environment", lambda self, secret: socket.socket(), raising=False)
+    monkeypatch.setattr(ray_cluster.ray, "init", lambda **named: connected.append(named))
+    monkeypatch.setattr(ray_head, "silence_of", lambda address: OSError("free"))
+    return started, connected
+
+
+def test_S4_105_the_first_machine_starts_a_head_with_its_settings_and_says_what_to_type_on_the_others(
+    monkeypatch,
+):
+    started, connected = heads(monkeypatch)
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
+    monkeypatch.setattr(ray_head, "_facing", lambda host="": "10.0.0.7")
+    monkeypatch.setattr(ray_head, "users_secret", lambda: False)
+    told: list[str] = []
+    settings = {"num_cpus": 3, "include_dashboard": True, "resources": {"a": 1}, "namespace": "mine"}
+    cluster = RayCluster(2, settings, machines=3, tell=told.append)
+    cluster.start()
+    assert cluster.is_head and cluster.words() == "at 10.0.0.7:6379"
+    wanted = ["--num-cpus=3", '--resources={"a": 1}', "--include-dashboard=true"]
+    assert started == [["--head", "--node-ip-address=10.0.0.7", "--port=6379", *wanted]]
+    assert connected[0]["namespace"] == "mine" and "num_cpus" not in connected[0]
+    assert "with RAY_HEAD_ADDRESS=10.0.0.7:6379 and trainer.node_rank=1 to 2." in told[0]
+    assert "whoever reaches 10.0.0.7:6379 can run programs here" in told[1]
+    monkeypatch.setattr(ray_head, "silence_of", lambda address: None)
+    with pytest.raises(UserError, match=r"10.0.0.7:6379 is taken by another program"):
+        RayCluster(2, machines=2).start()
+
+
+def test_S1_42_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first(monkeypatch):
+    started, _ = heads(monkeypatch)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    told: list[str] = []
+    cluster = RayCluster(2, machines=2, tell=told.append)
+    cluster.start()
+    monkeypatch.setenv("RANK", "1")
+    assert torchrun.wait_for_address() == (cluster.address, OWN) and told == []
+    assert started[0][1] == "--node-ip-address=127.0.0.1" and started[0][2] != "--port=6379"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # another attempt has another Ray
+    monkeypatch.setattr(torchrun, "WAIT", torchrun.timedelta(seconds=0.1))
+    with pytest.raises(UserError, match=r"first machine \(127.0.0.1\) did not tell where its Ray is"):
+        torchrun.wait_for_address()
+
+
+def commands_of_the_docs() -> list[list[str]]:
+    page = (Path(__file__).parents[2] / "docs" / "workers.md").read_text().partition("## Several machines\n")[2]
+    blocks = re.findall(r"```bash\n(.*?)```", page.partition("\n## ")[0], re.S)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_S2_03_the_commands_of_the_docs_for_several_machines_are_taken():
+    """`scripts/drill_machine_commands.py` runs them, on three nodes of Ray; here every word of them must be known."""
+    from ray.scripts.scripts import start
+
+    seen = set()
+    for words in commands_of_the_docs():
+        if "ray" in words:
+            start.make_context("start", words[words.index("start") + 1 :])
+            seen.add("ray start")
+            continue
+        given = [word for word in words if re.match(r"(trainer|actor_rollout_ref|data|algorithm)\.", word)]
+        resolved = load_config([*given, "trainer.device=cpu"])
+        seen.add("torchrun" if "torchrun" in words else f"machine {resolved.node_rank}")
+        assert resolved.value("trainer.nnodes") == 2 or "--nnodes=2" in words
+    assert seen == {"ray start", "torchrun", "machine 0", "machine 1"}
