@@ -9,6 +9,11 @@ class UserError(Exception):
     """Says what was wrong, where it was set and what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of its words, or its name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def working_folder() -> Path:
     """The folder that a program was started in; it may be gone."""
     try:

@@ -13,6 +13,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, describe_hint, parse_yaml, shown, split_hint
 from posttrain.config.verl.rule import Rule
+from posttrain.errors import first_line
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _UNSET_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -294,7 +295,7 @@ def _resolve_interpolations(merged: Merged) -> None:
             value = OmegaConf.select(config, key, throw_on_missing=True)
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
-            first = str(error).splitlines()[0]
+            first = first_line(error)
             where = merged.entries[key].where(key) if key in merged.entries else "your own section"
             do = "refer to a key of the tree as `${section.key}`, to a variable as `${oc.env:NAME}`"
             merged.problems.append(Problem(f"`{key}`: {flat[key]!r} cannot be resolved: {first}.", where, do, (key,)))

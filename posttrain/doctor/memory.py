@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from posttrain.doctor.counting import ModelBytes
-from posttrain.errors import UserError
+from posttrain.errors import UserError, first_line
 
 GIB = 2**30
 WORKSPACES = 192 * 2**20  # measured on an H200: 32 MiB for each stream and library
@@ -88,7 +88,7 @@ class ModelCounter(ABC):
             except RuntimeError as error:
                 raise UserError(
                     f"The passes of {type(self._kept[key]).__name__} cannot be counted without weights: "
-                    f"{str(error).splitlines()[0]}\n  Try {self.model_section}.dtype=bfloat16 for the plan "
+                    f"{first_line(error)}\n  Try {self.model_section}.dtype=bfloat16 for the plan "
                     "(float32 takes about twice as much)."
                 ) from error
         return self._kept[key, what, args]

@@ -12,6 +12,7 @@ from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.model import ModelConfig
 from posttrain.config.reward_model import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
+from posttrain.errors import first_line
 from posttrain.models.attention import set_attention
 from posttrain.models.forward import without_adapters
 from posttrain.models.fused_layer import fuse_layers
@@ -98,9 +99,8 @@ def _model_settings(config: ModelConfig, path: str | None) -> Any:
         try:
             settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            first = str(error).splitlines()[0]
             raise ModelError(
-                f"model.path={path}: the model's config.json could not be read: {first}\n"
+                f"model.path={path}: the model's config.json could not be read: {first_line(error)}\n"
                 "  The plan needs that file alone: give a folder that holds it, or a hub id that can be reached."
             ) from error
     for key, value in config.override_config.items():

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from posttrain.cache import cache_folder
+from posttrain.errors import first_line
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = ("decode.cpp", "step.cpp", "train.cpp")
@@ -86,7 +87,7 @@ def _functions() -> dict[str, Any] | None:
         _show_openmp()
         library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError, LookupError) as error:
-        _problem = f"{error}".strip().splitlines()[0]
+        _problem = first_line(error)
         return None
     found = {}
     for name, arguments in {**_SIGNATURES, **_TRAIN_SIGNATURES}.items():

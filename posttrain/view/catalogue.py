@@ -24,7 +24,6 @@ from posttrain.view.samples import KINDS, preview
 REFRESH_S = 2.0
 MOST = 500
 """Responses in one answer."""
-Chosen = Callable[["Part"], np.ndarray]
 
 
 class Part:

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.config.data import DataConfig
 from posttrain.data import PromptDataset
-from posttrain.data.recipes.arithmetic import arithmetic_rows, sft_rows, write_files
+from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 
 
 def operands(row):
@@ -51,9 +51,3 @@ def test_written_files_load_as_a_data_set(tmp_path, tokenizer, suffix):
     loaded = PromptDataset(paths["train"], tokenizer, DataConfig())
     assert [item["ground_truth"] for item in loaded] == [row["ground_truth"] for row in data["train"]]
     assert loaded.data_sources == ["math_reasoning"] and loaded.notes == []
-
-
-def test_pairs_for_supervised_training_answer_their_prompts():
-    rows = arithmetic_rows(max_operand=10)["train"]
-    for row, pair in zip(rows, sft_rows(rows), strict=True):
-        assert pair == {"prompt": row["prompt"], "response": str(sum(operands(row)))}

@@ -227,3 +227,26 @@ def test_generation_that_runs_out_of_any_memory_says_what_lowers_it(error):
         raise error
     with pytest.raises(RuntimeError, match="another"), memory_words(RolloutConfig(), 5):
         raise RuntimeError("another")
+
+
+def test_errors_without_words_are_told_by_their_names(tmp_path, monkeypatch):
+    """A model's own code may raise anything."""
+    from transformers import AutoConfig
+
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.root import PPOConfig
+    from posttrain.errors import UserError
+    from posttrain.models.loading import ModelError
+    from posttrain.trainer.generation.model import ModelSource, fit_lengths
+    from posttrain.trainer.generation.settings import Settings
+
+    def fail(error):
+        raise error
+
+    with pytest.raises(UserError, match="cannot be counted without weights: NotImplementedError\\n"):
+        COUNTER(
+            load_config({"data.train_files": "x"}).config, gpu(1), "actor", lambda model: fail(NotImplementedError())
+        )
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *given, **named: fail(OSError()))
+    with pytest.raises(ModelError, match=r"could not be read: OSError$"):
+        fit_lengths(ModelSource("mine", ModelConfig(path="mine")), Settings(PPOConfig(), 1, 0.0, False, frozenset()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_EVERY = f"{{{_ROLLOUT},reward_model.rollout,reward.reward_model.rollout}}"
 _TOOLS = "tools and several turns are not built: each prompt gets one response turn"
 
 ENGINE: tuple[Rule, ...] = (

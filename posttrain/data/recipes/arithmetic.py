@@ -34,11 +34,6 @@ def arithmetic_rows(
     }
 
 
-def sft_rows(rows: Rows) -> Rows:
-    """Pairs of `prompt` and `response` for supervised training on these rows; the response is the answer."""
-    return [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in rows]
-
-
 def pair_rows(rows: Rows) -> Rows:
     """Pairs for reward models: the right sum (`chosen`), and another of the rows' sums that is off by 10 or more."""
     sums = sorted({int(row["ground_truth"]) for row in rows})

@@ -9,8 +9,6 @@ from typing import Any
 from posttrain.data.recipes.arithmetic import write_files
 from posttrain.data.rows import DataError, RowTable, load_rows
 
-OUR_COLUMNS = ("prompt", "ground_truth", "data_source")
-
 
 def convert(
     file: str | os.PathLike[str],

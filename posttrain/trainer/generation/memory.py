@@ -10,9 +10,9 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.errors import UserError
+from posttrain.errors import UserError, first_line
 from posttrain.trainer.generation.settings import Settings
-from posttrain.trainer.run.memory import first_line, is_out_of_memory
+from posttrain.trainer.run.memory import is_out_of_memory
 
 Say = Callable[[str], None]
 

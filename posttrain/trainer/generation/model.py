@@ -14,6 +14,7 @@ from posttrain.checkpoint.export import HUGGINGFACE
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest, verify
 from posttrain.config.model import ModelConfig
+from posttrain.errors import first_line
 from posttrain.models.loading import ModelError, load_causal_lm, load_tokenizer, local_or_hub, resolve_dtype
 from posttrain.trainer.adapted import adapted_model, stored_lora
 from posttrain.trainer.embedded import ensure_embedded
@@ -93,8 +94,7 @@ def fit_lengths(source: ModelSource, settings: Settings) -> None:
     try:
         found = AutoConfig.from_pretrained(str(source.config.path), trust_remote_code=source.config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
-        raise ModelError(f"{source.name}: the model's config.json could not be read: {first}") from error
+        raise ModelError(f"{source.name}: the model's config.json could not be read: {first_line(error)}") from error
     positions = getattr(found.get_text_config(), "max_position_embeddings", None) or 2**20
     if "data.max_response_length" not in given:
         data.max_response_length = min(MOST_TOKENS, positions // 2)

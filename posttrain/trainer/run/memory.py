@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
+from posttrain.errors import first_line
 from posttrain.tracking.progress import say
 
 PLANNED = {
@@ -31,11 +32,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Of its words, or its name where it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
