@@ -53,8 +53,17 @@ class RankHost:
         self.spans: list[list[Any]] = []
         """[method, when it began, its seconds] of the calls since they were last taken."""
 
-    def free_address(self, machine: str = "127.0.0.1") -> str:
+    def programs(self) -> Parcel:
+        """What this process runs."""
+        from posttrain.controller.alike import programs
+
+        return self._answer(programs)
+
+    def free_address(self, machine: str = "127.0.0.1") -> Parcel:
         """host:port at which this process can be found by the others, where `machine` is the address of its own."""
+        return self._answer(self._free_address, machine)
+
+    def _free_address(self, machine: str) -> str:
         with socket.socket() as probe:
             probe.bind((machine, 0))
             return f"{machine}:{probe.getsockname()[1]}"

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from posttrain.controller.alike import check_alike
 from posttrain.controller.futures import Future
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import Workers
@@ -20,11 +21,7 @@ from posttrain.controller.rank_host import Failure, RankHost
 from posttrain.controller.ray_cluster import RayCluster
 from posttrain.controller.ray_machines import Machine, machines_for
 from posttrain.controller.wire import pack, unpack
-from posttrain.errors import UserError
-
-
-class WorkerDied(UserError):
-    """A worker's process is gone."""
+from posttrain.controller.worker_died import death_of
 
 
 class RayFuture(Future):
@@ -53,10 +50,7 @@ def _fetched(ref: Any) -> Any:
     try:
         value = unpack(ray.get(ref))
     except RayActorError as error:
-        raise WorkerDied(
-            f"A worker process died: {str(error).splitlines()[0]} If the machine ran out of memory, lower "
-            "trainer.n_workers or the sizes of the batch. The same command continues from the newest checkpoint."
-        ) from error
+        raise death_of(error) from error
     if isinstance(value, Failure):
         raise value.as_raised()
     return value
@@ -120,7 +114,10 @@ class RayWorkers(Workers):
         each = ranks // self.machines
         machines = machines_for(self.machines, each, device.type, self.tell, coming=self.cluster.is_head)
         hosts = [self._host(rank, machines[rank // each], each, device) for rank in range(ranks)]
-        address = ray.get(hosts[0].free_address.remote(machines[0].address))
+        if self.machines > 1:
+            there = [_fetched(ref) for ref in [host.programs.remote() for host in hosts]]
+            check_alike(there, [machines[rank // each].address for rank in range(ranks)])
+        address = _fetched(hosts[0].free_address.remote(machines[0].address))
         for ref in [host.connect.remote(address, *pack(self.prepare)) for host in hosts]:
             _fetched(ref)
         return hosts

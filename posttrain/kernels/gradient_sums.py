@@ -43,13 +43,13 @@ def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: to
     if any(total is None for total in sums):
         return False
     start = 0
-    for total in _joined(sums):  # pyright: ignore
+    for total in _joined(sums) if len(sums) > 1 else sums:  # pyright: ignore
         rows = slice(start, start := start + len(total))
+        grad_CT = (grad_TC if start - rows.start == grad_TC.shape[1] else grad_TC[:, rows]).T
         if x_TE.dtype is torch.float32:
-            total.addmm_(grad_TC[:, rows].T, x_TE, alpha=scale)
+            total.addmm_(grad_CT, x_TE, alpha=scale)
         else:
-            factors = (grad_TC[:, rows].T, x_TE)
-            torch.addmm(total, *factors, alpha=scale, out_dtype=torch.float32, out=total)  # pyright: ignore
+            torch.addmm(total, grad_CT, x_TE, alpha=scale, out_dtype=torch.float32, out=total)  # pyright: ignore
     return True
 
 

@@ -57,7 +57,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     attention = self.self_attn
     last = attention.layer_idx == attention.config.num_hidden_layers - 1
     return _FusedLayer.apply(
-        hidden_states[0],
+        hidden_states.squeeze(0),  # whose way back is a view too
         (layout.sight, attention.head_dim, attention.scaling, self.input_layernorm.variance_epsilon),
         layout.wanted_T if last else None,
         *(table[0].contiguous() for table in position_embeddings),

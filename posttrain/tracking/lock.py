@@ -14,6 +14,10 @@ class RunDirectoryError(UserError):
     """A run directory cannot be used; the text says what to do."""
 
 
+class RunTaken(RunDirectoryError):
+    """Another process has it."""
+
+
 # POSIX locks do not keep out a second opener in the same process, so that is done here. They are chosen over flock
 # because a forked child (a reward worker that outlives a killed run) does not inherit them.
 _held: set[Path] = set()
@@ -51,8 +55,8 @@ class RunLock:
         self._descriptor = None
         _held.discard(self.path.resolve())
 
-    def _taken(self, owner: str) -> RunDirectoryError:
-        return RunDirectoryError(
+    def _taken(self, owner: str) -> RunTaken:
+        return RunTaken(
             f"The run directory {self.path.parent} is in use by {owner}. Wait for it or end it, or choose another "
             "trainer.experiment_name."
         )

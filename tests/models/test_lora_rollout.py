@@ -70,6 +70,13 @@ def test_copies_of_adapters_multiply_as_the_adapters_do_at_the_same_addresses(ta
         torch.testing.assert_close(product(x), wanted, rtol=0, atol=1e-6)
         assert seed == 1 or not torch.equal(wanted, first)
     assert places == [copies.down_RE.data_ptr(), *(up.data_ptr() for up in copies.ups)]
+    grad, in_parts = torch.randn(5, len(product.weight)), (wanted, None)
+    for whole in (False, True):  # as a CPU multiplies, and as a CUDA device does
+        copies.whole = whole
+        found = product(x), copies.back(grad)
+        for ours, theirs in zip(found, in_parts, strict=True):
+            assert theirs is None or torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+        in_parts = found
 
 
 @pytest.mark.parametrize("targets", TARGETS)

@@ -12,12 +12,15 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.errors import UserError
+from posttrain.tracking.lock import RunTaken
+from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.main_ppo import run_ppo
 
 pytest.importorskip("ray")
-from posttrain.controller import ray_cluster, ray_head, ray_serving, torchrun
+from posttrain.controller import alike, ray_cluster, ray_head, ray_serving, torchrun
 from posttrain.controller.ray_cluster import RayCluster
 from posttrain.controller.ray_secret import OWN
+from posttrain.controller.worker_died import death_of
 
 
 class Node:
@@ -151,6 +154,51 @@ def test_S1_42_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first
     monkeypatch.setattr(torchrun, "WAIT", torchrun.timedelta(seconds=0.1))
     with pytest.raises(UserError, match=r"first machine \(127.0.0.1\) did not tell where its Ray is"):
         torchrun.wait_for_address()
+
+
+def test_S0_59_D_25_the_same_command_on_a_second_machine_sees_the_run_and_leaves(monkeypatch, tmp_path, capsys):
+    """In a Ray that runs; on one machine a directory in use stays an error."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    named = {"trainer.default_local_dir": str(tmp_path), "trainer.experiment_name": "mine", "trainer.device": "cpu"}
+    first = RunDirectory(tmp_path, "posttrain", "mine").open()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert run_ppo(load_config({**named, "trainer.nnodes": 2}, environment=True)).exit_status == 0
+    said = capsys.readouterr().out
+    assert "mine is in use by this process" in said and "it drives the run, and this one leaves" in said
+    with pytest.raises(RunTaken, match=r"Wait for it or end it, or choose another trainer.experiment_name"):
+        run_ppo(load_config(named, environment=True))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    first.close()
+
+
+def test_machines_with_other_programs_are_named_with_what_differs_and_where_it_lies():
+    here = alike.programs()
+    alike.check_alike([here, {**here, "in": "/elsewhere"}], ["10.0.0.1", "10.0.0.2"])
+    other = {**here, "torch": "1.0", "posttrain": "files 00000000", "in": "/old"}
+    with pytest.raises(UserError, match=r"10.0.0.2 does .*: torch 1.0, posttrain files 0+ in /old, and"):
+        alike.check_alike([here, other], ["10.0.0.1", "10.0.0.2"])
+
+
+DIED = """The actor died unexpectedly before finishing this task.
+\tclass_name: RankHost
+\tpid: 2322
+\tip: 10.0.0.2
+The actor is dead because its worker process has died."""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DIED, r"process 2322 on 10.0.0.2\) died: .* the kernel does .*logs/workers.log.* continues from the newest"),
+        (f"{DIED} Workers were ended as the node was running low on memory.", "died: Ray ended it because its machine"),
+        (
+            "The actor died because of an error raised in its creation task, RankHost()\nImportError: no x",
+            r"A worker could not be started: ImportError: no x All machines .* the same environment and code",
+        ),
+    ],
+)
+def test_a_worker_that_died_is_told_of_by_its_machine_and_the_likely_cause(text, said):
+    assert re.search(said, str(death_of(RuntimeError(text))))
 
 
 def commands_of_the_docs() -> list[list[str]]:

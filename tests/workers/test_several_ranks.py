@@ -61,7 +61,7 @@ def ranks(cluster):
             return LocalWorkers()
         some = copy.copy(four)
         some.hosts, some.world_size = four.hosts[:count], count
-        address = ray.get(four.hosts[0].free_address.remote())
+        address = _fetched(four.hosts[0].free_address.remote())
         joining = [
             host.build.remote("join", *pack((Join, (rank, count, address), {}))) for rank, host in enumerate(some.hosts)
         ]
@@ -288,17 +288,21 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
 
 def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
-    from posttrain.controller.ray_group import RayWorkers
+    from posttrain.controller.alike import check_alike
+    from posttrain.controller.ray_group import RayWorkers, _fetched
+    from posttrain.controller.ray_machines import machines_for
     from posttrain.controller.ray_secret import OWN
     from posttrain.controller.ray_serving import serve
 
     told: list[str] = []
     with ThreadPoolExecutor(1) as other:
         serving = other.submit(serve, ray.get_runtime_context().gcs_address, told.append, OWN)
-        workers = RayWorkers(2, CPU, cluster, machines=2, tell=told.append)
-        nodes = workers.create("toy", Toy, None).machine()
-        workers.close()
+        here, there = machines_for(2, 1, "cpu", told.append)
+        rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
+        check_alike([_fetched(rank.programs.remote())], [there.address])
+        assert not serving.done()
+        ray.kill(rank)
         serving.result(timeout=120)
-    assert nodes[0] == ray.get_runtime_context().get_node_id() != nodes[1]
+    assert here.id == ray.get_runtime_context().get_node_id() != there.id
     assert told[0].startswith("Waiting 60 s for machines to join")
     assert told[-1] == "The run has left this machine."

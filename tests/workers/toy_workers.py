@@ -45,12 +45,6 @@ class Toy:
         return os.getpid()
 
     @register(to_all, lambda results, calls: results)
-    def machine(self) -> str:
-        import ray
-
-        return ray.get_runtime_context().get_node_id()
-
-    @register(to_all, lambda results, calls: results)
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 

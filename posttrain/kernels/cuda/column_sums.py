@@ -39,5 +39,5 @@ def column_sums(x_NC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         )
         x_NC, rows = parts_PC, len(parts_PC)
     out = x_NC.new_empty(columns, dtype=dtype)
-    _sum_rows[(1, triton.cdiv(columns, 32))](x_NC.contiguous(), out, rows, columns, max(1, rows), 64, 32, num_warps=4)
+    _sum_rows[(1, triton.cdiv(columns, 32))](x_NC.contiguous(), out, rows, columns, max(1, rows), 256, 32, num_warps=8)
     return out

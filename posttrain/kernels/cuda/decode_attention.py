@@ -47,7 +47,8 @@ def _decode(
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d, n = tl.arange(0, GP)[:, None], tl.arange(0, DP)[None, :], tl.arange(0, BLOCK)
     real, one = (g < G) & (d < D), d < D
-    position = tl.load(POSITIONS + row).to(tl.int64)
+    position = tl.load(POSITIONS + row).to(tl.int64)  # what follows waits for all of these at once
+    slot, length, prompt = tl.load(SLOTS + row), tl.load(LENGTHS + row) - 1, tl.load(PROMPTS + row)
     first = d < D // 2
     d_other = tl.where(first, d + D // 2, d - D // 2)
     cos, sin = COS, SIN
@@ -61,15 +62,13 @@ def _decode(
     key = _heads(QKV, K_NORM, cos, sin, key_at + d, key_at + d_other, first, one, d, d_other, epsilon, D, NORMED,
                  ROTATED)  # fmt: skip
     value = tl.load(QKV + key_at + KV * D + d, mask=one, other=0.0)
-    slot, newest = tl.load(SLOTS + row), split == 0
+    newest = split == 0
     into = ((slot // BLOCK) * KV + head) * (BLOCK * D) + (slot % BLOCK) * D + d
     tl.store(KEYS + into, key, mask=one & newest & (slot >= 0))
     tl.store(VALUES + into, value, mask=one & newest & (slot >= 0))
     best = tl.where(newest, tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * factor, NONE)
     total = tl.where(newest, tl.full([GP], 1.0, tl.float32), 0.0)
     acc = tl.where(newest, tl.zeros([GP, DP], tl.float32) + value.to(tl.float32), 0.0)
-    length = tl.load(LENGTHS + row) - 1  # places besides the newest
-    prompt = tl.load(PROMPTS + row)
     full = (prompt + BLOCK - 1) // BLOCK * BLOCK
     each = (length + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK
     begin = split * each

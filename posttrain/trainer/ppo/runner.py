@@ -28,13 +28,14 @@ from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
 from posttrain.trainer.run.result import RunResult
-from posttrain.trainer.run.serving import serve_run
+from posttrain.trainer.run.serving import driven_by_one_machine
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
 
 
+@driven_by_one_machine
 def run_training(
     resolved: Resolved,
     *,
@@ -42,10 +43,7 @@ def run_training(
     data: Rows | None = None,
     val_data: Rows | None = None,
 ) -> RunResult:
-    """One whole run. `reward`, `data` and `val_data` stand in for files when called from Python. Of several machines
-    the first makes it, and the others serve that."""
-    if resolved.node_rank:
-        return serve_run(resolved)
+    """One whole run. `reward`, `data` and `val_data` stand in for files when called from Python."""
     with opened_training(resolved, reward=reward, data=data, val_data=val_data) as trainer:
         return trainer.fit()
 

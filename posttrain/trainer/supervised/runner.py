@@ -19,7 +19,7 @@ from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.memory import named_stage, settle_memory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
 from posttrain.trainer.run.result import RunResult
-from posttrain.trainer.run.serving import serve_run
+from posttrain.trainer.run.serving import driven_by_one_machine
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
 from posttrain.trainer.supervised.task import Task
@@ -30,6 +30,7 @@ MakeData = Callable[[Any, Any, Any, str], Any]
 """(files or rows, tokenizer, config.data, split) -> a data set with `notes`."""
 
 
+@driven_by_one_machine
 def run_supervised(
     resolved: Resolved,
     *,
@@ -42,8 +43,6 @@ def run_supervised(
     val_data: Any = None,
 ) -> RunResult:
     """One whole run. `words(train, val, steps)` describes it at the start; `data` and `val_data` stand in for files."""
-    if resolved.node_rank:
-        return serve_run(resolved)
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
