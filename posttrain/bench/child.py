@@ -3,6 +3,7 @@ used meanwhile: without that a table cannot be trusted."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -23,6 +24,13 @@ class ChildFailed(Exception):
     """The process could not do it; the text is one line for the table."""
 
 
+def end_with_parent() -> None:
+    """In a new process: however the bench ends, what it started ends with it, held still or not (Linux; elsewhere only
+    if it can still act)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Child:
     """Talks to one runner (`peers/wire.py`); `show(seconds)` is called every second while it works."""
 
@@ -37,6 +45,7 @@ class Child:
                 env=dict(variables),
                 text=True,
                 start_new_session=True,  # Ctrl-C is ours to handle: children are closed in order
+                preexec_fn=end_with_parent,
             )
 
     def ready(self, show: Callable[[float], None], deadline: float) -> dict[str, Any]:

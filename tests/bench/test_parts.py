@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -205,3 +205,20 @@ with ended_in_order():
         assert bench.wait(20) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(system, 0)
+
+
+def test_a_system_that_is_held_still_ends_with_a_bench_that_is_killed(tmp_path: Path):
+    made, told = os.pipe()
+    bench = os.fork()
+    if not bench:
+        child = Child(["sleep", "60"], os.environ, tmp_path / "log")
+        child.pause()
+        os.write(told, str(child.process.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(bench, 0)
+    number = int(os.read(made, 20))
+    until = time.monotonic() + 5
+    with suppress(FileNotFoundError, ProcessLookupError):  # it is gone
+        while Path(f"/proc/{number}/stat").read_text().split()[2] != "Z":
+            assert time.monotonic() < until, "it waits for somebody who is gone"
+            time.sleep(0.01)

@@ -3,7 +3,6 @@ kept of it."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench import bench_folder
+from posttrain.bench.child import end_with_parent
 from posttrain.bench.learning.entries import Entry
 from posttrain.bench.table import Line
 
@@ -77,7 +77,7 @@ class Process:
                 stderr=words,
                 env=variables,
                 start_new_session=True,  # Ctrl-C is ours to handle
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def ended(self) -> bool:
@@ -105,12 +105,6 @@ class Process:
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
         return []
-
-
-def _end_with_parent() -> None:
-    """In the new process: however the bench ends, its runs end with it (Linux; elsewhere only if it can still act)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _last_words(log: Path) -> str:
