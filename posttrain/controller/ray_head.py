@@ -11,6 +11,7 @@ from posttrain.controller import torchrun
 from posttrain.controller.ray_address import silence_of
 from posttrain.controller.ray_node import RayNode
 from posttrain.controller.ray_secret import OWN, users_secret
+from posttrain.engine.interface import address_facing
 from posttrain.errors import UserError
 
 PORT = 6379
@@ -67,11 +68,7 @@ def _facing(host: str = "") -> str:
     """The address under which this machine is seen from `host`; from the network, without one."""
     from ray.util import get_node_ip_address
 
-    if not host:
-        return get_node_ip_address()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing
-        return probe.getsockname()[0]
+    return (address_facing(host) if host else None) or get_node_ip_address()
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.engine.facts import EngineFacts
+from posttrain.engine.interface import name_interface
 from posttrain.errors import UserError
 from posttrain.kernels.onednn import settle_products
 
@@ -46,6 +47,7 @@ def join_ranks(
         torch.cuda.set_device(device.index or 0)  # Ray shows a rank one GPU, its own
     else:
         settle_products()
+    name_interface(address.rpartition(":")[0])
     dist.init_process_group(
         backend or ("nccl" if device.type == "cuda" else "gloo"),
         init_method=f"tcp://{address}",
