@@ -10,7 +10,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, first_line
 
 WAIT = timedelta(minutes=30)
 """For the first machine, which reads its data before it starts Ray."""
@@ -42,7 +42,7 @@ def wait_for_address() -> tuple[str, str]:
     except Exception as error:  # torch has an error of its own for each way in which a store can fail
         raise NoMeeting(
             f"torchrun's first machine ({master()}) did not tell where its Ray is: see what its own command says. "
-            f"({str(error).splitlines()[0]})"
+            f"({first_line(error)})"
         ) from error
     return address, token
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from posttrain.config.optim import OptimConfig
-from posttrain.kernels.gradient_sums import close_sums, open_sums
+from posttrain.kernels.gradient_sums import added_sum, close_sums, open_sums
 
 STEPS = "optim.steps_done"
 
@@ -59,11 +59,10 @@ class Optimizer:
         """Let products add the gradients of matrices that have masters up in the masters' precision themselves, and
         those of adapters, which are their own masters."""
         named = [x for x in zip(self.names, self.weights, self.masters, strict=True) if x[1].ndim == 2]
-        pairs = [(weight, master) for _, weight, master in named if master is not weight]
+        taken = [weight for _, weight, master in named if master is not weight]
         for kind in (".lora_A.", ".lora_B."):  # A of parts that read the same input follow each other: one product
-            pairs += [(weight, master) for name, weight, master in named if master is weight and kind in name]
-        for (_, master), total in zip(pairs, open_sums([weight for weight, _ in pairs]), strict=True):
-            master.grad = total
+            taken += [weight for name, weight, master in named if master is weight and kind in name]
+        open_sums(taken)
 
     def clear_gradients(self) -> None:
         close_sums(self.weights)
@@ -73,6 +72,9 @@ class Optimizer:
         """Add the gradients of a micro-batch to the masters' and clear them."""
         sums, grads = [], []
         for weight, master in zip(self.weights, self.masters, strict=True):
+            total = added_sum(weight)
+            if total is not None and master.grad is not total:
+                master.grad = total if master.grad is None else total.add_(master.grad)
             if master is weight or weight.grad is None:
                 continue
             if master.grad is None:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-_SUM = "gradient_sum"
+_SUM, _ADDED = "gradient_sum", "gradient_was_added"
 
 
 def open_sums(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -33,23 +33,31 @@ def open_sums(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def close_sums(weights: Sequence[torch.Tensor]) -> None:
     """Gradients are given to autograd again."""
     for weight in weights:
-        if hasattr(weight, _SUM):
-            delattr(weight, _SUM)
+        for name in (_SUM, _ADDED):
+            if hasattr(weight, name):
+                delattr(weight, name)
+
+
+def added_sum(weight: torch.Tensor) -> torch.Tensor | None:
+    """The weight's sum, if anything was added to it: a weight that nobody used has no gradient, not one of zeros."""
+    return getattr(weight, _SUM) if hasattr(weight, _ADDED) else None
 
 
 def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: torch.Tensor, scale: float = 1.0) -> bool:
     """Add scale grad' x, the gradient of these weights side by side, to their sums; False if there are none."""
-    sums = [getattr(weight, _SUM, None) for weight in weights]
-    if any(total is None for total in sums):
+    sums: list[torch.Tensor] = [getattr(weight, _SUM) for weight in weights if hasattr(weight, _SUM)]
+    if len(sums) < len(weights):
         return False
     start = 0
-    for total in _joined(sums) if len(sums) > 1 else sums:  # pyright: ignore
+    for total in _joined(sums) if len(sums) > 1 else sums:
         rows = slice(start, start := start + len(total))
         grad_CT = (grad_TC if start - rows.start == grad_TC.shape[1] else grad_TC[:, rows]).T
         if x_TE.dtype is torch.float32:
             total.addmm_(grad_CT, x_TE, alpha=scale)
         else:
             torch.addmm(total, grad_CT, x_TE, alpha=scale, out_dtype=torch.float32, out=total)  # pyright: ignore
+    for weight in weights:
+        setattr(weight, _ADDED, True)
     return True
 
 

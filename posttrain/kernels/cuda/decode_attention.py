@@ -67,8 +67,8 @@ def _decode(
     tl.store(KEYS + into, key, mask=one & newest & (slot >= 0))
     tl.store(VALUES + into, value, mask=one & newest & (slot >= 0))
     best = tl.where(newest, tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * factor, NONE)
-    total = tl.where(newest, tl.full([GP], 1.0, tl.float32), 0.0)
-    acc = tl.where(newest, tl.zeros([GP, DP], tl.float32) + value.to(tl.float32), 0.0)
+    total = tl.full([GP], 1.0, tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32) + value.to(tl.float32)
     full = (prompt + BLOCK - 1) // BLOCK * BLOCK
     each = (length + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK
     begin = split * each
