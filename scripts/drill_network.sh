@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains over two machines that have a network between them: two network namespaces joined by a virtual cable, each with
 # an address of its own. Both ways of giving a command on each machine, one worker each, must end with status 0 and have
-# the same numbers. Needs Linux, root, `ip` and Ray; takes a minute. PYTHON names the interpreter.
+# the same numbers. Needs Linux, root, `ip` and Ray; takes two minutes. PYTHON names the interpreter.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
