@@ -71,8 +71,15 @@ class Drill:
         return [f"{key}={value}" for key, value in {**given, "trainer.experiment_name": name, **more}.items()]
 
     def start(self, command: list[str], **variables: str) -> subprocess.Popen[str]:
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-        run = subprocess.Popen(command, env={**self.env, **variables}, cwd=self.folder, **pipe)  # type: ignore
+        run = subprocess.Popen(
+            command,
+            env={**self.env, **variables},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         self.started.append(run)
         return run
 

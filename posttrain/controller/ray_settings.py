@@ -27,7 +27,7 @@ def refused_by_ray(settings: Mapping[str, Any]) -> Iterator[None]:
     """Around a start of Ray: an error about the user's arguments names them."""
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # Ray asserts what a number is
         if not settings:
             raise
         raise RefusedByRay(

@@ -29,11 +29,12 @@ def import_file(path: Path) -> types.ModuleType:
     # Neighbours of the file can be imported by it, as when it is run as a script.
     sys.path.insert(0, str(path.parent))
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    if module_spec is None or module_spec.loader is None:
+    loader = module_spec.loader if module_spec is not None else None
+    if module_spec is None or loader is None:
         raise RewardError(f"reward file {path} is no Python file", todo="give a file that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    _run_import(lambda: module_spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
+    _run_import(lambda: loader.exec_module(module), str(path))
     return module
 
 

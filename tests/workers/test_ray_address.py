@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from posttrain.controller.ray_settings import refused_by_ray
 from posttrain.errors import UserError
 
 ray = pytest.importorskip("ray")
@@ -49,3 +50,11 @@ def test_an_argument_that_ray_does_not_take_is_told_of_by_its_setting(monkeypatc
             cluster.start()
     finally:
         cluster.stop()
+
+
+def test_what_ray_asserts_of_an_argument_is_told_of_by_its_setting():
+    words = r"trainer.ray_init \(num_cpus\): CPU \(<class 'str'>\): abc"
+    with pytest.raises(UserError, match=words), refused_by_ray({"num_cpus": "abc"}):
+        raise AssertionError("CPU (<class 'str'>): abc")
+    with pytest.raises(AssertionError), refused_by_ray({}):
+        raise AssertionError("not about the user's arguments")

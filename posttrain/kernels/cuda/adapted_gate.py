@@ -34,19 +34,35 @@ def _plus(x, LEFT, RIGHT, left, right_r, right_i, t, i, t_real, i_real, R: tl.co
 
 
 @triton.jit
+def _block(tokens, size, BT: tl.constexpr, BI: tl.constexpr):
+    """(tokens, columns) of the program, and which of them are there."""
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    i = tl.program_id(1) * BI + tl.arange(0, BI)
+    return t, i, t < tokens, i < size
+
+
+@triton.jit
+def _gate_and_up(
+    GATE_UP, at, size, real, GL, GR, UL, UR, gl, gr_r, gr_i, ul, ur_r, ur_i, t, i, t_real, i_real,
+    RG: tl.constexpr, RU: tl.constexpr, BG: tl.constexpr, BU: tl.constexpr,
+):  # fmt: skip
+    """Both of the block, with what their adapters add."""
+    gate = tl.load(GATE_UP + at, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + at + size, mask=real, other=0.0).to(tl.float32)
+    gate = _plus(gate, GL, GR, gl, gr_r, gr_i, t, i, t_real, i_real, RG, BG)
+    return gate, _plus(up, UL, UR, ul, ur_r, ur_i, t, i, t_real, i_real, RU, BU)
+
+
+@triton.jit
 def _forward(
     GATE_UP, OUT, GL, GR, UL, UR, tokens, size, gl, gr_r, gr_i, ul, ur_r, ur_i,
     RG: tl.constexpr, RU: tl.constexpr, BG: tl.constexpr, BU: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    i = tl.program_id(1) * BI + tl.arange(0, BI)
-    t_real, i_real = t < tokens, i < size
+    t, i, t_real, i_real = _block(tokens, size, BT, BI)
     real = t_real[:, None] & i_real[None, :]
     at = t[:, None] * (2 * size) + i[None, :]
-    gate = tl.load(GATE_UP + at, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + at + size, mask=real, other=0.0).to(tl.float32)
-    gate = _plus(gate, GL, GR, gl, gr_r, gr_i, t, i, t_real, i_real, RG, BG)
-    up = _plus(up, UL, UR, ul, ur_r, ur_i, t, i, t_real, i_real, RU, BU)
+    gate, up = _gate_and_up(GATE_UP, at, size, real, GL, GR, UL, UR, gl, gr_r, gr_i, ul, ur_r, ur_i, t, i, t_real,
+                            i_real, RG, RU, BG, BU)  # fmt: skip
     kind = OUT.dtype.element_ty
     silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
     tl.store(OUT + t[:, None] * size + i[None, :], (silu * up).to(kind), mask=real)
@@ -58,17 +74,12 @@ def _backward(
     RG: tl.constexpr, RU: tl.constexpr, RD: tl.constexpr, BG: tl.constexpr, BU: tl.constexpr, BD: tl.constexpr,
     BT: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    i = tl.program_id(1) * BI + tl.arange(0, BI)
-    t_real, i_real = t < tokens, i < size
+    t, i, t_real, i_real = _block(tokens, size, BT, BI)
     real = t_real[:, None] & i_real[None, :]
-    at = t[:, None] * (2 * size) + i[None, :]
-    one = t[:, None] * size + i[None, :]
-    gate = tl.load(GATE_UP + at, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + at + size, mask=real, other=0.0).to(tl.float32)
+    at, one = t[:, None] * (2 * size) + i[None, :], t[:, None] * size + i[None, :]
     grad = tl.load(GRAD + one, mask=real, other=0.0).to(tl.float32)
-    gate = _plus(gate, GL, GR, gl, gr_r, gr_i, t, i, t_real, i_real, RG, BG)
-    up = _plus(up, UL, UR, ul, ur_r, ur_i, t, i, t_real, i_real, RU, BU)
+    gate, up = _gate_and_up(GATE_UP, at, size, real, GL, GR, UL, UR, gl, gr_r, gr_i, ul, ur_r, ur_i, t, i, t_real,
+                            i_real, RG, RU, BG, BU)  # fmt: skip
     grad = _plus(grad, DL, DR, dl, dr_r, dr_i, t, i, t_real, i_real, RD, BD)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
