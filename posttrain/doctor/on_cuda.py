@@ -19,14 +19,13 @@ from typing import Any
 
 from posttrain.doctor.meta_models import is_scorer
 from posttrain.kernels.cuda import bucket
+from posttrain.kernels.cuda.sizes import FINE, MOST_TOKENS
 from posttrain.kernels.decode import BLOCK
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE, kept_chunks
 from posttrain.models.decoder import KNOWN
 from posttrain.models.value import ValueModel
 
 WIDE = 4  # bytes of a float32
-ROUND, FINE = 257, 64  # `MOST_TOKENS` of `row_buffers.py` and `FINE` of `fused_products.py`, which import Triton
-
 
 _FIRST_LOW = re.compile(r"\blayers\.0\..*\.lora_A\.")
 
@@ -143,7 +142,7 @@ def captured_bytes(sizes: Sizes, rows: int, longest: int) -> int:
     largest graph, which all graphs share."""
     size = bucket(rows)
     table = 1 << max(0, (-(-longest // BLOCK)).bit_length())
-    numbers = 3 * 8 + 11 * 4 + 2 * 4 * ROUND + 4 * table + 8 * -(-sizes.vocabulary // FINE)
+    numbers = 3 * 8 + 11 * 4 + 2 * 4 * MOST_TOKENS + 4 * table + 8 * -(-sizes.vocabulary // FINE)
     return size * (numbers + sizes.passing + WIDE * sizes.vocabulary)
 
 
