@@ -107,7 +107,10 @@ def _gated_in_turn(
 
 
 def takes_gated(x_BE: torch.Tensor, weight_2IE: torch.Tensor | None) -> bool:
-    return not NARROW < x_BE.shape[1] < WIDE and takes(x_BE, weight_2IE, LEAST_GATED)
+    """The same of gate and up, whose product is written by tiles: its rows must begin at multiples of 16 bytes."""
+    if weight_2IE is None or len(weight_2IE) % 16 or NARROW < x_BE.shape[1] < WIDE:
+        return False
+    return takes(x_BE, weight_2IE, LEAST_GATED)
 
 
 def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:
