@@ -19,14 +19,14 @@ from typing import Any
 
 from posttrain.doctor.meta_models import is_scorer
 from posttrain.kernels.cuda import bucket
+from posttrain.kernels.cuda.sizes import DEPTH, FINE, LEAST_ROWS, MOST_TOKENS
 from posttrain.kernels.decode import BLOCK
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE, kept_chunks
 from posttrain.models.decoder import KNOWN
 from posttrain.models.value import ValueModel
 
 WIDE = 4  # bytes of a float32
-# `MOST_TOKENS` of `row_buffers.py`; `FINE`, `DEPTH` and `LEAST_ROWS` of `fused_products.py`: these import Triton
-ROUND, FINE, DEPTH, LEAST_ROWS = 257, 64, 64, 128
+
 _FIRST_LOW = re.compile(r"\blayers\.0\..*\.lora_A\.")
 
 
@@ -147,7 +147,7 @@ def captured_bytes(sizes: Sizes, rows: int, longest: int, *, hopper: bool) -> in
     largest graph, which all graphs share. On Hopper only the graphs of few rows write logits."""
     size = bucket(rows)
     table = 1 << max(0, (-(-longest // BLOCK)).bit_length())
-    numbers = 3 * 8 + 12 * 4 + 2 * 4 * ROUND + 4 * table + 8 * -(-sizes.vocabulary // FINE)
+    numbers = 3 * 8 + 12 * 4 + 2 * 4 * MOST_TOKENS + 4 * table + 8 * -(-sizes.vocabulary // FINE)
     writing = size
     if hopper and sizes.bare_head and sizes.width % DEPTH == 0:
         writing = max(few for few in map(bucket, range(min(size, LEAST_ROWS - 1) + 1)) if few < LEAST_ROWS)

@@ -17,9 +17,19 @@ from posttrain.doctor import on_cuda
 from posttrain.doctor.memory import GIB, WORKSPACES, Device
 from posttrain.doctor.plan import CAPTURED, Counter, Shape, plan_memory
 from posttrain.kernels.cuda import bucket
+from posttrain.kernels.cuda.sizes import MOST_TOKENS
 
 H200 = Device("cuda", int(139.8 * GIB), "an H200", hopper=True)
-HALF = {"layers": 2, "width": 16, "inner": 40, "heads": 4, "key_heads": 2, "size": 8, "vocabulary": 100, "itemsize": 2}
+HALF: dict[str, Any] = {
+    "layers": 2,
+    "width": 16,
+    "inner": 40,
+    "heads": 4,
+    "key_heads": 2,
+    "size": 8,
+    "vocabulary": 100,
+    "itemsize": 2,
+}
 SIZES = on_cuda.Sizes(**HALF, normed_heads=False)
 
 
@@ -206,26 +216,21 @@ def test_captured_steps_of_many_rows_on_hopper_hold_the_logits_of_graphs_of_few_
 
 
 def test_a_head_with_adapters_writes_its_logits(tmp_path):
-    plain = plan(tmp_path, "0.5b", **LORA).largest(CAPTURED)
-    adapted = plan(tmp_path, "0.5b", **LORA, actor_rollout_ref__model__target_modules="[q_proj,lm_head]").largest(
-        CAPTURED
-    )
+    whole: dict[str, Any] = {"actor_rollout_ref__model__target_modules": "[q_proj,lm_head]"}
+    plain, adapted = (plan(tmp_path, "0.5b", **LORA, **more).largest(CAPTURED) for more in ({}, whole))
     assert adapted - plain == (512 - 96) * 4 * 151936
 
 
 def test_captured_steps_are_counted_with_the_sizes_of_the_kernels():
-    """These import Triton, so that the plan has its own copies."""
-    folder = Path(on_cuda.__file__).parent.parent / "kernels" / "cuda"
+    """The rows' buffers import Triton: how many columns they have is read from their source."""
+    source = Path(on_cuda.__file__).parent.parent / "kernels" / "cuda" / "row_buffers.py"
     known: dict[str, Any] = {"torch": torch}
-    for name in ("row_buffers", "fused_products"):
-        for line in ast.parse((folder / f"{name}.py").read_text()).body:
-            if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant | ast.BinOp | ast.Tuple):
-                exec(ast.unparse(line), known)
-    names, ours = ("MOST_TOKENS", "FINE", "DEPTH", "LEAST_ROWS"), ("ROUND", "FINE", "DEPTH", "LEAST_ROWS")
-    assert [known[name] for name in names] == [getattr(on_cuda, name) for name in ours]
+    for line in ast.parse(source.read_text()).body:
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple):
+            exec(ast.unparse(line), known)
     one, two = (on_cuda.captured_bytes(SIZES, rows, 64, hopper=True) for rows in (32, 64))
     numbers = 4 * len(known["_INTS"]) + 8 * len(known["_LONGS"]) + sum(kind.itemsize for kind in known["_SEEN"])
-    each = numbers + 8 * known["MOST_TOKENS"] + 4 * 4 + 8 * 2 + SIZES.passing + 4 * SIZES.vocabulary
+    each = numbers + 8 * MOST_TOKENS + 4 * 4 + 8 * 2 + SIZES.passing + 4 * SIZES.vocabulary
     assert two - one == 32 * each
 
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FINE = 64  # logits of a chunk; those of the one that a row's token comes from are computed again
-DEPTH = 64  # columns that are multiplied at once
-LEAST_ROWS, LEAST_GATED = 128, 768  # below them torch's products are as fast
+from posttrain.kernels.cuda.sizes import DEPTH, FINE
+
+LEAST_GATED = 768  # rows; below them torch's products are as fast
 NARROW, WIDE = 1024, 3072  # widths up to which, and from which on, gating inside pays; each has its own tiles
 
 

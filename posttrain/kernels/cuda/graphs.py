@@ -20,9 +20,9 @@ import triton.language as tl
 from posttrain.kernels.cuda import bucket, fused_products, to_device
 from posttrain.kernels.cuda.ahead import Flight, Order
 from posttrain.kernels.cuda.decode_attention import StepRows, splits_for
-from posttrain.kernels.cuda.fused_products import FINE
-from posttrain.kernels.cuda.row_buffers import MOST_STEPS, MOST_TOKENS, RowBuffers
+from posttrain.kernels.cuda.row_buffers import RowBuffers
 from posttrain.kernels.cuda.sampling import CHUNK, _pick, sum_chunks
+from posttrain.kernels.cuda.sizes import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS
 from posttrain.kernels.whole_step import DecodeRows
 
 Replay = Callable[[], None]
@@ -195,7 +195,7 @@ class GraphedSteps:
         seen = (column[:size] for column in rows.seen)
         hidden_BE = self.model.next_hidden(rows.token[:size], StepRows(*seen, table, splits))
         weight_VE, logits_BV = self.model.head_weight(), None
-        if fused_products.takes(hidden_BE, weight_VE, fused_products.LEAST_ROWS):
+        if fused_products.takes(hidden_BE, weight_VE, LEAST_ROWS):
             chunk, width = FINE, hidden_BE.shape[1]
             fused_products.head_sums(hidden_BE, weight_VE, rows.temperature, rows.chunks)
         else:

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import to_device
-from posttrain.kernels.cuda.fused_products import FINE
 from posttrain.kernels.cuda.sampling import chunk_room
+from posttrain.kernels.cuda.sizes import FINE, MOST_TOKENS
 from posttrain.kernels.first_tokens import FirstTokens
 from posttrain.kernels.whole_step import DecodeRows
 
-MOST_STEPS = 256  # of one round: some seconds with a large model, in which nobody hears of progress
-MOST_TOKENS = MOST_STEPS + 1  # that a row can have made in it: its first one may be there when it joins
 _INTS = ("position", "prompt", "count", "limit", "stops", "greedy", "temperature", "ended", "made")
 _LONGS = ("token", "seed")
 _SEEN = (
