@@ -27,7 +27,7 @@ TINY = {
 
 
 DEADLINE_S = 320
-"""For one test, its fixtures included. pyproject.toml's faulthandler_timeout, a little shorter, shows where it waits."""
+"""For one test, fixtures included. pyproject.toml's faulthandler_timeout, a little shorter, shows where it waits."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
