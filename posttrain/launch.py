@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.config.closest import closest
+from posttrain.config.other_systems import counterpart
 from posttrain.config.problem import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def _unknown_flag(argument: str) -> Problem:
     near = _OFTEN_MEANT.get(word) or closest(word, BY_FLAG)
     if "." in name and value:
         do = f"settings are given without dashes: {name.lstrip('-')}={value}"
+    elif word not in _OFTEN_MEANT and (said := counterpart(name)):
+        do = f"{said}; such settings are given as key=value"
     elif near:
         do = f"did you mean `{near if '=' in near else f'--{near}'}`? `--help` lists the flags"
     else:

@@ -15,6 +15,7 @@ from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.prints import Prints
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardSpec
@@ -134,7 +135,7 @@ def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None
         num_workers=limits.num_workers,
         timeout_s=limits.timeout_s,
         failure_score=limits.failure_score,
-        on_print=say,
+        on_print=Prints(say),
     )
 
 
