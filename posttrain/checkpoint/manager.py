@@ -178,10 +178,24 @@ class CheckpointManager:
 
     def role_folder(self, path: str | os.PathLike[str], role: str) -> Path:
         """The folder of a role's tensors, for those who read it themselves; the whole checkpoint is verified."""
-        return self._checked(path, f"{role}/.metadata").parent
+        metadata = f"{role}/.metadata"
+        if metadata not in (files := self._verified_files(path)):
+            held = sorted({name.split("/")[0] for name in files if name.endswith("/.metadata")})
+            raise CheckpointError(
+                f"The checkpoint {path} holds no {role}, only {', '.join(held) or 'no role at all'}: its run trained "
+                "with other settings (algorithm.adv_estimator, for instance). Give this run those of the checkpoint, "
+                "or start a new run (trainer.experiment_name)."
+            )
+        return Path(path) / role
 
     def _checked(self, path: str | os.PathLike[str], name: str) -> Path:
-        """The file `name` of a checkpoint that was verified (once per manager), if its manifest lists it."""
+        """The file `name` of a checkpoint that was verified, if its manifest lists it."""
+        if name not in self._verified_files(path):
+            raise CheckpointError(f"The checkpoint {path} holds no {name} (its {MANIFEST} does not list it).")
+        return Path(path) / name
+
+    def _verified_files(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
+        """What the manifest of a checkpoint lists, by name; the checkpoint is verified, once per manager."""
         folder = Path(path)
         if not folder.is_dir():
             there = [f"global_step_{step}" for step in places.steps_in(folder.parent)]
@@ -194,9 +208,7 @@ class CheckpointManager:
                     "Name another one with trainer.resume_from_path, or let trainer.resume_mode=auto find a good one."
                 )
             self._verified.add(folder)
-        if name not in read_manifest(folder)["files"]:
-            raise CheckpointError(f"The checkpoint {folder} holds no {name} (its {MANIFEST} does not list it).")
-        return folder / name
+        return read_manifest(folder)["files"]
 
     # -- removing
 
