@@ -12,6 +12,8 @@ from posttrain.rollout.tools.base import Tool
 from posttrain.rollout.tools.calculator import calculator
 from posttrain.rollout.tools.finding import find_tool, is_place
 from posttrain.rollout.tools.function import FunctionTool
+from posttrain.rollout.tools.python import PythonTool
+from posttrain.rollout.tools.search.tool import SearchTool
 from posttrain.rollout.tools.settings import PLACE, secrets_of, taken
 
 Maker = Callable[[Mapping[str, Any]], Tool]
@@ -86,3 +88,5 @@ def _maker(source: Any, name: str) -> Maker:
 
 
 register_tool("calculator")(calculator)
+register_tool("python")(PythonTool)
+register_tool("search")(SearchTool)
