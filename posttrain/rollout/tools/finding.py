@@ -64,6 +64,8 @@ def _import(module: str, name: str) -> types.ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module + ".").startswith(error.name + "."):
+            if not str(error).startswith("No module named"):  # a package that says itself what it does not have
+                raise UserError(f"the tool {name} cannot be had: {error}") from None
             raise UserError(
                 f"there is no module {error.name} for the tool {name}, neither in {folder} nor installed.\n"
                 "  to do:  give module.function as seen from the working folder, or path/to/file.py:function"

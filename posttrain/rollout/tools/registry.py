@@ -15,6 +15,7 @@ from posttrain.rollout.tools.function import FunctionTool
 from posttrain.rollout.tools.python import PythonTool
 from posttrain.rollout.tools.search.tool import SearchTool
 from posttrain.rollout.tools.settings import PLACE, secrets_of, taken
+from posttrain.rollout.tools.verl_tools import read_tools
 
 Maker = Callable[[Mapping[str, Any]], Tool]
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -38,10 +39,13 @@ def register_tool(name: str) -> Callable[[Made], Made]:
 def make_tools(
     names: Sequence[str], settings: Mapping[str, Mapping[str, Any]], *, config_path: str | None = None
 ) -> dict[str, Tool]:
-    """The tools of these names, by the names that the model calls them; UserError in words if one cannot be had."""
-    tools: dict[str, Tool] = {}
+    """The tools of these names, by the names that the model calls them; UserError in words if one cannot be had.
+
+    `config_path` is a YAML file of tools in verl's form: all of them are given, whether they are named or not."""
     left = {name: dict(values or {}) for name, values in settings.items()}
-    for name in names:
+    tools = read_tools(config_path, left) if config_path else {}
+    left = {name: values for name, values in left.items() if name not in tools}
+    for name in [name for name in names if name not in tools]:
         called, maker = _found(name)
         tool = maker(left.pop(called, {}))
         if tool.name in tools:
