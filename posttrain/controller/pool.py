@@ -10,11 +10,16 @@ from typing import Any
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.local import LocalWorkerGroup
 
+ROLLOUT = "rollout"
+"""The role that processes of its own may have."""
+
 
 class Workers(ABC):
     """Makes worker groups; roles of one run share the processes of their ranks. Use `with`, or `close`."""
 
     world_size: int
+    rollout_size: int = 0
+    """Further processes, for the role `rollout` alone; without them it is made on every rank, as the others are."""
 
     @abstractmethod
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
@@ -33,6 +38,10 @@ class Workers(ABC):
     @abstractmethod
     def words(self) -> str:
         """Where they are, for the user."""
+
+    def places(self) -> list[str]:
+        """Sentences on who trains and who generates where; none where the same workers do both."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

@@ -97,11 +97,32 @@ class RankHost:
 
     def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Call a worker's method."""
+        return self._timed(role, name, lambda method: method(*unpack((pickled, buffers))))
+
+    def _timed(self, role: str, name: str, call: Any) -> Parcel:
         begun = time.time()
         with self._range(f"{role}.{name}"):
-            answer = self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
+            answer = self._answer(lambda: call(getattr(self.workers[role], name)))
         self._note_span(name, begun, time.time())
         return answer
+
+    def take(self, role: str, name: str, answer: Parcel, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+        """Call a worker's method with what another process answered; where that was an error, it is the answer."""
+        first = unpack(answer)
+        if isinstance(first, Failure):
+            return pack(first)
+        return self._timed(role, name, lambda method: method(first, *unpack((pickled, buffers))))
+
+    def place(self) -> Parcel:
+        """(the machine's name, its GPUs that are this process's own, the process, its threads)."""
+        return self._answer(self._place)
+
+    def _place(self) -> tuple[str, list[int], int, int]:
+        import ray
+        import torch
+
+        gpus = ray.get_gpu_ids() if self.device.startswith("cuda") else []
+        return socket.gethostname(), [int(gpu) for gpu in gpus], os.getpid(), torch.get_num_threads()
 
     def begin_trace(self) -> None:
         """Record what this rank does from now on."""

@@ -98,6 +98,10 @@ FAMILIES: dict[str, str] = {
         "Largest difference of rollout and trainer log-probs on fixed tokens after a weight sync. Above 1e-3 "
         "(float32) or 0.5 (bfloat16) the run stops."
     ),
+    "sync/checksum": (
+        "Of all weights that the workers that generate were given, where they are others than those that train "
+        "(actor_rollout_ref.rollout.n_workers); it is compared on every one of them, and another one stops the run."
+    ),
     "timing_s/step": "Seconds of the step: the sum of its stages.",
     "timing_s/STAGE": "Seconds of one stage: gen (rollout), reward, ref, update_actor, validation, ...",
     "perf/total_num_tokens": "Tokens of the step's prompts and responses.",

@@ -49,24 +49,26 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def ranks(cluster):
-    """`ranks(n)`: workers on n of four processes, or on this one."""
-    from posttrain.controller.ray_group import RayWorkers, _fetched
+    """`ranks(n)`: workers on n of four processes, or on this one; `ranks((n, m))`: m others of them generate."""
+    from posttrain.controller.ray_calls import fetched
+    from posttrain.controller.ray_group import RayWorkers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.cores.usable", lambda: 4)  # one thread each on every machine
         four = RayWorkers(4, CPU, cluster)
 
-    def workers(count: int) -> Workers:
-        if count == 1:
+    def workers(counts: int | tuple[int, int]) -> Workers:
+        if counts == 1:
             return LocalWorkers()
+        count, others = counts if isinstance(counts, tuple) else (counts, 0)
         some = copy.copy(four)
-        some.hosts, some.world_size = four.hosts[:count], count
-        address = _fetched(four.hosts[0].free_address.remote())
-        joining = [
-            host.build.remote("join", *pack((Join, (rank, count, address), {}))) for rank, host in enumerate(some.hosts)
-        ]
+        some.hosts, some.rollout_hosts, some.world_size = four.hosts[:count], four.hosts[count : count + others], count
+        address = fetched(four.hosts[0].free_address.remote())
+        ranked = [(host, (rank, count, address)) for rank, host in enumerate(some.hosts)]
+        ranked += [(host, (0, 1, address)) for host in some.rollout_hosts]
+        joining = [host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked]
         for joined in joining:
-            _fetched(joined)
+            fetched(joined)
         some.close = lambda: None  # they serve further runs
         return some
 
@@ -261,6 +263,43 @@ def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_th
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
+# -- other workers generate than train -------------------------------------------------------------------------------
+
+APART = [(1, 1), (2, 1), (1, 2), (2, 2)]
+FLOAT64 = {**SIX, "actor_rollout_ref.model.dtype": "float64", f"{ACTOR}.use_kl_loss": True, "trainer.test_freq": 3}
+
+
+@pytest.fixture(scope="module")
+def colocated(runs):
+    """By kind, six steps of one process that trains and generates, validation among them."""
+    kinds = {"all": {}, "lora": {"actor_rollout_ref.model.lora_rank": 4}}
+    return {name: (more, runs.free(f"colocated {name}", 1, {**FLOAT64, **more})) for name, more in kinds.items()}
+
+
+def same(one: Any, other: Any) -> None:
+    """Metrics and weights of two runs of six steps, but for rounding; so they sampled the same tokens."""
+    assert len(one.metrics) == len(other.metrics) == 6
+    for mine, theirs in zip(one.metrics, other.metrics, strict=True):
+        shared = {name: value for name, value in mine.items() if not name.startswith((*UNSTEADY, "sync/"))}
+        assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-7, abs=1e-9)
+    assert furthest(weights_of(one.path), weights_of(other.path)) < 1e-9
+
+
+@pytest.mark.parametrize("layout", APART)
+def test_M_31_other_workers_that_generate_change_no_number(runs, colocated, layout):
+    name = f"apart {layout}"
+    _, together = colocated["all"]
+    apart = runs.free(name, layout, FLOAT64)
+    same(together, apart)
+    sums = [line["sync/checksum"] for line in apart.metrics]
+    assert len(set(sums)) == 6 and all("sync/probe_max" in line for line in apart.metrics)
+
+
+def test_with_adapters_they_change_none_either(runs, colocated):
+    more, together = colocated["lora"]
+    same(together, runs.free("apart lora", (2, 1), {**FLOAT64, **more}))
+
+
 def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(
     runs, ranks, monkeypatch
 ):
@@ -289,7 +328,8 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
 def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.alike import check_alike
-    from posttrain.controller.ray_group import RayWorkers, _fetched
+    from posttrain.controller.ray_calls import fetched
+    from posttrain.controller.ray_group import RayWorkers
     from posttrain.controller.ray_machines import machines_for
     from posttrain.controller.ray_secret import OWN
     from posttrain.controller.ray_serving import serve
@@ -299,7 +339,7 @@ def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leave
         serving = other.submit(serve, ray.get_runtime_context().gcs_address, told.append, OWN)
         here, there = machines_for(2, 1, "cpu", told.append)
         rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
-        check_alike([_fetched(rank.programs.remote())], [there.address])
+        check_alike([fetched(rank.programs.remote())], [there.address])
         assert not serving.done()
         ray.kill(rank)
         serving.result(timeout=120)
