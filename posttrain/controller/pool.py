@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.peaks import StagePeaks
 
 ROLLOUT = "rollout"
 """The role that processes of its own may have."""
@@ -29,6 +30,10 @@ class Workers(ABC):
         """[method, when it began, its seconds, who] of the ranks' work since the last time; none where the caller's own
         times say it all."""
         return []
+
+    def peaks(self) -> StagePeaks:
+        """Measures the workers' memory by stage; this process's, where they are in it."""
+        return StagePeaks()
 
     def traced(self, stem: Path) -> AbstractContextManager[None]:
         """Inside, every rank records what it does, and writes STEM.rank_R.json.gz in the end; nothing where the

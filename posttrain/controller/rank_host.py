@@ -50,6 +50,7 @@ class RankHost:
         torch.set_num_threads(threads)
         self.workers: dict[str, Any] = {}
         self.profiler: Any = None
+        self.peaks: Any = None
         self.spans: list[list[Any]] = []
         """[method, when it began, its seconds] of the calls since they were last taken."""
 
@@ -123,6 +124,24 @@ class RankHost:
 
         gpus = ray.get_gpu_ids() if self.device.startswith("cuda") else []
         return socket.gethostname(), [int(gpu) for gpu in gpus], os.getpid(), torch.get_num_threads()
+
+    def begin_stage(self) -> None:
+        """Memory is measured from now on."""
+        self._measure().begin()
+
+    def end_stage(self, stage: str) -> None:
+        self._measure().end(stage)
+
+    def take_peaks(self) -> Parcel:
+        """By stage, the most memory that this process took."""
+        return self._answer(self._measure().by_stage)
+
+    def _measure(self) -> Any:
+        if self.peaks is None:
+            from posttrain.controller.peaks import StagePeaks
+
+            self.peaks = StagePeaks()
+        return self.peaks
 
     def begin_trace(self) -> None:
         """Record what this rank does from now on."""

@@ -15,11 +15,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.controller.alike import check_alike
 from posttrain.controller.group import WorkerGroup
+from posttrain.controller.peaks import StagePeaks
 from posttrain.controller.pool import ROLLOUT, Workers
 from posttrain.controller.rank_host import RankHost
 from posttrain.controller.ray_calls import RayWorkerGroup, fetched
 from posttrain.controller.ray_cluster import RayCluster
 from posttrain.controller.ray_machines import Machine, machines_for, rooms_for
+from posttrain.controller.ray_peaks import RayPeaks
 from posttrain.controller.ray_places import places_words
 from posttrain.controller.wire import pack
 
@@ -103,6 +105,9 @@ class RayWorkers(Workers):
     def spans(self) -> list[list[Any]]:
         found = ray.get([host.take_spans.remote() for host in self._everybody()])
         return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
+
+    def peaks(self) -> StagePeaks:
+        return RayPeaks(self.hosts, self.rollout_hosts)
 
     @contextmanager
     def traced(self, stem: Path) -> Iterator[None]:

@@ -110,8 +110,10 @@ FAMILIES: dict[str, str] = {
     "perf/memory_gb": "The most memory that a stage of the step took, in GB; by stage see perf/memory_gb/STAGE.",
     "perf/memory_gb/STAGE": (
         "The most memory while one stage ran, in GB (10^9 bytes): allocated on the CUDA device, or resident in the "
-        "process. Not measured where workers are other processes."
+        "process; with several workers, of the fullest."
     ),
+    "perf/rollout_memory_gb": "As perf/memory_gb, of workers that only generate (actor_rollout_ref.rollout.n_workers).",
+    "perf/rollout_memory_gb/STAGE": "As perf/memory_gb/STAGE, of the workers that only generate.",
     "perf/generated_tokens_per_s": "Response tokens per second of the rollout.",
     "train/{grad_norm,lr}": "Of a supervised step: the gradient's norm before clipping, and the learning rate.",
     "train/bad_steps": "1 if the update was skipped because loss or gradient was not finite.",

@@ -139,6 +139,10 @@ class Runs:
         """A run on what it samples itself; `count` is (processes that train, others that generate), or of all."""
         return self._rl(name, self.ranks(count), more, even_share)
 
+    def watched(self, name: str, workers: Watched, more: dict[str, Any]) -> Any:
+        """The same, of workers whose groups are looked at."""
+        return self._rl(name, workers, more, even_share)
+
     def _supervised(self, kind: str, name: str, workers: Watched, dtype: str, steps: int) -> Any:
         given = sft_settings(
             self.model, self.folder / name, model__dtype=dtype, data__max_length=256, data__max_token_len_per_gpu=300

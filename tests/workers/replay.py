@@ -18,6 +18,7 @@ import torch
 
 from posttrain.controller.dispatch import all_of, register, to_all
 from posttrain.controller.group import WorkerGroup
+from posttrain.controller.peaks import StagePeaks
 from posttrain.controller.pool import Workers
 from posttrain.models import fused_layer
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
@@ -195,6 +196,9 @@ class Watched(Workers):
 
     def places(self) -> list[str]:
         return self.inner.places()
+
+    def peaks(self) -> StagePeaks:
+        return self.inner.peaks()
 
     def close(self) -> None:
         """They serve further runs."""

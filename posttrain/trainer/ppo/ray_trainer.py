@@ -149,8 +149,7 @@ class RayPPOTrainer:
             grouped=estimator.compares_group,
             kl_on=kl_loss,
         )
-        self.recorder.works_here = isinstance(self.workers, LocalWorkers)
-        self.recorder.worker_spans = self.workers.spans
+        self.recorder.peaks, self.recorder.worker_spans = self.workers.peaks(), self.workers.spans
         self.recorder.traces.workers = self.workers
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
