@@ -26,6 +26,24 @@ TINY = {
 }
 
 
+DEADLINE_S = 320
+"""For one test, fixtures included. pyproject.toml's faulthandler_timeout, a little shorter, shows where it waits."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that waits for ever fails, and its name is known; the others go on."""
+    signal.signal(signal.SIGALRM, _too_late)
+    signal.setitimer(signal.ITIMER_REAL, DEADLINE_S, 20)
+
+
+def pytest_runtest_logfinish() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _too_late(*_: object) -> None:
+    pytest.fail(f"waits for ever: not over after {DEADLINE_S} s")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is none; `gpu(interpreter=True)` also run in Triton's interpreter."""
     marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
@@ -91,11 +109,12 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _registered_names_are_gone_after_a_test() -> Iterator[None]:
-    """Estimators, losses, samplers, engines and scorers of a test's own are nobody else's."""
+    """Estimators, losses, samplers, engines, tools and scorers of a test's own are nobody else's."""
     places = {
         "posttrain.algorithms.registry": ("ADV_ESTIMATORS", "POLICY_LOSSES"),
         "posttrain.data.sampler": ("SAMPLERS",),
         "posttrain.rollout.engines": ("ENGINES",),
+        "posttrain.rollout.tools.registry": ("TOOLS",),
         "posttrain.rewards.scorers": ("SCORERS", "ALIASES"),
     }
     before = {

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from posttrain.config.base import Section
 from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
+from posttrain.config.other_systems import counterpart
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import active_root, leaf_of, leaves, sections
@@ -223,11 +224,16 @@ _PROGRAMS: dict[type[Section], tuple[str, str]] = {
 
 
 def nearest(spelling: str) -> str:
-    """Advice for an unknown key: the program that has it, the known spelling closest to it, or the sections."""
+    """Advice for an unknown key: the program that has it, what a name of another system is here, the known spelling
+    closest to it, or the sections."""
     if others := [name for root, (name, _) in _PROGRAMS.items() if spelling in leaves(root)]:
         same = [f"`{key}`" for key in leaves() if key.endswith(f".{spelling}")]
         here = f"; did you mean {' or '.join(same)}?" if same else ", not of this program"
         return f"it is a key of {' and '.join(others)}{here}"
+    if f"training.{spelling}" in {**spellings().renamed, **spellings().derived}:
+        return f"did you mean {_meaning(f'training.{spelling}')}?"
+    if active_root() is PPOConfig and (said := counterpart(spelling)):
+        return said
     found = _likely(spelling)
     if found:
         return "did you mean " + " or ".join(_meaning(key) for key in found[:3]) + "?"

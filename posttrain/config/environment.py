@@ -61,6 +61,10 @@ def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
             if path.is_file():
                 what = f"`{key}`: {name} is not a data file by its suffix."
                 yield Problem(what, where, f"give one of {', '.join(_SUFFIXES)}")
+            elif path.is_dir():
+                inside = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(_SUFFIXES))[:5])
+                do = f"name its files: it holds {inside}" if inside else f"it holds none of {', '.join(_SUFFIXES)}"
+                yield Problem(f"`{key}`: {name} is a folder, not a file.", where, do)
             else:
                 yield Problem(f"`{key}`: the file {name} does not exist.", where, _how_to_make(str(name)))
 

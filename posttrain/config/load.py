@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import merge
+from posttrain.config import merge, references
 from posttrain.config.aliases import spelled
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
@@ -105,8 +105,8 @@ def _load(
     for key, source in line.removed:
         merge.remove(merged, key, source)
     apply_answers(merged)
-    merge.resolve_references(merged)
-    merge.convert_types(merged)
+    references.resolve_references(merged)
+    references.convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)
     tree.derive(merged, provided)
     tree.check_names(merged, folder, known_names)

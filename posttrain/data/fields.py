@@ -89,7 +89,8 @@ def prompt_of(
         what = "is missing" if prompt_key not in values else "is null" if is_missing(prompt) else "is empty"
         raise DataError(
             f"The prompt of {table.where(row)} {what}: column '{prompt_key}' ({setting}), which every row needs. "
-            f"The row has: {', '.join(values) or 'no columns'}.{_conversation_elsewhere(values, conversations)}"
+            f"The row has: {', '.join(values) or 'no columns'}.{_prompt_elsewhere(values, prompt_key, setting)}"
+            f"{_conversation_elsewhere(values, conversations)}"
         )
     if isinstance(prompt, str):
         return prompt
@@ -99,6 +100,18 @@ def prompt_of(
         f"The prompt of {table.where(row)} is a {type(prompt).__name__}; "
         "it must be a string or a list of messages such as {'role': 'user', 'content': '...'}."
     )
+
+
+_CUSTOMARY = ("question", "query", "problem", "instruction", "input", "text", "content")
+"""Columns that hold the prompt in data sets made elsewhere."""
+
+
+def _prompt_elsewhere(values: dict[str, Any], prompt_key: str, setting: str) -> str:
+    """What to do where a column of a customary name holds texts and the named one is not there; else empty."""
+    if prompt_key in values:
+        return ""
+    found = next((name for name in _CUSTOMARY if isinstance(values.get(name), str)), None)
+    return f" If '{found}' is the prompt: {setting}={found}." if found else ""
 
 
 def _conversation_elsewhere(values: dict[str, Any], setting: str) -> str:

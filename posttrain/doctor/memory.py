@@ -35,6 +35,8 @@ class Device:
     kind: str
     bytes: int
     words: str
+    hopper: bool = False
+    """Captured steps multiply by its matrix units. Not so of a GPU that is not here: others need more memory."""
 
     @property
     def offloads(self) -> bool:
@@ -51,13 +53,18 @@ def find_device(config: Any, gpu_gb: float | None = None) -> Device:
         return Device("cuda", int(gpu_gb * GIB), f"a GPU of {gpu_gb:g} GiB")
     if wanted != "cpu" and torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
-        return Device("cuda", found.total_memory, f"{found.name}, {found.total_memory / GIB:.1f} GiB")
+        words = f"{found.name}, {found.total_memory / GIB:.1f} GiB"
+        return Device("cuda", found.total_memory, words, is_hopper(torch.device("cuda", 0)))
     if wanted == "cuda":
         raise UserError(
             "trainer.device=cuda, but no GPU was found here; `posttrain plan --gpu_gb 80 ...` plans for one elsewhere"
         )
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device("cpu", size, f"the CPU, {size / GIB:.1f} GiB of host memory")
+
+
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 class ModelCounter(ABC):

@@ -19,14 +19,13 @@ from typing import Any
 
 from posttrain.doctor.meta_models import is_scorer
 from posttrain.kernels.cuda import bucket
+from posttrain.kernels.cuda.sizes import DEPTH, FINE, LEAST_ROWS, MOST_TOKENS
 from posttrain.kernels.decode import BLOCK
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE, kept_chunks
 from posttrain.models.decoder import KNOWN
 from posttrain.models.value import ValueModel
 
 WIDE = 4  # bytes of a float32
-ROUND, FINE = 257, 64  # `MOST_TOKENS` of `row_buffers.py` and `FINE` of `fused_products.py`, which import Triton
-
 
 _FIRST_LOW = re.compile(r"\blayers\.0\..*\.lora_A\.")
 
@@ -46,6 +45,8 @@ class Sizes:
     normed_heads: bool
     ranks: int = 0
     """Ranks of a layer's adapters, added up; with adapters the head has no gradient."""
+    bare_head: bool = True
+    """Logits are one matrix product, and no more."""
 
     @property
     def columns(self) -> int:
@@ -100,6 +101,9 @@ def sizes_of(model: Any) -> Sizes | None:
         itemsize=weight.dtype.itemsize,
         normed_heads=settings.model_type == "qwen3",
         ranks=sum(len(p) for name, p in model.named_parameters() if _FIRST_LOW.search(name)),
+        bare_head=not any(
+            "lm_head" in name and not name.endswith("head.weight") for name, _ in model.named_parameters()
+        ),
     )
 
 
@@ -138,13 +142,16 @@ def scoring_bytes(sizes: Sizes, tokens: int, predicted: int, memory: int) -> int
     return rotation + max(tokens * (sizes.passing + 2 * sizes.width * sizes.itemsize), head)
 
 
-def captured_bytes(sizes: Sizes, rows: int, longest: int) -> int:
+def captured_bytes(sizes: Sizes, rows: int, longest: int, *, hopper: bool) -> int:
     """Held by captured decode steps for as long as there are any: the rows' buffers, and the tensors of one step of the
-    largest graph, which all graphs share."""
+    largest graph, which all graphs share. On Hopper only the graphs of few rows write logits."""
     size = bucket(rows)
     table = 1 << max(0, (-(-longest // BLOCK)).bit_length())
-    numbers = 3 * 8 + 11 * 4 + 2 * 4 * ROUND + 4 * table + 8 * -(-sizes.vocabulary // FINE)
-    return size * (numbers + sizes.passing + WIDE * sizes.vocabulary)
+    numbers = 3 * 8 + 12 * 4 + 2 * 4 * MOST_TOKENS + 4 * table + 8 * -(-sizes.vocabulary // FINE)
+    writing = size
+    if hopper and sizes.bare_head and sizes.width % DEPTH == 0:
+        writing = max(few for few in map(bucket, range(min(size, LEAST_ROWS - 1) + 1)) if few < LEAST_ROWS)
+    return size * (numbers + sizes.passing) + writing * WIDE * sizes.vocabulary
 
 
 def prefill_bytes(sizes: Sizes, tokens: int, prompts: int) -> int:

@@ -197,7 +197,7 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     if device.kind == "cuda":
         sizes = counter(config, device, "actor", on_cuda.sizes_of)
         if sizes is not None:
-            captured = on_cuda.captured_bytes(sizes, shape.wave, shape.longest)
+            captured = on_cuda.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
             temporary = on_cuda.prefill_bytes(sizes, tokens, shape.prefill)
         else:  # without a kernel of its own a layer's keys and values are gathered for each step
             layers = counter(config, device, "actor", counting.layer_count)
@@ -210,13 +210,16 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
 
 
 def _stay(plan: Plan) -> None:
-    """What the engine keeps on a CUDA device while it sleeps: a cache of up to an eighth of it, and captured steps."""
+    """What the engine keeps on a CUDA device while it sleeps: captured steps, and a cache of up to an eighth of it."""
     generate = plan.stages["generate"]
-    if CAPTURED not in generate or generate["KV cache"] > plan.device.bytes * KEPT_SHARE:
+    if CAPTURED not in generate:
         return
+    staying = {CAPTURED: generate[CAPTURED]}
+    if generate["KV cache"] <= plan.device.bytes * KEPT_SHARE:
+        staying["KV cache"] = generate["KV cache"]
     for name, parts in plan.stages.items():
         if name != "generate":
-            parts |= {"KV cache": generate["KV cache"], CAPTURED: generate[CAPTURED]}
+            parts |= staying
 
 
 def _sampling(config: PPOConfig) -> Sampling:

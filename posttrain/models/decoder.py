@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -158,11 +159,15 @@ class FastDecoder:
         if self.graphs is None:
             sizes = {"vocabulary": self.head.weight.shape[0], "key_heads": self.key_heads, "block": BLOCK}
             self.graphs = GraphedSteps(self, **sizes, device=self.embedding.device)
-        held = [tensor.data_ptr() for tensor in (*found[0], rotation[0], self.embedding)]
+        held = [tensor.data_ptr() for tensor in (*chain.from_iterable(found), *rotation, self.embedding)]
         if held != self.captured_over:
             self.graphs.forget()
-            self.captured_over, self.captured_caches = held, found
-        self.graphs.decode(rows)
+            self.captured_over = held
+        self.captured_caches = found
+        try:
+            self.graphs.decode(rows)
+        finally:
+            self.captured_caches = []  # the pool alone holds them: asleep, it gives their memory back
         return True
 
     captured_over: list[int] | None = None

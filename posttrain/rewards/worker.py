@@ -150,7 +150,8 @@ class _Lines(io.TextIOBase):
             return
         self._lines, self._chars = self._lines + 1, self._chars + len(line)
         if self._lines > PRINT_LINES or self._chars > PRINT_CHARS:
-            self._lines, line = PRINT_LINES + 1, "... cut"
+            room = PRINT_CHARS - (self._chars - len(line)) if self._lines <= PRINT_LINES else 0
+            self._lines, line = PRINT_LINES + 1, f"{line[:room]}... cut"
         self._channel.send(("print", well_formed(line)))
 
 

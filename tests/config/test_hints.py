@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from posttrain import launch
 from posttrain.config import ConfigError, load_config
 from posttrain.config.closest import closest, slips
+from posttrain.config.other_systems import COUNTERPARTS
+from posttrain.config.root import PPOConfig
+from posttrain.config.schema import leaves
+from posttrain.config.supervised_tree import SFT
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -80,6 +86,27 @@ def test_another_roles_setting_is_not_offered(problems, key):
 )
 def test_names_that_others_use_are_answered_with_ours(problems, setting, hint):
     assert hint in problems(setting)
+
+
+def test_a_name_of_trl_or_openrlhf_is_answered_with_ours_and_every_answer_names_a_setting(problems):
+    said = problems("num_generations=4", "max_completion_length=64", "n_samples_per_prompt=2")
+    assert f"TRL's `num_generations` is here: `{ROLLOUT}.n`" in said and "`data.max_response_length`" in said
+    assert f"OpenRLHF's `n_samples_per_prompt` is here: `{ROLLOUT}.n`" in said
+    for name, (_, here) in COUNTERPARTS.items():
+        for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+(?==|[` ])", here):
+            assert key in leaves(PPOConfig), (name, key)
+        assert "`" in here or "not needed" in here, name
+    assert "`actor_rollout_ref.rollout.n`; such settings" in flags("--num-generations", "4")
+    assert "did you mean `--lr`?" in flags("--learning_rate", "1e-5")
+
+
+def test_supervised_training_answers_the_customary_names_with_their_section():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["learning_rate=1", "per_device_train_batch_size=2", "num_generations=4"], tree=SFT)
+    said = str(caught.value)
+    assert "did you mean `training.learning_rate` (that is `optim.lr`)?" in said
+    assert "did you mean `training.per_device_train_batch_size`?" in said
+    assert "is here" not in said  # that name belongs to RL
 
 
 def flags(*args: str) -> str:

@@ -192,6 +192,7 @@ def test_a_mistake_is_answered_with(problems, args, part):
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the 1 x 1 = 1"),
         ([f"{MODEL}.path=./nowhere"], "./nowhere does not exist"),
         (["custom_reward_function.path=missing.py"], "missing.py does not exist"),
+        (["data.train_files=."], ". is a folder, not a file"),
         (["trainer.default_local_dir=taken/runs"], "taken is no folder"),
     ],
 )

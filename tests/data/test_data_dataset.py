@@ -78,6 +78,14 @@ def test_S4_88_a_row_without_prompt_names_file_and_row(tmp_path, tokenizer, row,
         PromptDataset(path, tokenizer, DataConfig())
 
 
+def test_a_prompt_under_a_customary_name_is_offered(tokenizer):
+    with pytest.raises(DataError, match=r"If 'question' is the prompt: data\.prompt_key=question\."):
+        PromptDataset([{"question": "1 + 1", "answer": "2"}], tokenizer, DataConfig())
+    with pytest.raises(DataError) as caught:
+        PromptDataset([{"prompt": None, "question": "1 + 1"}], tokenizer, DataConfig())
+    assert "If 'question'" not in str(caught.value)  # the column is there: this row is what is wrong
+
+
 def test_S4_91_ground_truth_wins_over_reward_model_and_response(tokenizer):
     rows = [
         {"prompt": "a", "ground_truth": "1", "reward_model": {"ground_truth": "2"}, "response": "3"},

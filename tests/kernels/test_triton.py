@@ -191,8 +191,9 @@ HALF = (
 
 def test_sums_of_the_heads_product_and_tokens_from_logits_computed_again():
     """Rows and columns beyond the last whole tile; rows of all temperatures, sampled and greedy."""
-    from posttrain.kernels.cuda.fused_products import FINE, head_sums
+    from posttrain.kernels.cuda.fused_products import head_sums
     from posttrain.kernels.cuda.sampling import _pick, chunk_room
+    from posttrain.kernels.cuda.sizes import FINE
 
     rows, size, width = 130, 300, 128
     hidden, weight = draw(rows, width, dtype=HALF, seed=8), draw(size, width, dtype=HALF) / 4
@@ -226,6 +227,14 @@ def test_sums_of_the_heads_product_and_tokens_from_logits_computed_again():
     assert (log_prob <= 0).all()
 
 
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
+    """The next step looks it up: what is beyond the table would end the process before anybody can say why."""
+    logits = torch.full((4, 2100), float("nan"), device=DEVICE)
+    greedy, seeds = np.array([0, 1, 0, 1], np.int32), np.arange(4).astype(np.uint64)
+    found, _ = sampling._sample_cuda(logits, np.arange(4), np.ones(4, np.float32), greedy, seeds, np.zeros(4, np.int64))
+    assert ((found >= 0) & (found < 2100)).all()
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_gate_and_up_in_one_product(wide, monkeypatch):
     from posttrain.kernels.cuda import fused_products
@@ -234,6 +243,16 @@ def test_gate_and_up_in_one_product(wide, monkeypatch):
     x, weight = draw(140, 128, dtype=HALF, seed=9), draw(2 * 136, 128, dtype=HALF) / 8
     gate, up = (x.float() @ weight.float().T).to(HALF).float().chunk(2, 1)
     near(fused_products.gated_product(x, weight), F.silu(gate) * up)
+
+
+def test_gate_and_up_of_any_width_are_left_to_torch_where_tiles_cannot_be_written(monkeypatch):
+    from posttrain.kernels.cuda import fused_products
+
+    monkeypatch.setattr(fused_products, "takes", lambda x, weight, least: True)
+    x = draw(4, 64)
+    assert [fused_products.takes_gated(x, draw(2 * size, 64)) for size in (172, 176)] == [False, True]
+    with pytest.raises(AssertionError):
+        fused_products.gated_product(x.half(), draw(2 * 172, 64).half())
 
 
 def half_turn(x: torch.Tensor) -> torch.Tensor:
@@ -332,12 +351,13 @@ def test_where_the_newest_tokens_of_a_step_go(ends):
 
     table = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4)
     slot = torch.full((3,), -7, dtype=torch.int64, device=DEVICE)
-    length, seen = ints(0, 0, 0), ints(0, 0, 0)
-    _begin[(1,)](ints(40, 7, 65), ints(40, 7, 64), ints(*ends), table, slot, length, seen, 3, 4, BLOCK, 128)
+    position, length, seen = ints(-1, -1, -1), ints(0, 0, 0), ints(0, 0, 0)
+    _begin[(1,)](ints(40, 7, 65), ints(40, 7, 64), ints(*ends), table, position, slot, length, seen, 3, 4, BLOCK, 128)
     places = [64, 32, 65]  # behind the blocks of the prompt
     wanted = [(4 * row + place // BLOCK) * BLOCK + place % BLOCK for row, place in enumerate(places)]
     assert slot.tolist() == [-1 if end else at for at, end in zip(wanted, ends, strict=True)]
     assert length.tolist() == [1 if end else place + 1 for place, end in zip(places, ends, strict=True)]
+    assert position.tolist() == [40, 0 if ends[1] else 7, 65], "a row that has ended stands where there is a rotation"
 
 
 def test_pieces_of_shared_prompts_for_flash_attention():

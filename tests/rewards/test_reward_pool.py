@@ -14,6 +14,7 @@ import pytest
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, crew, resolve_reward
+from posttrain.rewards.prints import Prints
 
 
 def _frame(message):
@@ -159,6 +160,24 @@ def test_prints_reach_the_caller_line_by_line_and_are_cut(spec):
     assert [r.error for r in results] == [None, None]
     assert lines[:3] == ["one", "two", "line 0"]
     assert lines[-1] == "... cut" and len(lines) == 2 + 20 + 1
+
+
+def test_of_a_line_that_is_too_long_its_beginning_is_shown(spec):
+    lines = []
+    texts = ["eval|print('x' * 3_000_000) or 1", "eval|print('short', 'y' * 1990, sep='\\n') or 1"]
+    run(spec, texts, on_print=lines.append)
+    assert lines == ["x" * 2000 + "... cut", "short", "y" * 1990]
+
+
+def test_rewards_that_print_in_every_call_do_not_bury_the_console():
+    shown, now = [], 0.0
+    prints = Prints(shown.append, clock=lambda: now)
+    for number in range(100_000):
+        prints(f"response {number}")
+    assert len(shown) == 41 and shown[39] == "response 39" and "`posttrain reward try` shows all" in shown[40]
+    now = 10.0
+    prints("later")
+    assert shown[41:] == ["later"]
 
 
 def test_results_do_not_depend_on_the_number_of_workers(spec):

@@ -6,6 +6,7 @@ stay away until they are waited for, if Triton is installed: `TRITON_INTERPRET=1
 
 from __future__ import annotations
 
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -28,10 +29,10 @@ PROMPTS = [[5, 6, 7], list(range(40)), [5, 6, 7], [9], list(range(10, 43)), [11,
 ROUND = 3  # steps of a round in which rows may end
 
 
-def model():
-    """One layer, as the interpreter takes its time."""
+def model(layers: int = 1):
+    """Few layers, as the interpreter takes its time."""
     module = tiny("qwen2")
-    module.base_model.layers, module.config.num_hidden_layers = module.base_model.layers[:1], 1
+    module.base_model.layers, module.config.num_hidden_layers = module.base_model.layers[:layers], layers
     return module.to(DEVICE)
 
 
@@ -228,6 +229,21 @@ def test_rows_become_many_and_few_again(make):
     found = rest_of(engine)
     same([found[row] for row in range(18)], theirs)
     assert {size for size, _ in engine.decoder.graphs.replays} == {24, 16, 8}
+
+
+def test_a_sleeping_engine_holds_no_cache_and_goes_on_with_another(make, monkeypatch):
+    """Also where one layer's alone has moved."""
+    monkeypatch.setattr("posttrain.rollout.native.pool.kept_bytes", lambda device: 0)
+    engine, settings = make(module=model(layers=2)), [Sampling(max_tokens=4, stop_token_ids=(97,))]
+    first = generate(engine, PROMPTS[:1], settings, [0])
+    held = [weakref.ref(part) for cache in engine.pool.layers.values() for part in cache]
+    engine.sleep()
+    assert len(held) == 4 and all(part() is None for part in held)
+    engine.wake("weights"), engine.wake("cache")
+    same(generate(engine, PROMPTS[:1], settings, [0]), first)
+    before, engine.pool.layers[1] = engine.decoder.captured_over, tuple(map(torch.clone, engine.pool.layers[1]))
+    same(generate(engine, PROMPTS[:1], settings, [0]), first)
+    assert engine.decoder.captured_over != before, "captured steps would go on with the memory that was there"
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="in the interpreter the host computes")

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from typing import Any
 from unittest.mock import Mock
 
@@ -378,24 +378,35 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
     assert {name: two.metrics[0][name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-5)
 
 
-def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster):
+def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.alike import check_alike
     from posttrain.controller.ray_calls import fetched
     from posttrain.controller.ray_group import RayWorkers
     from posttrain.controller.ray_machines import machines_for
+    from posttrain.controller.ray_node import RayNode
     from posttrain.controller.ray_secret import OWN
     from posttrain.controller.ray_serving import serve
 
     told: list[str] = []
-    with ThreadPoolExecutor(1) as other:
-        serving = other.submit(serve, ray.get_runtime_context().gcs_address, told.append, OWN)
-        here, there = machines_for(2, 1, "cpu", told.append)
-        rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
-        check_alike([fetched(rank.programs.remote())], [there.address])
-        assert not serving.done()
-        ray.kill(rank)
-        serving.result(timeout=120)
+    counted, at_work = RayNode.ranks, threading.Event()
+
+    def ranks_there(node: RayNode) -> int:
+        found = counted(node)
+        if found:
+            at_work.set()  # a rank that goes before the machine has looked was never there for it
+        return found
+
+    monkeypatch.setattr(RayNode, "ranks", ranks_there)
+    address = ray.get_runtime_context().gcs_address
+    serving = threading.Thread(target=serve, args=(address, told.append, OWN), daemon=True)
+    serving.start()
+    here, there = machines_for(2, 1, "cpu", told.append)
+    rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
+    check_alike([fetched(rank.programs.remote())], [there.address])
+    assert at_work.wait(60) and serving.is_alive()
+    ray.kill(rank)
+    serving.join(60)
     assert here.id == ray.get_runtime_context().get_node_id() != there.id
     assert told[0].startswith("Waiting 60 s for machines to join")
     assert told[-1] == "The run has left this machine."

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FINE = 64  # logits of a chunk; those of the one that a row's token comes from are computed again
-DEPTH = 64  # columns that are multiplied at once
-LEAST_ROWS, LEAST_GATED = 128, 768  # below them torch's products are as fast
+from posttrain.kernels.cuda.sizes import DEPTH, FINE
+
+LEAST_GATED = 768  # rows; below them torch's products are as fast
 NARROW, WIDE = 1024, 3072  # widths up to which, and from which on, gating inside pays; each has its own tiles
 
 
@@ -107,7 +107,10 @@ def _gated_in_turn(
 
 
 def takes_gated(x_BE: torch.Tensor, weight_2IE: torch.Tensor | None) -> bool:
-    return not NARROW < x_BE.shape[1] < WIDE and takes(x_BE, weight_2IE, LEAST_GATED)
+    """The same of gate and up, whose product is written by tiles: its rows must begin at multiples of 16 bytes."""
+    if weight_2IE is None or len(weight_2IE) % 16 or NARROW < x_BE.shape[1] < WIDE:
+        return False
+    return takes(x_BE, weight_2IE, LEAST_GATED)
 
 
 def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:

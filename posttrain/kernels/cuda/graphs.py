@@ -20,9 +20,9 @@ import triton.language as tl
 from posttrain.kernels.cuda import bucket, fused_products, to_device
 from posttrain.kernels.cuda.ahead import Flight, Order
 from posttrain.kernels.cuda.decode_attention import StepRows, splits_for
-from posttrain.kernels.cuda.fused_products import FINE
-from posttrain.kernels.cuda.row_buffers import MOST_STEPS, MOST_TOKENS, RowBuffers
+from posttrain.kernels.cuda.row_buffers import RowBuffers
 from posttrain.kernels.cuda.sampling import CHUNK, _pick, sum_chunks
+from posttrain.kernels.cuda.sizes import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS
 from posttrain.kernels.whole_step import DecodeRows
 
 Replay = Callable[[], None]
@@ -30,9 +30,11 @@ Replay = Callable[[], None]
 
 @triton.jit
 def _begin(
-    POSITION, PROMPT, ENDED, TABLE, SLOT, LENGTH, SEEN_PROMPT, rows, width, BLOCK: tl.constexpr, N: tl.constexpr
-):
-    """Where each row's newest token goes and how many places it reads; rows that have ended write nothing."""
+    POSITION, PROMPT, ENDED, TABLE, SEEN_POSITION, SLOT, LENGTH, SEEN_PROMPT, rows, width,
+    BLOCK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Where each row's newest token stands and goes and how many places it reads; rows that have ended write nothing,
+    and stand at the beginning: where they stood there may be no rotation any more."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     real = row < rows
     live = real & (tl.load(ENDED + row, mask=real, other=1) == 0)
@@ -41,6 +43,7 @@ def _begin(
     full = (prompt + BLOCK - 1) // BLOCK * BLOCK
     place = full + position - prompt
     block = tl.load(TABLE + row * width + place // BLOCK, mask=live, other=0).to(tl.int64)
+    tl.store(SEEN_POSITION + row, position, mask=real)
     tl.store(SLOT + row, tl.where(live, block * BLOCK + place % BLOCK, -1), mask=real)
     tl.store(LENGTH + row, tl.where(live, place + 1, 1), mask=real)
     tl.store(SEEN_PROMPT + row, prompt, mask=real)
@@ -186,13 +189,13 @@ class GraphedSteps:
     def _whole_step(self, size: int, splits: int) -> None:
         rows, table = self.rows, self.rows.table[:size]
         _begin[(triton.cdiv(size, 128),)](
-            rows.position, rows.prompt, rows.ended, rows.table, rows.slot, rows.length, rows.seen_prompt, size,
-            rows.width, self.block, 128, num_warps=4,
+            rows.position, rows.prompt, rows.ended, rows.table, *rows.seen, size, rows.width, self.block, 128,
+            num_warps=4,
         )  # fmt: skip
-        seen = (column[:size] for column in (rows.position, rows.slot, rows.length, rows.seen_prompt))
+        seen = (column[:size] for column in rows.seen)
         hidden_BE = self.model.next_hidden(rows.token[:size], StepRows(*seen, table, splits))
         weight_VE, logits_BV = self.model.head_weight(), None
-        if fused_products.takes(hidden_BE, weight_VE, fused_products.LEAST_ROWS):
+        if fused_products.takes(hidden_BE, weight_VE, LEAST_ROWS):
             chunk, width = FINE, hidden_BE.shape[1]
             fused_products.head_sums(hidden_BE, weight_VE, rows.temperature, rows.chunks)
         else:

@@ -11,15 +11,19 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import to_device
-from posttrain.kernels.cuda.fused_products import FINE
 from posttrain.kernels.cuda.sampling import chunk_room
+from posttrain.kernels.cuda.sizes import FINE, MOST_TOKENS
 from posttrain.kernels.first_tokens import FirstTokens
 from posttrain.kernels.whole_step import DecodeRows
 
-MOST_STEPS = 256  # of one round: some seconds with a large model, in which nobody hears of progress
-MOST_TOKENS = MOST_STEPS + 1  # that a row can have made in it: its first one may be there when it joins
 _INTS = ("position", "prompt", "count", "limit", "stops", "greedy", "temperature", "ended", "made")
 _LONGS = ("token", "seed")
+_SEEN = (
+    torch.int32,
+    torch.int64,
+    torch.int32,
+    torch.int32,
+)  # position, slot, length and prompt, as `StepRows` has them
 
 
 class RowBuffers:
@@ -37,7 +41,7 @@ class RowBuffers:
         self.columns["temperature"].fill_(1.0)  # also of places that never had a row: they are divided by it
         self.columns["ended"].fill_(1)
         self.table = room(torch.int32, capacity, width)
-        self.slot, self.length, self.seen_prompt = (room(kind, capacity) for kind in (torch.int64, *[torch.int32] * 2))
+        self.seen = tuple(room(kind, capacity) for kind in _SEEN)  # what a step reads of the rows
         self.tokens, self.log_probs = (room(kind, capacity, MOST_TOKENS) for kind in (torch.int32, torch.float32))
         self.chunks = chunk_room(capacity, vocabulary, FINE, device)  # the most that any way to sum them needs
 

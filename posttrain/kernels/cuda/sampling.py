@@ -114,7 +114,7 @@ def _pick(
     reached = tl.cumsum(p, 0) + before <= want
     place = tl.minimum(tl.sum((inside & reached).to(tl.int32), 0), tl.max(tl.where(inside & (p > 0.0), at, 0), 0))
     place = tl.where(greedy, tl.argmax(x, 0), place)
-    token = chunk * CHUNK + place
+    token = tl.minimum(chunk * CHUNK + place, V - 1)  # of logits that are no numbers any place may be the largest
     value = tl.sum(tl.where(at == place, x, 0.0), 0)
     log_prob = tl.minimum(value - top - tl.log(total), 0.0)  # computed again, the largest may come out a little larger
     if ADVANCE:

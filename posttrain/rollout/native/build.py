@@ -11,6 +11,7 @@ import torch
 from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
+from posttrain.kernels.cuda.sizes import MOST_STEPS, STEPS_UNSEEN
 from posttrain.models.decoder import FastDecoder, can_decode_fast
 from posttrain.models.paged import PagedDecoder
 from posttrain.models.ways import way_of
@@ -18,8 +19,7 @@ from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
-MOST = 64  # tokens of a row in one step
-MOST_CAPTURED, UNSEEN = 256, 16  # on a CUDA device: at most, and where a row may end meanwhile
+MOST = 64  # tokens of a row in one step; on a CUDA device the kernels' own number
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 
 
@@ -45,14 +45,14 @@ def build_native(
     limit = cache_limit(config, device.type, device_memory(device))
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
     captured = fast and _on_triton(weight.dtype, device)
-    together = MOST_CAPTURED if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
+    together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     engine = NativeEngine(
         decoder,
         pool,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tokens_per_step=together,
-        tokens_unseen=UNSEEN if captured else None,
+        tokens_unseen=STEPS_UNSEEN if captured else None,
         decode=decode,
         shares_weights=share or not fast,
     )

@@ -11,6 +11,7 @@ from posttrain.rewards.all_failed import all_failed
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.prints import Prints
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardItem, RewardResult
@@ -46,7 +47,7 @@ class Scoring:
             num_workers=limits.num_workers,
             timeout_s=limits.timeout_s,
             failure_score=limits.failure_score,
-            on_print=self._say,
+            on_print=Prints(self._say),
         )
         self._pool = self._stack.enter_context(pool)
         return self

@@ -23,7 +23,7 @@ def settle_generation(settings: Settings, model: ModelConfig, device: torch.devi
     not depend on it, and rows that need less take less."""
     if device.type != "cuda":
         return
-    from posttrain.doctor.memory import Device
+    from posttrain.doctor.memory import Device, is_hopper
     from posttrain.doctor.plan import Counter, plan_generation
     from posttrain.doctor.settling import settle_cache
 
@@ -32,7 +32,7 @@ def settle_generation(settings: Settings, model: ModelConfig, device: torch.devi
     config.actor_rollout_ref.rollout.n, config.data.train_batch_size = settings.n, prompts
     config.trainer.n_gpus_per_node = config.trainer.nnodes = 1  # a checkpoint's run may have had more
     try:
-        free = Device("cuda", free_bytes(device), "what is free of the GPU")
+        free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))
         settle_cache(config, free, plan_generation, Counter())
     except Exception as error:  # a model whose code cannot be counted can generate nevertheless
         say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")

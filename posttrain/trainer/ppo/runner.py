@@ -15,13 +15,15 @@ from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
+from posttrain.rewards.prints import Prints
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardSpec
 from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.console import hang_up_is_no_end
-from posttrain.tracking.progress import say, tee_output
+from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
@@ -134,7 +136,7 @@ def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None
         num_workers=limits.num_workers,
         timeout_s=limits.timeout_s,
         failure_score=limits.failure_score,
-        on_print=say,
+        on_print=Prints(say),
     )
 
 

@@ -1,0 +1,71 @@
+"""What names of TRL and OpenRLHF are here, for the answer to somebody who typed one.
+
+Nothing is translated: their numbers count other things (`per_device_train_batch_size` counts responses of one device,
+`data.train_batch_size` prompts of all), and a run that silently read them otherwise would be worse than a question.
+"""
+
+from __future__ import annotations
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+TRL, OPENRLHF = "TRL", "OpenRLHF"
+_BATCH = "`data.train_batch_size` counts the prompts of a step"
+
+COUNTERPARTS: dict[str, tuple[str, str]] = {
+    "num_generations": (TRL, f"`{_ROLLOUT}.n`"),
+    "per_device_train_batch_size": (TRL, _BATCH),
+    "gradient_accumulation_steps": (TRL, _BATCH),
+    "generation_batch_size": (TRL, _BATCH),
+    "steps_per_generation": (TRL, f"`{_ACTOR}.ppo_mini_batch_size`, the prompts of an optimizer step"),
+    "num_iterations": (TRL, f"`{_ACTOR}.ppo_epochs`"),
+    "learning_rate": (TRL, f"`{_ACTOR}.optim.lr`"),
+    "warmup_ratio": (TRL, f"`{_ACTOR}.optim.lr_warmup_steps_ratio`"),
+    "warmup_steps": (TRL, f"`{_ACTOR}.optim.lr_warmup_steps`"),
+    "max_grad_norm": (TRL, f"`{_ACTOR}.grad_clip`"),
+    "max_completion_length": (TRL, "`data.max_response_length`"),
+    "beta": (TRL, f"`{_ACTOR}.use_kl_loss=True {_ACTOR}.kl_loss_coef=...`"),
+    "epsilon": (TRL, f"`{_ACTOR}.clip_ratio_low`"),
+    "epsilon_high": (TRL, f"`{_ACTOR}.clip_ratio_high`"),
+    "loss_type": (TRL, f"`{_ACTOR}.loss_agg_mode`"),
+    "scale_rewards": (TRL, "`algorithm.norm_adv_by_std_in_grpo`"),
+    "num_train_epochs": (TRL, "`trainer.total_epochs`"),
+    "max_steps": (TRL, "`trainer.total_training_steps`"),
+    "eval_steps": (TRL, "`trainer.test_freq`"),
+    "save_steps": (TRL, "`trainer.save_freq`"),
+    "save_total_limit": (TRL, "`trainer.max_ckpt_to_keep`"),
+    "output_dir": (TRL, "`trainer.default_local_dir`"),
+    "report_to": (TRL, "`trainer.logger`"),
+    "model_name_or_path": (TRL, f"`{_MODEL}.path`"),
+    "gradient_checkpointing": (TRL, f"`{_MODEL}.enable_gradient_checkpointing`"),
+    "bf16": (TRL, f"`{_MODEL}.dtype=bfloat16`"),
+    "reward_funcs": (TRL, "`custom_reward_function.path`, or `reward.functions` for several"),
+    "use_vllm": (TRL, f"not built: the native engine generates (`{_ROLLOUT}.name=native`)"),
+    "pretrain": (OPENRLHF, f"`{_MODEL}.path`"),
+    "reward_pretrain": (OPENRLHF, "`reward_model.enable=True reward_model.model.path=...`"),
+    "prompt_data": (OPENRLHF, "`data.train_files`"),
+    "input_key": (OPENRLHF, "`data.prompt_key`"),
+    "n_samples_per_prompt": (OPENRLHF, f"`{_ROLLOUT}.n`"),
+    "rollout_batch_size": (OPENRLHF, "`data.train_batch_size`"),
+    "advantage_estimator": (OPENRLHF, "`algorithm.adv_estimator` (its `group_norm` is `grpo`)"),
+    "init_kl_coef": (OPENRLHF, "`algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=...`"),
+    "eps_clip": (OPENRLHF, f"`{_ACTOR}.clip_ratio`"),
+    "actor_learning_rate": (OPENRLHF, f"`{_ACTOR}.optim.lr`"),
+    "critic_learning_rate": (OPENRLHF, "`critic.optim.lr`"),
+    "prompt_max_len": (OPENRLHF, "`data.max_prompt_length`"),
+    "generate_max_len": (OPENRLHF, "`data.max_response_length`"),
+    "num_episodes": (OPENRLHF, "`trainer.total_epochs`"),
+    "max_epochs": (OPENRLHF, f"`{_ACTOR}.ppo_epochs`"),
+    "save_path": (OPENRLHF, "`trainer.default_local_dir`"),
+    "remote_rm_url": (OPENRLHF, "`custom_reward_function.path=http://...`, or a Python file"),
+    "zero_stage": (OPENRLHF, "not needed: FSDP2 cuts the model over the workers"),
+    "colocate_all_models": (OPENRLHF, "not needed: every worker holds all roles"),
+}
+"""Name there -> (whose it is, what it is here)."""
+
+
+def counterpart(name: str) -> str | None:
+    """A sentence on a name of TRL or OpenRLHF, dashes or underscores; None for other names."""
+    found = COUNTERPARTS.get(name.lstrip("-").replace("-", "_"))
+    if found is None:
+        return None
+    system, here = found
+    return f"{system}'s `{name}` is here: {here}"
