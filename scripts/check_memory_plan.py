@@ -115,7 +115,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     from posttrain.doctor.plan import plan_memory
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
     from posttrain.trainer.ppo.runner import opened_training
-    from posttrain.trainer.run.peaks import StagePeaks
+    from posttrain.controller.peaks import StagePeaks
 
     class WithoutCheckpoints(RayPPOTrainer):
         def _save_checkpoint(self) -> Path:
