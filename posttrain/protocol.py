@@ -6,7 +6,6 @@ same length) and `meta_info` (a dict about the whole batch). Prompts are padded 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.protocol_fields import DecodedText, Fields, ObjectBatch, TensorBatch, json_ready, row_index, same
+from posttrain.protocol_disk import read_folder, write_folder
+from posttrain.protocol_fields import DecodedText, Fields, ObjectBatch, RowView, TensorBatch, row_index, same
 from posttrain.protocol_widths import check_widths, pad_to_common_width
-from posttrain.texts import utf8
 
 __all__ = ["DataProto", "DataProtoItem", "ObjectBatch", "TensorBatch", "pad_to_common_width"]
 
@@ -274,37 +273,12 @@ class DataProto:
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
         """Writes a folder with `tensors.safetensors` and `fields.json`; what JSON cannot hold is an error."""
-        from safetensors.torch import save_file
-
-        objects = {
-            name: [json_ready(value, f"non_tensor_batch['{name}'][{row}]") for row, value in enumerate(array)]
-            for name, array in self.non_tensor_batch.items()
-        }
-        fields = {
-            "rows": len(self),
-            "non_tensor_batch": objects,
-            "meta_info": {name: json_ready(value, f"meta_info['{name}']") for name, value in self.meta_info.items()},
-        }
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Cloned because safetensors refuses two names for one memory, which a batch may well have.
-        save_file(
-            {name: t.detach().cpu().contiguous().clone() for name, t in self.batch.items()},
-            folder / "tensors.safetensors",
-        )
-        (folder / "fields.json").write_bytes(utf8(json.dumps(fields, ensure_ascii=False)))
+        write_folder(Path(path), len(self), self.batch, self.non_tensor_batch, self.meta_info)
 
     @staticmethod
     def load_from_disk(path: str | os.PathLike[str]) -> DataProto:
         """Reads what `save_to_disk` wrote; the tensors come onto the CPU."""
-        from safetensors.torch import load_file
-
-        folder = Path(path)
-        if not (folder / "fields.json").is_file():
-            raise FileNotFoundError(f"{folder} holds no saved DataProto: there is no fields.json in it")
-        fields = json.loads((folder / "fields.json").read_text(encoding="utf-8"))
-        batch = TensorBatch(load_file(folder / "tensors.safetensors"), rows=fields["rows"])
-        return DataProto(batch, ObjectBatch(fields["non_tensor_batch"], rows=fields["rows"]), fields["meta_info"])
+        return DataProto(*read_folder(Path(path)))
 
 
 class DataProtoItem:
@@ -314,25 +288,6 @@ class DataProtoItem:
         self.batch = RowView(data.batch, row)
         self.non_tensor_batch = RowView(data.non_tensor_batch, row)
         self.meta_info = data.meta_info
-
-
-class RowView(Mapping[str, Any]):
-    """One row of a container of fields, read only."""
-
-    def __init__(self, fields: Fields[Any], row: int) -> None:
-        self._fields, self._row = fields, row
-
-    def __getitem__(self, name: str) -> Any:
-        return self._fields[name][self._row]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._fields
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
 
 
 def _names(keys: Names, default: Any) -> list[str]:

@@ -90,6 +90,25 @@ class Fields(MutableMapping[str, Value], Generic[Value]):
         return len(self._fields)
 
 
+class RowView(Mapping[str, Any]):
+    """One row of a container of fields, read only."""
+
+    def __init__(self, fields: Fields[Any], row: int) -> None:
+        self._fields, self._row = fields, row
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name][self._row]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
 class TensorBatch(Fields[torch.Tensor]):
     """Tensors that share the first dimension. Example: `TensorBatch({"responses": ids}).batch_size`."""
 

@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from needs import need
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {"README.md": "overview.md", "README.zh.md": "zh/overview.md", "compat/README.md": "posttrain_verl.md"}
 """Pages that lie outside of docs/ -> their place in the site."""
@@ -78,4 +80,5 @@ def build(out: Path) -> int:
 
 
 if __name__ == "__main__":
+    need("zensical", get=f"{sys.executable} -m pip install -e '.[docs]'")
     sys.exit(build(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").resolve()))

@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from needs import need
+
 from posttrain import cores
 
 HERE = Path(__file__).resolve().parents[1]
@@ -259,11 +261,14 @@ DRILLS: dict[str, Callable[[Drill], None]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=DRILLS, default=list(DRILLS))
+    chosen = parser.parse_args().only
+    if {"cluster", "ranks", "nobody"} & {*chosen}:
+        need("ray", get=f"{PYTHON} -m pip install 'ray>=2.50'")
     print("| what | found |\n| --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as rays:
         drill = Drill(Path(made), Path(rays))
         try:
-            for name in parser.parse_args().only:
+            for name in chosen:
                 DRILLS[name](drill)
         finally:
             drill.close()

@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from needs import need
+
 HERE = Path(__file__).resolve().parents[1]
 TIMES = ("time", "timing_", "perf/")
 
@@ -114,6 +116,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--allowed", type=float, default=30.0, help="seconds until the ranks of a killed run are gone")
     args = parser.parse_args()
+    need("ray", get=f"{sys.executable} -m pip install 'ray>=2.50'")
     clean = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS")}
     clean["PYTHONPATH"] = str(HERE)
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as rays:

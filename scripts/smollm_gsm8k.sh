@@ -14,6 +14,7 @@ shift 3
 PYTHON=${PYTHON:-python3}
 FILES=(data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet")
 PLACE=(trainer.project_name=smollm trainer.default_local_dir="$OUT")
+[[ -z ${TRL:-} ]] || "$PYTHON" scripts/smollm_trl.py --check # not after hours
 mkdir -p "$OUT"
 
 grpo() { # grpo NAME MODEL key=value...
@@ -28,22 +29,28 @@ grpo() { # grpo NAME MODEL key=value...
     trainer.experiment_name="$name" "$@" >"$OUT/$name.log" 2>&1
 }
 
+finished() { # finished PID NAME: waits for it; a run that failed ends this
+  wait "$1" || { echo "$2 failed: see $OUT/$2.log" >&2; exit 1; }
+}
+
 if [[ -z ${SFT:-} ]]; then
   grpo before "$MODEL" trainer.val_only=True &
+  BEFORE=$!
   "$PYTHON" -m posttrain.trainer.fsdp_sft_trainer model.path="$MODEL" model.dtype=bfloat16 "${FILES[@]}" "${PLACE[@]}" \
     data.train_batch_size=64 data.max_length=1024 data.max_token_len_per_gpu=32768 \
     optim.lr=1e-4 optim.lr_scheduler=cosine optim.lr_warmup_steps_ratio=0.05 trainer.total_epochs=4 \
-    trainer.experiment_name=sft >"$OUT/sft.log" 2>&1
+    trainer.experiment_name=sft >"$OUT/sft.log" 2>&1 &
+  finished $! sft
   SFT=$(find "$OUT/smollm/sft/checkpoints" -name huggingface -type d | tail -1)
-  wait
+  finished "$BEFORE" before
 fi
 
-RUNS=()
+RUNS=() PROCESSES=()
 for seed in ${SEEDS:-1}; do
   grpo "grpo-$seed" "$SFT" trainer.seed="$seed" "$@" &
-  RUNS+=("$OUT/smollm/grpo-$seed")
+  RUNS+=("$OUT/smollm/grpo-$seed") PROCESSES+=("$!=grpo-$seed")
 done
-wait
+for run in "${PROCESSES[@]}"; do finished "${run%%=*}" "${run#*=}"; done
 grep -hs "^validation" "$OUT"/{before,sft,grpo-*}.log || true # some of them are not there with SFT
 
 if [[ -n ${TRL:-} ]]; then

@@ -5,7 +5,8 @@ MODEL is the folder of the SFT model, DATA has train.parquet and test.parquet, O
 each step: seconds since training began, mean reward, stages) and `step_N/`, the weights after every --every steps and
 at the end, for `posttrain eval`. The same prompts in the same order, reward, loss (mean over tokens), learning rate and
 precision (float32 weights and moments, bfloat16 passes) as here; vLLM in the same process and Liger's kernels on CUDA.
-What copying the weights aside takes is not counted. Needs trl, liger-kernel and vllm beside posttrain.
+What copying the weights aside takes is not counted. Needs trl beside posttrain; on CUDA liger-kernel and vllm too.
+`smollm_trl.py --check` only says whether they are there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +22,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
-from datasets import Dataset  # pyright: ignore
+from needs import need
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
 
 from posttrain.bench.systems import VLLM_INSIDE
 from posttrain.data.sampler import shuffled
@@ -38,8 +39,10 @@ def right_answer(completions: list[Any], ground_truth: list[str], **columns: Any
     return [float(score(messages[0]["content"], truth)["score"]) for messages, truth in pairs]
 
 
-def prompts(file: Path, seed: int) -> Dataset:
+def prompts(file: Path, seed: int) -> Any:
     """The rows in the order in which a run of posttrain with `trainer.seed` takes them."""
+    from datasets import Dataset  # pyright: ignore
+
     rows = pq.read_table(file, columns=["prompt", "ground_truth"]).to_pylist()
     chosen = [rows[int(number)] for number in shuffled(len(rows), seed, 0)]
     return Dataset.from_list([{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in chosen])
@@ -136,7 +139,19 @@ class Curve(TrainerCallback):
         replace_file(self.options.out / "curve.json", (json.dumps(content, indent=1) + "\n").encode())
 
 
+def look_for_peers() -> None:
+    need("trl", "datasets", get=f"{sys.executable} -m pip install trl")
+    if torch.cuda.is_available():
+        need(
+            "vllm",
+            "liger_kernel",
+            get=f"{sys.executable} -m pip install liger-kernel, and the vllm that this TRL takes",
+        )
+
+
 def main(options: argparse.Namespace) -> None:
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
+
     began = time.perf_counter()
     os.environ |= VLLM_INSIDE
     options.out.mkdir(parents=True, exist_ok=True)
@@ -183,4 +198,9 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=JSON", help="of GRPOConfig")
-    main(parser.parse_args())
+    if sys.argv[1:] == ["--check"]:
+        look_for_peers()
+    else:
+        given = parser.parse_args()
+        look_for_peers()
+        main(given)

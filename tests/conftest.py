@@ -109,11 +109,12 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _registered_names_are_gone_after_a_test() -> Iterator[None]:
-    """Estimators, losses, samplers, engines and scorers of a test's own are nobody else's."""
+    """Estimators, losses, samplers, engines, tools and scorers of a test's own are nobody else's."""
     places = {
         "posttrain.algorithms.registry": ("ADV_ESTIMATORS", "POLICY_LOSSES"),
         "posttrain.data.sampler": ("SAMPLERS",),
         "posttrain.rollout.engines": ("ENGINES",),
+        "posttrain.rollout.tools.registry": ("TOOLS",),
         "posttrain.rewards.scorers": ("SCORERS", "ALIASES"),
     }
     before = {

@@ -17,6 +17,7 @@ from typing import Any
 
 from posttrain.bench import bench_folder
 from posttrain.bench.child import Child, ChildFailed, UsedByOthers
+from posttrain.bench.code import HERE
 from posttrain.bench.place import Place
 from posttrain.bench.systems import System
 from posttrain.bench.table import Line
@@ -36,10 +37,12 @@ class Entry:
     problem: str | None = None
 
     def version(self) -> str:
-        """Name and version of the package that a system is."""
+        """Name and version of the package that a system is; of ours also where its code is, if that is not this."""
         packages, name = self.facts.get("packages", {}), self.system.package
         name = f"{name}-cpu" if f"{name}-cpu" in packages else name
-        return f"{name} {packages.get(name, '')}".strip()
+        text, code = f"{name} {packages.get(name, '')}".strip(), self.facts.get("code")
+        other = self.system.ours and code and ("PYTHONPATH" in self.system.variables or code != str(HERE))
+        return f"{text} from {code}" if other else text
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -144,6 +147,7 @@ class Contest:
         except ChildFailed as failed:
             entry.problem = str(failed)
             return False
+        entry.facts["code"] = entry.system.code(self.place.kind)
         entry.facts["load_s"] = time.monotonic() - started
         more = {} if entry.system.ours else self.warming
         for number in range(self.warm_ups):

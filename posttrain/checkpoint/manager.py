@@ -7,19 +7,14 @@
       huggingface/ ...   whatever `extra` wrote
       manifest.json      sizes and hashes of all of it, written last
 
-A checkpoint is written into a temporary folder beside its place, synced, and renamed. A process killed at any moment
-leaves the checkpoints that were complete, and at most a temporary folder, which the next start removes.
+How they get into their places is in `places.py`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +22,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from posttrain.checkpoint import dcp, state_json
+from posttrain.checkpoint import dcp, places, state_json
 from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
 from posttrain.checkpoint.files import files_below, sync_folder, sync_tree
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
@@ -36,9 +31,6 @@ from posttrain.tracking.atomic import replace_file
 STATE = "state.json"
 RNG = "rng.safetensors"
 LATEST = "latest_checkpointed_iteration.txt"
-_WRITING = ".writing-"
-_REPLACED = ".replaced-"
-_NAME = re.compile(r"global_step_(\d+)")
 
 
 WriteRole = Callable[[Path], object]
@@ -62,7 +54,7 @@ class CheckpointManager:
         self._keep = keep
         self._note = on_note
         self._verified: set[Path] = set()
-        self._clear_leftovers()
+        places.clear_leftovers(self.folder)
 
     # -- saving
 
@@ -85,7 +77,7 @@ class CheckpointManager:
         target = self.folder / f"global_step_{step}"
         text = state_json.dump(state)  # a state that cannot be stored fails before anything is written
         try:
-            with self._temporary(target) as folder:
+            with places.beside(target) as folder:
                 for role, held in tensors.items():
                     held(folder / role) if callable(held) else dcp.write_tensors(folder / role, held)
                 (folder / STATE).write_bytes(text)
@@ -95,7 +87,7 @@ class CheckpointManager:
                 sync_tree(folder)
                 write_manifest(folder, step=step, metric=metric)
                 sync_folder(folder)
-                self._put_in_place(folder, target)
+                places.put_in_place(folder, target)
         except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
             raise
         except BaseException as error:
@@ -114,36 +106,6 @@ class CheckpointManager:
         steps = self.steps()
         return sum(file.stat().st_size for file in files_below(self.path_of(steps[-1]))) if steps else 0
 
-    @contextmanager
-    def _temporary(self, target: Path) -> Iterator[Path]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        folder = self.folder / f"{_WRITING}{target.name}-{os.getpid()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            _try_lock(lock)  # tells other processes that this folder's writer lives
-            yield folder
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        finally:
-            os.close(lock)
-
-    def _put_in_place(self, folder: Path, target: Path) -> None:
-        aside = self.folder / f"{_REPLACED}{target.name}"
-        replaces = target.exists()  # the same step again, after a resume from an earlier one
-        if replaces:
-            os.rename(target, aside)
-        try:
-            os.rename(folder, target)
-        except OSError:
-            if replaces:
-                os.rename(aside, target)
-            raise
-        sync_folder(self.folder)
-        shutil.rmtree(aside, ignore_errors=True)
-
     def _name_latest(self, step: int) -> None:
         try:
             replace_file(self.folder / LATEST, f"{step}\n".encode())  # for people and scripts; never read here
@@ -154,7 +116,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoint folders, oldest first, whole or not."""
-        return _steps_in(self.folder)
+        return places.steps_in(self.folder)
 
     def newest(self) -> Path | None:
         """The newest checkpoint whose every file is as it was written; damaged ones are named in a note and skipped.
@@ -216,13 +178,27 @@ class CheckpointManager:
 
     def role_folder(self, path: str | os.PathLike[str], role: str) -> Path:
         """The folder of a role's tensors, for those who read it themselves; the whole checkpoint is verified."""
-        return self._checked(path, f"{role}/.metadata").parent
+        metadata = f"{role}/.metadata"
+        if metadata not in (files := self._verified_files(path)):
+            held = sorted({name.split("/")[0] for name in files if name.endswith("/.metadata")})
+            raise CheckpointError(
+                f"The checkpoint {path} holds no {role}, only {', '.join(held) or 'no role at all'}: its run trained "
+                "with other settings (algorithm.adv_estimator, for instance). Give this run those of the checkpoint, "
+                "or start a new run (trainer.experiment_name)."
+            )
+        return Path(path) / role
 
     def _checked(self, path: str | os.PathLike[str], name: str) -> Path:
-        """The file `name` of a checkpoint that was verified (once per manager), if its manifest lists it."""
+        """The file `name` of a checkpoint that was verified, if its manifest lists it."""
+        if name not in self._verified_files(path):
+            raise CheckpointError(f"The checkpoint {path} holds no {name} (its {MANIFEST} does not list it).")
+        return Path(path) / name
+
+    def _verified_files(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
+        """What the manifest of a checkpoint lists, by name; the checkpoint is verified, once per manager."""
         folder = Path(path)
         if not folder.is_dir():
-            there = [f"global_step_{step}" for step in _steps_in(folder.parent)]
+            there = [f"global_step_{step}" for step in places.steps_in(folder.parent)]
             raise CheckpointError(f"There is no checkpoint {folder}; {folder.parent} holds {dcp.few(there) or 'none'}.")
         if folder not in self._verified:
             problems = verify(folder)
@@ -232,9 +208,7 @@ class CheckpointManager:
                     "Name another one with trainer.resume_from_path, or let trainer.resume_mode=auto find a good one."
                 )
             self._verified.add(folder)
-        if name not in read_manifest(folder)["files"]:
-            raise CheckpointError(f"The checkpoint {folder} holds no {name} (its {MANIFEST} does not list it).")
-        return folder / name
+        return read_manifest(folder)["files"]
 
     # -- removing
 
@@ -245,43 +219,24 @@ class CheckpointManager:
         best = self.best()
         kept = {*complete[-self._keep :], *([best[0]] if best else [])}
         for step in complete:
-            if step not in kept:
-                self._remove(self.path_of(step))
-
-    def _remove(self, path: Path) -> None:
-        # Renamed first: killed halfway, this leaves no half checkpoint under a good name.
-        doomed = path.with_name(f"{_WRITING}{path.name}-removed")
-        try:
-            os.rename(path, doomed)
-        except OSError as error:
-            self._note(f"The old checkpoint {path} could not be removed: {error}.")
-        else:
-            shutil.rmtree(doomed, ignore_errors=True)
+            if step in kept:
+                continue
+            try:
+                places.remove(self.path_of(step))
+            except OSError as error:
+                self._note(f"The old checkpoint {self.path_of(step)} could not be removed: {error}.")
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename checkpoints later than `step` to `set_aside_...`: after a resume from `step` they belong to no run."""
         moved = []
         for later in [other for other in self.steps() if other > step]:
-            place = _free_name(self.folder / f"set_aside_global_step_{later}")
+            place = places.free_name(self.folder / f"set_aside_global_step_{later}")
             os.rename(self.path_of(later), place)
             moved.append(place)
         if moved:
             names = ", ".join(path.name for path in moved)
             self._note(f"Checkpoints later than step {step} were renamed, as the run goes on from there: {names}.")
         return moved
-
-    def _clear_leftovers(self) -> None:
-        if not self.folder.is_dir():
-            return
-        for path in self.folder.glob(f"{_REPLACED}*"):
-            original = self.folder / path.name.removeprefix(_REPLACED)
-            if original.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:  # killed between the two renames of _put_in_place
-                os.rename(path, original)
-        for path in self.folder.glob(f"{_WRITING}*"):
-            if not _has_living_writer(path):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _metric_of(path: Path) -> float | None:
@@ -290,37 +245,3 @@ def _metric_of(path: Path) -> float | None:
     except ValueError:
         return None
     return metric if isinstance(metric, int | float) and math.isfinite(metric) else None
-
-
-def _steps_in(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def _free_name(path: Path) -> Path:
-    count = 1
-    free = path
-    while free.exists():
-        count += 1
-        free = path.with_name(f"{path.name}_{count}")
-    return free
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks on folders; the run directory's own lock must serve there
-    return True
-
-
-def _has_living_writer(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return not _try_lock(descriptor)
-    finally:
-        os.close(descriptor)

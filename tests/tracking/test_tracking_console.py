@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from posttrain.tracking.console import Console, as_console
-from posttrain.tracking.progress import Progress, say, tee_output
+from posttrain.tracking.progress import Progress, say
+from posttrain.tracking.tee import tee_output
 from posttrain.trainer.run.stopping import GracefulStop
 
 PROGRAM = """
 import sys, time
 from posttrain.tracking.console import hang_up_is_no_end, keep_going, prepare_streams
-from posttrain.tracking.progress import Progress, say, tee_output
+from posttrain.tracking.progress import Progress, say
+from posttrain.tracking.tee import tee_output
 from pathlib import Path
 
 folder = Path(sys.argv[1])

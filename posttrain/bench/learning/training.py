@@ -20,6 +20,7 @@ from typing import Any
 
 from posttrain.bench import bench_folder
 from posttrain.bench.child import end_with_parent
+from posttrain.bench.code import of_this_bench
 from posttrain.bench.learning.entries import Entry
 from posttrain.bench.table import Line
 
@@ -69,7 +70,12 @@ class Process:
     def __init__(self, run: Run, folder: Path, log: Path, threads: int) -> None:
         self.run, self.log = run, log
         self.metrics = folder / "bench" / "run" / "metrics.jsonl"
-        variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            **of_this_bench(),
+        }
         with log.open("w") as words:
             self.process = subprocess.Popen(
                 run.command(folder),

@@ -46,6 +46,8 @@ def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
 
 def error_words(error: BaseException) -> str:
     """One line: the first of the message (and what a colon announces), with the kind of error where that tells more."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"needs {error.name.partition('.')[0]}, which {sys.executable} does not find"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     for_users = any(kind.__name__ == "UserError" for kind in type(error).__mro__)

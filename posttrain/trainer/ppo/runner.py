@@ -21,8 +21,9 @@ from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardSpec
 from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.console import hang_up_is_no_end
-from posttrain.tracking.progress import say, tee_output
+from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager

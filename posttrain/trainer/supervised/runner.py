@@ -13,7 +13,8 @@ import torch
 from posttrain.config.resolved import Resolved
 from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.tracking.console import hang_up_is_no_end
-from posttrain.tracking.progress import say, tee_output
+from posttrain.tracking.progress import say
+from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.memory import named_stage, settle_memory

@@ -1,0 +1,147 @@
+"""What merged values stand for: references and variables are replaced, then every value gets its declared type."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from posttrain.config.aliases import canonical, spellings
+from posttrain.config.merge import Merged
+from posttrain.config.problem import Problem
+from posttrain.config.schema import leaves
+from posttrain.config.values import WrongValue, convert, describe_hint, shown
+from posttrain.errors import first_line
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_UNSET_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+_PATH_KEYS = (
+    "data.train_files",
+    "data.val_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "model.path",
+    "model.tokenizer_path",
+    "critic.model.path",
+    "reward_model.model.path",
+    "reward_model.model.tokenizer_path",
+    "reward_model.model.input_tokenizer",
+    "custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+)
+_LITERAL_KEYS = (
+    "data.system_prompt",
+    "actor_rollout_ref.rollout.stop",
+    *(
+        f"{model}.{name}_modules"
+        for model in ("actor_rollout_ref.model", "critic.model")
+        for name in ("target", "exclude")
+    ),
+)
+
+
+def resolve_references(merged: Merged) -> None:
+    """Replace `${section.key}`, `${oc.env:NAME}`, `${NAME}` and `$NAME` by what they stand for."""
+    if any("${" in str(entry.value) for entry in merged.entries.values()) or "${" in str(merged.extra):
+        _resolve_interpolations(merged)
+    for key, entry in merged.entries.items():
+        if "$" in str(entry.value) and key not in _LITERAL_KEYS:
+            entry.value = _expand(entry.value)
+            unset = _UNSET_VARIABLE.search(str(entry.value)) if key in _PATH_KEYS else None
+            if unset:
+                what = f"`{key}` uses the environment variable {unset[0]}, which is not set."
+                merged.problems.append(Problem(what, entry.where(key), "set the variable, or write the path", (key,)))
+                merged.bad.add(key)
+
+
+def _home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _expand(value: Any) -> Any:
+    if isinstance(value, str):
+        return os.path.expandvars(value)
+    if isinstance(value, list):
+        return [_expand(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _expand(item) for name, item in value.items()}
+    return value
+
+
+def _resolve_interpolations(merged: Merged) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    flat = {leaf.key: leaf.default for leaf in leaves().values()}
+    flat |= {key: _rename(entry.value) for key, entry in merged.entries.items()}
+    flat |= {key: _rename(value) for key, value in merged.extra.items()}
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    config = OmegaConf.create(tree)
+    for key in [*merged.entries, *merged.extra]:
+        if "${" not in str(flat[key]):
+            continue
+        try:
+            value = OmegaConf.select(config, key, throw_on_missing=True)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            first = first_line(error)
+            where = merged.entries[key].where(key) if key in merged.entries else "your own section"
+            do = "refer to a key of the tree as `${section.key}`, to a variable as `${oc.env:NAME}`"
+            merged.problems.append(Problem(f"`{key}`: {flat[key]!r} cannot be resolved: {first}.", where, do, (key,)))
+            merged.bad.add(key)
+            continue
+        if key in merged.entries:
+            merged.entries[key].value = value
+        else:
+            merged.extra[key] = value
+
+
+def _rename(value: Any) -> Any:
+    """References written with another spelling, or naming an environment variable, in the form that OmegaConf reads."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name.isupper() and "." not in name:
+            return f"${{oc.env:{name}}}"
+        return f"${{{canonical(name).key or name}}}"
+
+    if isinstance(value, str):
+        return _REFERENCE.sub(replace, value)
+    if isinstance(value, list):
+        return [_rename(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _rename(item) for name, item in value.items()}
+    return value
+
+
+def convert_types(merged: Merged) -> None:
+    """Give every entry its declared type; a value that does not fit is a problem and falls back to the default."""
+    for key in list(merged.entries):
+        entry = merged.entries[key]
+        derived = spellings().derived
+        hint = derived[key] if key in derived else leaves()[key].hint
+        try:
+            if key in merged.bad:
+                raise WrongValue("")
+            entry.value = convert(entry.value, hint)
+            if key in _PATH_KEYS:
+                entry.value = _home(entry.value)
+        except WrongValue as error:
+            if key not in merged.bad:
+                text = str(error) if shown(key, entry.value) != "***" else "the value does not fit its type"
+                what = f"`{entry.spelling}`: {text}."
+                about = f" ({leaves()[key].sentence})" if key in leaves() else ""
+                do = f"give {describe_hint(hint)}{about}"
+                merged.problems.append(Problem(what, entry.where(key), do, (key,)))
+            merged.bad.add(key)
+            del merged.entries[key]

@@ -1,0 +1,72 @@
+"""The event loop of one tool, in a thread of its own: a tool that blocks its loop holds up no other tool.
+
+Whoever waits does so in another loop, with a deadline. If a lane does not react after one, it is left to itself and
+the tool goes on in a fresh one; what was under way in the old lane is answered by its own deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+_REACTS_S = 0.5
+_JOIN_S = 1.0
+
+
+class Lane:
+    """Runs coroutines elsewhere; `start` returns at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._begin()
+
+    def _begin(self) -> None:
+        loop = asyncio.new_event_loop()
+        self._loop, self._thread = loop, threading.Thread(target=_serve, args=(loop,), name=self.name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """The future of a coroutine that runs in the lane's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def renew_if_stuck(self) -> None:
+        """A fresh loop, if something blocks this one. Called from another loop, after a deadline has passed."""
+        loop, reacts = self._loop, asyncio.get_running_loop().create_future()
+        ours = asyncio.get_running_loop()
+
+        def react() -> None:
+            ours.call_soon_threadsafe(lambda: reacts.done() or reacts.set_result(None))
+
+        loop.call_soon_threadsafe(react)
+        try:
+            await asyncio.wait_for(reacts, _REACTS_S)
+        except TimeoutError:
+            if self._loop is loop:  # nobody else has noticed yet
+                loop.call_soon_threadsafe(loop.stop)
+                self._begin()
+
+    def stop(self) -> None:
+        """End the loop; one that is stuck is not waited for."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    # Coroutines that were given up, and errors of a tool's own tasks, are the tool's business: nothing is printed.
+    loop.set_exception_handler(lambda _loop, _context: None)
+    try:
+        loop.run_forever()
+        waiting = asyncio.all_tasks(loop)
+        for task in waiting:
+            task.cancel()
+        loop.call_later(_REACTS_S, loop.stop)
+        if waiting:
+            loop.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
+    except RuntimeError:  # stopped before all had ended
+        pass
+    finally:
+        loop.close()

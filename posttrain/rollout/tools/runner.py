@@ -1,0 +1,236 @@
+"""Calls of tools, answered beside the rollout: `submit` returns at once, `poll` and `wait` give turns whose calls have
+all been answered.
+
+Everything that waits for a tool does so in one event loop, which runs no code of tools: each tool has a loop of its own
+(`Lane`). So whatever a tool does, every call has its answer soon after its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from posttrain.rollout.tools.answers import SIDES, failure, presented, words_of
+from posttrain.rollout.tools.arguments import Misfit, fit
+from posttrain.rollout.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
+from posttrain.rollout.tools.counts import UNKNOWN, Counts
+from posttrain.rollout.tools.lane import Lane
+
+Turn = tuple[Hashable, list[ToolAnswer]]
+_CLOSING_S = 5.0
+"""Seconds that conversations which are still open may take to be closed, all together, when the runner ends."""
+
+
+class ToolRunner:
+    """Runs the calls of all conversations; a context manager. No tool can end or hang it."""
+
+    def __init__(self, tools: Mapping[str, Tool], *, timeout_s: float, max_chars: int, side: str) -> None:
+        """`timeout_s` is for one call; answers longer than `max_chars` are cut at `side` (see `answers.cut`)."""
+        if side not in SIDES or max_chars < 1 or timeout_s <= 0:
+            raise ValueError(f"side={side!r}, max_chars={max_chars}, timeout_s={timeout_s}")
+        self.tools, self.counts = dict(tools), Counts()
+        self._timeout_s, self._max_chars, self._side = timeout_s, max_chars, side
+        self._opened: dict[Hashable, dict[str, asyncio.Task[str | None]]] = {}
+        self._turns: dict[int, Hashable] = {}
+        self._ready: dict[int, list[ToolAnswer]] = {}
+        self._changed, self._number, self._closed = threading.Condition(), 0, False
+        self._lanes = {name: Lane(f"tool {name}") for name in tools}
+        self._places = {name: asyncio.Semaphore(tool.at_once) for name, tool in tools.items()}
+        self._own = Lane("tools")
+
+    def open(self, conversation: Hashable, given: Mapping[str, Mapping[str, Any]]) -> None:
+        """A conversation begins; `given` are its row's own arguments, by tool. Returns at once."""
+        self._own.start(self._open(conversation, {name: dict(given.get(name) or {}) for name in self.tools}))
+
+    def submit(self, conversation: Hashable, calls: Sequence[ToolCall]) -> None:
+        """All calls of one turn; they run side by side."""
+        with self._changed:
+            self._number += 1
+            number = self._number
+            self._turns[number] = conversation
+        self._own.start(self._turn(number, conversation, list(calls)))
+
+    def poll(self) -> list[Turn]:
+        """Turns that have been answered since, in the order in which they were submitted."""
+        with self._changed:
+            done = sorted(self._ready)
+            return [(self._turns.pop(number), self._ready.pop(number)) for number in done]
+
+    def wait(self) -> list[Turn]:
+        """As `poll`, but at least one turn if any is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or not self._turns)
+        return self.poll()
+
+    def reward(self, conversation: Hashable) -> float:
+        """What the whole conversation earns by its tools; asked before it is closed. An error counts, and earns 0."""
+        asked = [name for name, tool in self.tools.items() if _overrides(tool, "reward")]
+        return self._own.start(self._reward(conversation, asked)).result() if asked else 0.0
+
+    def close_conversation(self, conversation: Hashable) -> None:
+        """A conversation has ended. Returns at once; errors are counted, not raised."""
+        self._own.start(self._close(conversation))
+
+    def close(self) -> None:
+        """End everything. What hangs is left to itself."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(TimeoutError):
+            self._own.start(self._close_all()).result(2 * _CLOSING_S)
+        for lane in (self._own, *self._lanes.values()):
+            lane.stop()
+        for tool in self.tools.values():
+            tool.shutdown()
+
+    def __enter__(self) -> ToolRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What follows runs in the runner's own loop.
+
+    async def _turn(self, number: int, conversation: Hashable, calls: list[ToolCall]) -> None:
+        answers = await asyncio.gather(*(self._answer(conversation, call) for call in calls))
+        with self._changed:
+            self._ready[number] = list(answers)
+            self._changed.notify_all()
+
+    async def _answer(self, conversation: Hashable, call: ToolCall) -> ToolAnswer:
+        tool = self.tools.get(call.name)
+        name = UNKNOWN if tool is None else call.name
+        try:
+            answer = await self._ask(tool, conversation, call) if tool is not None else self._no_such(call.name)
+        except Exception as error:  # a schema that is none, metrics that are no dict
+            answer = failure("raised", f"The tool {call.name} is broken.", words_of(error))
+        answer = presented(answer, () if tool is None else tool.secrets, self._max_chars, self._side)
+        self.counts.add(name, "calls")
+        if answer.error is not None:
+            self.counts.add(name, answer.error.partition(":")[0], answer.error)
+        return answer
+
+    def _no_such(self, name: str) -> ToolAnswer:
+        known = ", ".join(self.tools)
+        return failure("unknown", f"There is no tool {str(name)[:80]!r}; there are: {known}.")
+
+    async def _ask(self, tool: Tool, conversation: Hashable, call: ToolCall) -> ToolAnswer:
+        try:
+            arguments = fit(tool.name, tool.schema["function"].get("parameters") or {}, call.arguments)
+        except Misfit as error:
+            return failure("arguments", str(error))
+        problem = await self._problem_of_opening(conversation, call.name)
+        if problem:
+            return failure("open", f"The tool {call.name} is not available in this conversation.", problem)
+        async with self._places[call.name]:
+            start = time.perf_counter()
+            try:
+                said = await self._within(call.name, lambda: tool.call(conversation, arguments))
+            except TimeoutError:
+                text = f"The tool {call.name} gave no answer within {self._timeout_s:g} seconds."
+                return failure("timeout", text, seconds=time.perf_counter() - start)
+            except ToolFault as error:
+                return failure("said", str(error), seconds=time.perf_counter() - start)
+            except Exception as error:
+                words = words_of(error)
+                text = f"The tool {call.name} failed: {words.rstrip('.')}."
+                return failure("raised", text, words, seconds=time.perf_counter() - start)
+            return _read(call.name, said, time.perf_counter() - start)
+
+    async def _within(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What a tool's coroutine gives, run in its lane; TimeoutError at the deadline, which the lane cannot delay."""
+        future = asyncio.wrap_future(self._lanes[name].start(_guarded(work)))
+        done, _ = await asyncio.wait([future], timeout=self._timeout_s)
+        if not done:
+            future.cancel()
+            await self._lanes[name].renew_if_stuck()
+            raise TimeoutError
+        kind, value = future.result()
+        if kind == "raised":
+            raise value
+        return value
+
+    async def _open(self, conversation: Hashable, given: dict[str, dict[str, Any]]) -> None:
+        asked = [name for name, tool in self.tools.items() if _overrides(tool, "open")]
+        self._opened[conversation] = {
+            name: asyncio.create_task(self._open_one(name, conversation, given[name])) for name in asked
+        }
+
+    async def _open_one(self, name: str, conversation: Hashable, given: dict[str, Any]) -> str | None:
+        """Why the tool could not be opened; None if it could."""
+        try:
+            await self._within(name, lambda: self.tools[name].open(conversation, **given))
+        except TimeoutError:
+            return f"`open` gave no answer within {self._timeout_s:g} s"
+        except Exception as error:
+            return words_of(error)
+        return None
+
+    async def _problem_of_opening(self, conversation: Hashable, name: str) -> str | None:
+        task = self._opened.get(conversation, {}).get(name)
+        return None if task is None else await task
+
+    async def _reward(self, conversation: Hashable, names: list[str]) -> float:
+        async def one(name: str) -> float:
+            if await self._problem_of_opening(conversation, name):
+                return 0.0
+            try:
+                return float(await self._within(name, lambda: self.tools[name].reward(conversation)))
+            except Exception as error:
+                self.counts.add(name, "reward", f"reward: {words_of(error)}")
+                return 0.0
+
+        return sum(await asyncio.gather(*(one(name) for name in names)))
+
+    async def _close(self, conversation: Hashable) -> None:
+        async def one(name: str, opening: asyncio.Task[str | None] | None) -> None:
+            if opening is not None and await opening is not None:
+                return
+            try:
+                await self._within(name, lambda: self.tools[name].close(conversation))
+            except Exception as error:
+                self.counts.add(name, "close", f"close: {words_of(error)}")
+
+        opened = self._opened.pop(conversation, {})
+        asked = [name for name, tool in self.tools.items() if _overrides(tool, "close")]
+        await asyncio.gather(*(one(name, opened.get(name)) for name in asked))
+
+    async def _close_all(self) -> None:
+        closing = [asyncio.create_task(self._close(conversation)) for conversation in list(self._opened)]
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSING_S)
+
+
+async def _guarded(work: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[str, Any]:
+    """The result, or the error as a value: nothing that a tool raises is taken for a deadline or an end of ours."""
+    try:
+        return "gave", await work()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return "raised", RuntimeError("it was cancelled")
+    except TimeoutError as error:
+        return "raised", RuntimeError(str(error) or "it waited too long for something")
+    except Exception as error:
+        return "raised", error
+    except BaseException as error:  # exit() in a tool ends its call, not the run
+        return "raised", RuntimeError(f"it raised {type(error).__name__}")
+
+
+def _read(name: str, said: Any, seconds: float) -> ToolAnswer:
+    if isinstance(said, ToolAnswer):
+        error = said.error if said.error is None or said.error.startswith("said:") else f"said: {said.error}"
+        return ToolAnswer(str(said.text), error, float(said.reward), dict(said.metrics), said.seconds or seconds)
+    if isinstance(said, str):
+        return ToolAnswer(said, seconds=seconds)
+    words = f"it gave a {type(said).__name__}, no text"
+    return failure("raised", f"The tool {name} failed: {words}.", words, seconds=seconds)
+
+
+def _overrides(tool: Tool, method: str) -> bool:
+    return getattr(type(tool), method) is not getattr(Tool, method)

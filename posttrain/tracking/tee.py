@@ -1,0 +1,165 @@
+"""Everything printed goes to the console and into a log file; a live row, where there is one, makes way for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from posttrain.tracking.colour import is_terminal, plain
+from posttrain.tracking.console import as_console
+from posttrain.tracking.foreign import libraries_apart
+
+
+class Bar(Protocol):
+    """What draws a live row on the screen."""
+
+    @property
+    def has_bar(self) -> bool: ...
+
+    def moved_away(self, stream: TextIO) -> AbstractContextManager[None]:
+        """Take the row off the screen while `stream` is written to."""
+        ...
+
+
+_active: Bar | None = None
+
+
+def active() -> Bar | None:
+    """Whose row is on the screen now."""
+    return _active
+
+
+def set_active(bar: Bar | None) -> None:
+    global _active
+    _active = bar
+
+
+class Tee:
+    """A stand-in for `sys.stdout` or `sys.stderr` that writes to it and to a log file."""
+
+    def __init__(self, stream: Any, log: TextIO, lock: threading.RLock) -> None:
+        self.stream, self._log, self._lock = stream, log, lock
+        self._pending, self._lost, self._log_failed = "", "", False
+        self._hid_bar = False
+
+    def write(self, text: str) -> int:
+        self._write(text, text)
+        return len(text)
+
+    def say(self, text: str, shown: str) -> None:
+        """A note: `text` goes into the log, `shown` to the console."""
+        self._write(f"{text}\n", f"{shown}\n")
+        self.flush()
+
+    def _write(self, text: str, shown: str) -> None:
+        with self._lock:
+            self._to_log(lambda: self._log.write(_for_log(text)))
+            if not self._hides(text):
+                self._show(shown)
+            if self._lost and text.endswith("\n"):
+                self._log_loss()
+
+    def _hides(self, text: str) -> bool:
+        """Whether this is a bar that another program's code draws where there is a row already, or nobody to look."""
+        if text == "\n" and self._hid_bar:  # the bar's end
+            self._hid_bar = False
+            return True
+        row = _active is not None and _active.has_bar
+        self._hid_bar = _is_bar(text) and (row or not is_terminal(self.stream))
+        return self._hid_bar
+
+    def _to_log(self, action: Callable[[], object]) -> None:
+        # A log on a full disk must not end the run; what is printed is still shown.
+        try:
+            action()
+        except ValueError:  # closed: a handler of a library outlives the run
+            return
+        except OSError as error:
+            if not self._log_failed:
+                self._log_failed = True
+                self.stream.write(f"The log file could not be written: {error}.\n")
+
+    def _show(self, text: str) -> None:
+        bar = _active
+        if bar is None or not bar.has_bar:
+            self.stream.write(text)
+            return
+        # `print` hands over the text and its line end one after the other; the bar is moved once per whole line.
+        self._pending += text
+        if "\n" in self._pending:
+            lines, _, self._pending = self._pending.rpartition("\n")
+            with bar.moved_away(self.stream):
+                self.stream.write(lines + "\n")
+
+    def lost_console(self, other: TextIO, path: Path, text: str) -> None:
+        """Says so where it can still be read: in the log, and on the other stream."""
+        self._lost = text  # into the log after the line that is being written
+        other.write(f"{text} Its log: {path}\n")
+
+    def _log_loss(self) -> None:
+        text, self._lost = self._lost, ""
+        self._to_log(lambda: self._log.write(f"{text}\n"))
+
+    def flush(self) -> None:
+        with self._lock:
+            self._to_log(self._log.flush)
+            self.stream.flush()
+
+    def finish(self) -> None:
+        with self._lock:
+            self.stream.write(self._pending)
+            self._pending = ""
+            if self._lost:
+                self._log_loss()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)  # isatty, encoding, fileno, ...
+
+
+@contextmanager
+def tee_output(path: Path) -> Iterator[None]:
+    """Everything printed in this process, also by user code, goes to the console and is added to the file `path`; what
+    libraries say (warnings, loggers) goes to a file beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.RLock()
+    log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+    before = sys.stdout, sys.stderr
+    consoles: list[Any] = [as_console(stream) for stream in before]
+    tees = Tee(consoles[0], log, lock), Tee(consoles[1], log, lock)
+    for tee, other in zip(tees, reversed(consoles), strict=True):
+        tee.stream.on_lost = partial(tee.lost_console, other, path)
+        if tee.stream.why:  # it was lost before there was a log
+            tee.stream.on_lost(tee.stream.why)
+    sys.stdout, sys.stderr = tees
+    try:
+        with libraries_apart(path.parent, (*before, *consoles, *tees)):
+            yield
+    finally:
+        # Only what is still ours is put back: someone else may have replaced the streams meanwhile.
+        if sys.stdout is tees[0]:
+            sys.stdout = before[0]
+        if sys.stderr is tees[1]:
+            sys.stderr = before[1]
+        for tee in tees:
+            tee.finish()
+        with suppress(OSError):  # what a full disk did not take was said when it was written
+            log.close()
+
+
+def _for_log(text: str) -> str:
+    """Without colours, and without what a bar draws over again and again."""
+    return "" if _is_bar(text) else plain(text)
+
+
+def _is_bar(text: str) -> bool:
+    return "\r" in text and not text.endswith("\n")
+
+
+def console_of(stream: TextIO) -> TextIO:
+    """The stream below a tee: a row that is drawn again and again has no place in a log."""
+    return stream.stream if isinstance(stream, Tee) else stream

@@ -1,0 +1,322 @@
+"""The runner: calls side by side, every call an answer, whatever a tool does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from posttrain.rollout.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
+from posttrain.rollout.tools.function import FunctionTool
+from posttrain.rollout.tools.runner import ToolRunner
+from posttrain.rollout.tools.threads import Threads
+
+FOREVER = threading.Event()
+
+
+def echo(text: str, wait: float = 0.0) -> str:
+    """Says the text again."""
+    time.sleep(wait)
+    return text
+
+
+async def echo_async(text: str, wait: float = 0.0) -> str:
+    """Says the text again."""
+    await asyncio.sleep(wait)
+    return text
+
+
+def hang() -> str:
+    """Never answers."""
+    FOREVER.wait()
+    return "at last"
+
+
+async def hang_async() -> str:
+    """Never answers, and does not let itself be cancelled."""
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+async def block(yes: bool = True) -> str:
+    """Blocks the event loop that it runs in."""
+    if yes:
+        FOREVER.wait()
+    return "free"
+
+
+def fail(kind: str) -> str:
+    """Fails."""
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "fault":
+        raise ToolFault("Nobody knows.")
+    if kind == "stop":
+        raise StopIteration
+    if kind == "timeout":
+        raise TimeoutError
+    raise FileNotFoundError("no file /home/me/secret/data.txt here\nTraceback: ...")
+
+
+@pytest.fixture
+def runner_of():
+    made: list[ToolRunner] = []
+
+    def make(*sources, timeout_s: float = 20.0, max_chars: int = 1000, side: str = "middle") -> ToolRunner:
+        tools = [source if isinstance(source, Tool) else FunctionTool(source) for source in sources]
+        made.append(ToolRunner({t.name: t for t in tools}, timeout_s=timeout_s, max_chars=max_chars, side=side))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+def ask(runner: ToolRunner, name: str, **arguments) -> ToolAnswer:
+    runner.submit("c", [ToolCall(name, arguments)])
+    ((conversation, (answer,)),) = runner.wait()
+    assert conversation == "c"
+    return answer
+
+
+def test_answers_come_in_the_order_of_calls_and_turns_in_the_order_of_submission(runner_of):
+    runner = runner_of(echo, echo_async)
+    runner.submit("slow", [ToolCall("echo", {"text": "a", "wait": 0.2}), ToolCall("echo_async", {"text": "b"})])
+    runner.submit("quick", [ToolCall("echo_async", {"text": "c"})])
+    runner.submit(("any", 3), [])
+    seen = []
+    while len(seen) < 3:
+        seen += runner.wait()
+    assert {c: [a.text for a in answers] for c, answers in seen} == {"slow": ["a", "b"], "quick": ["c"], ("any", 3): []}
+    assert runner.wait() == [] and runner.poll() == []
+    for number in range(20):
+        runner.submit(number, [ToolCall("echo", {"text": str(number)})])
+    while len(runner._ready) < 20:
+        time.sleep(0.01)
+    assert [conversation for conversation, _ in runner.poll()] == list(range(20))
+
+
+def test_calls_of_a_turn_and_of_several_turns_run_side_by_side(runner_of):
+    barrier = threading.Barrier(6, timeout=20)
+
+    def meet() -> str:
+        """Answers when six are here."""
+        barrier.wait()
+        return "met"
+
+    runner = runner_of(meet)
+    for conversation in range(2):
+        runner.submit(conversation, [ToolCall("meet", {})] * 3)
+    seen = []
+    while len(seen) < 2:
+        seen += runner.wait()
+    assert [answer.text for _, answers in seen for answer in answers] == ["met"] * 6
+
+
+def test_no_more_calls_run_at_once_than_a_tool_allows(runner_of):
+    now, most, lock = 0, 0, threading.Lock()
+
+    def count() -> str:
+        """Counts who is here."""
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+        time.sleep(0.01)
+        with lock:
+            now -= 1
+        return "ok"
+
+    tool = FunctionTool(count)
+    tool.at_once = 2
+    runner = runner_of(tool)
+    runner.submit("c", [ToolCall("count", {})] * 12)
+    ((_, answers),) = runner.wait()
+    assert len(answers) == 12 and most == 2
+
+
+def test_what_hangs_is_answered_after_its_deadline_and_holds_up_neither_other_calls_nor_the_end(runner_of):
+    runner = runner_of(hang, hang_async, block, echo, timeout_s=0.2)
+    names = ("hang", "hang_async", "block")
+    runner.submit("c", [ToolCall(name, {}) for name in names])
+    ((_, answers),) = runner.wait()
+    assert [a.text for a in answers] == [f"The tool {n} gave no answer within 0.2 seconds." for n in names]
+    assert all(a.error and a.error.startswith("timeout: ") and a.seconds > 0 for a in answers)
+    assert ask(runner, "echo", text="on").text == "on"
+    assert ask(runner, "block", yes=False).text == "free", "the tool goes on in a fresh loop"
+    runner.close()  # waits for none of them
+
+
+def test_a_tool_of_which_too_many_calls_hang_is_not_tried_again_until_they_end(monkeypatch):
+    monkeypatch.setattr("posttrain.rollout.tools.threads.MOST_HUNG", 2)
+    threads, free = Threads(), threading.Event()
+
+    async def give_up() -> None:
+        task = asyncio.create_task(threads.run(free.wait))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def story() -> str:
+        await give_up()
+        await give_up()
+        with pytest.raises(ToolFault, match="2 earlier calls of it hang"):
+            await threads.run(lambda: "x")
+        free.set()
+        for thread in list(threads.hung):
+            thread.join()
+        return await threads.run(lambda: "x")
+
+    assert asyncio.run(story()) == "x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "error"),
+    [
+        (
+            "file",
+            "The tool fail failed: FileNotFoundError: no file (a file) here.",
+            "raised: FileNotFoundError: no file",
+        ),
+        ("exit", "The tool fail failed: RuntimeError: it raised SystemExit.", "raised: "),
+        ("stop", "The tool fail failed: RuntimeError: it raised StopIteration.", "raised: "),
+        ("timeout", "The tool fail failed: RuntimeError: it waited too long for something.", "raised: "),
+        ("fault", "Nobody knows.", "said: Nobody knows."),
+    ],
+)
+def test_an_error_of_a_tool_is_one_sentence_without_paths(runner_of, kind, text, error):
+    answer = ask(runner_of(fail), "fail", kind=kind)
+    assert answer.text == text and answer.error is not None and answer.error.startswith(error)
+
+
+def test_unknown_tools_and_arguments_that_do_not_fit_are_told_to_the_model(runner_of):
+    runner = runner_of(echo, fail)
+    assert ask(runner, "ecco", text="x").text == "There is no tool 'ecco'; there are: echo, fail."
+    assert ask(runner, "echo", words="x").text.startswith('echo has no parameter "words"; it takes text (string)')
+    assert runner.counts.by_tool == {"(unknown)": {"calls": 1, "unknown": 1}, "echo": {"calls": 1, "arguments": 1}}
+
+
+def test_counts_tell_which_tool_never_works(runner_of):
+    runner = runner_of(echo, fail)
+    ask(runner, "echo")
+    for kind in ("fault", "file", "file"):
+        ask(runner, "fail", kind=kind)
+    assert runner.counts.by_tool["fail"] == {"calls": 3, "said": 1, "raised": 2}
+    assert [t.partition(";")[0] for t in runner.counts.troubles()] == [
+        "all 1 calls of the tool echo failed (1 arguments)",
+        "all 3 calls of the tool fail failed (2 raised, 1 said)",
+    ]
+    ask(runner, "echo", text="x")
+    assert len(runner.counts.troubles()) == 1 and runner.counts.failed("echo") == 1
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [
+        ("left", "01234... [5 characters left out]"),
+        ("right", "[5 characters left out] ...56789"),
+        ("middle", "012... [5 characters left out] ...89"),
+    ],
+)
+def test_long_answers_are_cut_where_verl_cuts_them_and_say_how_much_is_left_out(runner_of, side, text):
+    runner = runner_of(echo, max_chars=5, side=side)
+    assert ask(runner, "echo", text="0123456789").text == text
+    assert ask(runner, "echo", text="01234").text == "01234"
+
+
+def test_what_functions_return_becomes_text(runner_of):
+    def give(what: str) -> object:
+        """Gives something."""
+        return {"list": [1, "é"], "dict": {"a": None}, "none": None, "float": 0.5, "half": "\ud800", "odd": {1j}}[what]
+
+    runner = runner_of(give)
+    texts = [ask(runner, "give", what=what).text for what in ("list", "dict", "none", "float", "half", "odd")]
+    assert texts == ['[1, "é"]', '{"a": null}', "(no result)", "0.5", "\ufffd", "{1j}"]
+
+
+class Counter(Tool):
+    """Counts in each conversation; its rewards and its ends can fail."""
+
+    name = "counter"
+    schema = {"type": "function", "function": {"name": "counter", "description": "Counts.", "parameters": {}}}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.numbers: dict = {}
+        self.log: list = []
+
+    async def open(self, conversation, **given):
+        if given.get("broken"):
+            raise ValueError("no counter today")
+        self.numbers[conversation] = given.get("start", 0)
+
+    async def call(self, conversation, arguments):
+        self.numbers[conversation] += 1
+        return ToolAnswer(str(self.numbers[conversation]), reward=0.5, metrics={"count": 1.0})
+
+    async def reward(self, conversation):
+        if conversation == "poor":
+            raise ValueError("no money")
+        return float(self.numbers[conversation])
+
+    async def close(self, conversation):
+        self.log.append(conversation)
+        if conversation == "poor":
+            raise ValueError("no end")
+        del self.numbers[conversation]
+
+    def shutdown(self):
+        self.log.append("shutdown")
+
+
+def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of):
+    tool = Counter()
+    runner = runner_of(tool, echo)
+    runner.open("c", {"counter": {"start": 5}, "nobody": {}})
+    runner.open("other", {})
+    assert [ask(runner, "counter").text for _ in range(2)] == ["6", "7"]
+    answer = ask(runner, "counter")
+    assert (answer.reward, answer.metrics, answer.error) == (0.5, {"count": 1.0}, None) and answer.seconds > 0
+    assert runner.reward("c") == 8.0 and runner.reward("other") == 0.0
+    runner.close_conversation("c")
+    runner.close()
+    assert tool.log == ["c", "other", "shutdown"] and tool.numbers == {}, "what is left open is closed at the end"
+
+
+def test_a_conversation_whose_tool_cannot_be_opened_is_told_so_and_goes_on(runner_of):
+    tool = Counter()
+    runner = runner_of(tool)
+    runner.open("c", {"counter": {"broken": True}})
+    answer = ask(runner, "counter")
+    assert answer.text == "The tool counter is not available in this conversation."
+    assert answer.error == "open: ValueError: no counter today" and runner.reward("c") == 0.0
+    runner.open("poor", {})
+    assert runner.reward("poor") == 0.0
+    runner.close_conversation("poor")
+    runner.close()
+    assert runner.counts.by_tool["counter"] == {"calls": 1, "open": 1, "reward": 1, "close": 1}
+    assert runner.counts.troubles()[-1] == (
+        "`reward` of the tool counter failed 1 times; the last: reward: ValueError: no money"
+    )
+
+
+class Broken(Counter):
+    """Keeps to no promise."""
+
+    name = "broken"
+
+    async def call(self, conversation, arguments):
+        return {"dict": 3, "reward": ToolAnswer("x", reward="much")}[arguments["what"]]  # type: ignore
+
+
+@pytest.mark.parametrize("what", ["dict", "reward"])
+def test_a_tool_that_keeps_to_no_promise_cannot_end_the_run(runner_of, what):
+    tool = Broken()
+    tool.schema = {"function": {"parameters": {"additionalProperties": True}}}
+    runner = runner_of(tool)
+    assert (ask(runner, "broken", what=what).error or "").startswith("raised: ")
+    tool.schema = {}
+    assert ask(runner, "broken", what=what).text == "The tool broken is broken."
