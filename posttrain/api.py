@@ -36,7 +36,7 @@ def train(
         if value is not None
     ]
     resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
-    if resolved.config.trainer.dry_run:
+    if resolved.dry_run:
         raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.command.examine([...])")
     from posttrain.trainer.ppo.runner import run_training
 

@@ -84,6 +84,17 @@ def reward(args: Arguments) -> int:
     return 0
 
 
+def tool(args: Arguments) -> int:
+    if args and args[0] == "try":
+        from posttrain.rollout.tools import try_command
+
+        return try_command.main(args[1:])
+    parser = _parser("tool", "Tools that a model calls while it answers, outside a run.")
+    parser.add_argument("job", choices=["try"], help="call a tool once: `posttrain tool try --help`")
+    parser.parse_args(args)
+    return 0
+
+
 def _sample(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from posttrain.trainer.generation.sampled import sample_rows
 
@@ -188,6 +199,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
     "replay": (replay, "make the update of a past step again, to the bit: `replay RUN STEP`"),
     "reward": (reward, "`reward try FN DATA`: score a data file before a run; `--model M` samples responses"),
+    "tool": (tool, "`tool try NAME ARGUMENTS`: a tool's schema, what a model would read, and its answer"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
     "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),

@@ -111,11 +111,11 @@ def measure(case: Case, device: str) -> dict[str, Any]:
 
     from posttrain.bench.presets import find_shape
     from posttrain.config import load_config
+    from posttrain.controller.peaks import StagePeaks
     from posttrain.doctor.memory import find_device
     from posttrain.doctor.plan import plan_memory
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
     from posttrain.trainer.ppo.runner import opened_training
-    from posttrain.trainer.run.peaks import StagePeaks
 
     class WithoutCheckpoints(RayPPOTrainer):
         def _save_checkpoint(self) -> Path:

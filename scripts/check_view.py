@@ -90,9 +90,12 @@ def search(words: str) -> str:
     return f"{found}; i.value = {json.dumps(words)}; i.dispatchEvent(new Event('change'))"
 
 
-def overview(check: Check) -> None:
+def overview(check: Check, run: Path) -> None:
     page = "overview"
     check.first_paint(page, "#/overview", CHARTS)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["reward_mean"]
+    told = f"document.querySelector('.chart .last').textContent.startsWith('reward_mean {last:.4g}')"
+    check.time("the last recorded value, not a smoothed one", INTERACTION, "", told, page=page)
     slide = "const s = document.querySelector('input[type=range]'); s.value = 0.9; s.dispatchEvent(new Event('input'))"
     check.time("smoothing", INTERACTION, slide, f"location.hash.includes('smooth=0.9') && {DRAWN}", page=page)
     log = "document.querySelector('.check input').click()"
@@ -279,7 +282,7 @@ def check_run(
         browser.open(address)
         time.sleep(1)
         first_search(check, next(iter(words.values())))
-        overview(check)
+        overview(check, run)
         samples(check, steps)
         searches(check, words)
         health(check)

@@ -41,6 +41,7 @@ wants_ray() {
   local argument before=""
   for argument in "$@"; do
     if [[ "$before" =~ ^--n[_-]gpus$ && "$argument" =~ ^[0-9]+$ && "$argument" -gt 1 ]]; then echo ray; return; fi
+    if [[ "$argument" =~ ^actor_rollout_ref\.rollout\.(n_workers|n_gpus_per_node|nnodes)=[1-9][0-9]*$ ]]; then echo ray; return; fi
     if [[ "$argument" =~ ^(--n[_-]gpus|trainer\.(n_workers|n_gpus_per_node|nnodes))=([0-9]+)$ && "${BASH_REMATCH[3]}" -gt 1 ]]; then echo ray; return; fi
     before="$argument"
   done

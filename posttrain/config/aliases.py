@@ -93,9 +93,19 @@ AS_THE_ACTOR: dict[str, str] = {
 }
 """Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes."""
 
-NODE_RANK = "trainer.node_rank"
+NODE_RANK, DRY_RUN = "trainer.node_rank", "trainer.dry_run"
+OF_THE_COMMAND: dict[str, Any] = {NODE_RANK: int, DRY_RUN: bool}
+"""What belongs to the command and not to the run: it is not stored with it."""
+TOGETHER, ROLLOUT_MACHINES, ROLLOUT_EACH = (
+    "actor_rollout_ref.hybrid_engine",
+    f"{_ROLLOUT}.nnodes",
+    f"{_ROLLOUT}.n_gpus_per_node",
+)
 DERIVED: dict[str, Any] = {
-    NODE_RANK: int,
+    **OF_THE_COMMAND,
+    TOGETHER: bool,
+    ROLLOUT_MACHINES: int,
+    ROLLOUT_EACH: int,
     "algorithm.kl_coef": float,
     "trainer.gradient_accumulation": int,
     "reward.type": str,

@@ -8,7 +8,7 @@ from posttrain.config.merge import Merged
 from posttrain.config.merged_entries import put as _put
 from posttrain.config.merged_entries import set_default as _default
 from posttrain.config.merged_entries import take as _take
-from posttrain.config.parallel import derive_node_rank, derive_reference_sizes
+from posttrain.config.parallel import derive_command, derive_layout, derive_reference_sizes
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
 
@@ -24,7 +24,8 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _kl_coefficient(merged)
     derive_lora(merged)
     derive_reference_sizes(merged)
-    derive_node_rank(merged)
+    derive_command(merged)
+    derive_layout(merged)
     _embedded(merged, provided)
     _group_size(merged)
     _aggregation(merged)

@@ -8,16 +8,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from posttrain import cores
 from posttrain.config.closest import closest
-from posttrain.config.devices import gpus_present, runs_on_cpu
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.model_files import broken_files
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.torchrun import SOURCE as TORCHRUN
+from posttrain.config.worker_checks import check_parallel_rollout, check_workers
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _REWARD_MODEL = tuple(f"reward_model.model.{name}" for name in ("path", "tokenizer_path", "input_tokenizer"))
@@ -26,12 +24,6 @@ _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
 """Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
-_HOW_TO_GIVE_A_CLUSTER = (
-    "give the command on every machine, on the first with RAY_HEAD_ADDRESS=auto trainer.node_rank=0, on the others "
-    "with RAY_HEAD_ADDRESS=HOST:6379 trainer.node_rank=1, ...; or by torchrun --nnodes=N --node_rank=0 "
-    "--master_addr=HOST; or once, on a running Ray cluster (ray start --head on one machine, ray start "
-    "--address=HOST:6379 on the others), with RAY_ADDRESS=HOST:6379"
-)
 
 
 def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
@@ -50,7 +42,7 @@ def check_supervised_environment(
         *_model_folders(resolved, folder, "model"),
         *_adapters(resolved, folder, "model", heads),
         *_own_code(resolved, folder, ("model.external_lib",)),
-        *_workers(resolved, folder),
+        *check_workers(resolved, folder),
         *_folders(resolved, folder),
         *missing_packages(resolved),
     ]
@@ -182,45 +174,6 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
 
 
-def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
-    wanted, present = resolved.value(key), gpus_present()
-    most = cores.usable() if runs_on_cpu(resolved.config) else present
-    by_torchrun = resolved.where("trainer.nnodes") == TORCHRUN
-    addresses = [os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS") if os.environ.get(name)]
-    in_cluster = nodes > 1 and bool(addresses) and not by_torchrun
-    if wanted > max(most, 1) and not in_cluster:  # without any GPU the device is what is wrong, and is told of
-        kind = f"{most} CPU core(s)" if runs_on_cpu(resolved.config) else f"{present} GPU(s)"
-        what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {kind}."
-        where = resolved.where(key)
-        setting = "--nproc_per_node" if where == TORCHRUN else key
-        yield Problem(what, where, f"set {setting} to {max(most, 1)} or less")
-    elif wanted * nodes > 1 and importlib.util.find_spec("ray") is None:
-        what = (
-            f"`{key}={wanted}` asks for {wanted * nodes} workers, which Ray starts; the package ray is not installed."
-        )
-        yield Problem(what, resolved.where(key), f'pip install "posttrain[ray]", or set {key}=1')
-    if nodes > 1 and not (in_cluster or by_torchrun):
-        what = f"`trainer.nnodes={nodes}` asks for {nodes} machines, but no cluster or head address is given."
-        yield Problem(what, resolved.where("trainer.nnodes"), _HOW_TO_GIVE_A_CLUSTER)
-    if in_cluster and resolved.node_rank and addresses[:1] == ["auto"]:
-        what = f"`trainer.node_rank={resolved.node_rank}` joins machine 0, and `auto` does not say where that is."
-        do = "set RAY_HEAD_ADDRESS=HOST:6379, as the command of machine 0 prints it"
-        yield Problem(what, "environment variable RAY_HEAD_ADDRESS", do)
-    if resolved.value("trainer.device") == "cuda" and present == 0:
-        what = "`trainer.device=cuda`, but this machine shows no GPU."
-        yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")
-
-
-def _parallel_rollout(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    wanted, nodes = resolved.value("trainer.n_gpus_per_node"), resolved.value("trainer.nnodes")
-    size = resolved.value(f"{_ROLLOUT}.tensor_model_parallel_size")
-    if size > 0 and (wanted * nodes) % size:
-        parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
-        what = f"`{parallel}={size}` does not divide the {wanted} x {nodes} = {wanted * nodes} worker(s)."
-        yield Problem(what, resolved.where(parallel), "set a divisor of trainer.n_gpus_per_node x trainer.nnodes")
-
-
 def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key = "trainer.default_local_dir"
     target = (cwd / resolved.value(key)).absolute()
@@ -240,8 +193,8 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _adapters,
     _own_code,
     _rollout_engine,
-    _workers,
-    _parallel_rollout,
+    check_workers,
+    check_parallel_rollout,
     _folders,
     lambda resolved, cwd: iter(missing_packages(resolved)),
 ]

@@ -161,7 +161,9 @@ def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved
     config = build({key: entry.value for key, entry in merged.entries.items() if key in leaves()})
     explicit = {key for key in merged.entries if merged.is_set(key)}
     asked = "help" if line.help else line.cfg
-    return Resolved(config, sources, merged.notes, explicit, main_file, merged.extra, asked, merged.node_rank)
+    return Resolved(
+        config, sources, merged.notes, explicit, main_file, merged.extra, asked, merged.node_rank, merged.dry_run
+    )
 
 
 def _judge(

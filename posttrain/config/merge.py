@@ -44,6 +44,8 @@ class Merged:
     """Keys whose value could not be read; checks of them are skipped."""
     node_rank: int = 0
     """Which machine of the run this is."""
+    dry_run: bool = False
+    """Whether the run is only looked at."""
 
     def value(self, key: str) -> Any:
         """The value in force: an entry's, else the default."""

@@ -108,6 +108,7 @@ _ROLLOUT: dict[str, Range] = {
     "min_p": _SHARE,
     "repetition_penalty": _POSITIVE,
     "max_num_seqs": _ONE_OR_MORE,
+    "n_workers": _ZERO_OR_MORE,
     "tensor_model_parallel_size": _ONE_OR_MORE,
     "gpu_memory_utilization": _POSITIVE_SHARE,
 }

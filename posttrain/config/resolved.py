@@ -31,6 +31,8 @@ class Resolved:
     node_rank: int = 0
     """Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
     nowhere stored."""
+    dry_run: bool = False
+    """Whether the run is only to be looked at (`trainer.dry_run`); of the command, too."""
 
     def value(self, key: str) -> Any:
         """The value of a canonical key."""

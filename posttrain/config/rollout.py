@@ -52,6 +52,9 @@ class RolloutConfig(Section):
     kv_cache_gb: float | None = None
     """Most memory that the native engine's key/value cache may take, in GiB; null is what the memory plan
     leaves of a GPU, and 30% of the memory elsewhere."""
+    n_workers: int = 0
+    """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
+    do both."""
     tensor_model_parallel_size: int = 1
     """Devices that share one rollout engine."""
     gpu_memory_utilization: float | None = None

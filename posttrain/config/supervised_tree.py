@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.aliases import NODE_RANK, Spellings
+from posttrain.config.aliases import OF_THE_COMMAND, Spellings
 from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.commandline import CUT_SHORT
@@ -16,7 +16,7 @@ from posttrain.config.effects import Effect, idle_settings
 from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
 from posttrain.config.merged_entries import put, set_default, take
-from posttrain.config.parallel import check_sizes, derive_node_rank, one_worker
+from posttrain.config.parallel import check_sizes, derive_command, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import (
     MODEL_RANGES,
@@ -75,7 +75,7 @@ _SFT_RENAMED: dict[str, str] = {
     "data.messages_key": "data.multiturn.messages_key",
     "data.tools_key": "data.multiturn.tools_key",
 }
-_DERIVED: dict[str, Any] = {NODE_RANK: int, _PER_DEVICE: int, _ACCUMULATION: int}
+_DERIVED: dict[str, Any] = {**OF_THE_COMMAND, _PER_DEVICE: int, _ACCUMULATION: int}
 _NOT_BUILT: dict[str, str] = {
     "actor_rollout_ref.": "these are settings of RL (`posttrain.trainer.main_ppo`); here the model is `model.*`, the "
     "optimizer `optim.*`",
@@ -149,7 +149,7 @@ def _nothing_given(command: str, keys: str) -> Callable[[], Problem]:
 
 def _derive(merged: Merged, provided: frozenset[str]) -> None:
     _rows_per_step(merged)
-    derive_node_rank(merged)
+    derive_command(merged)
     for key, what in {"model.path": "model", "data.train_files": "data"}.items():
         if merged.value(key) is None and key not in provided and key not in merged.bad:
             set_default(merged, key, "embedded", "nothing was named")

@@ -57,8 +57,6 @@ class RunConfig(Section):
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
     profile_steps: list[int] | None = None
     """Steps of which torch's profiler writes a trace to `traces/` in the run directory; they take longer."""
-    dry_run: bool = False
-    """Look at everything that can be known before the run (`posttrain doctor`), print it, and do not train."""
     max_bad_steps: int = 3
     """Stop after this many training steps in a row in which an update was skipped because loss or gradient was not
     finite."""

@@ -40,6 +40,11 @@ def first(results: list[Any], calls: Calls) -> Any:
     return results[0]
 
 
+def all_of(results: list[Any], calls: Calls) -> list[Any]:
+    """The answers of all ranks."""
+    return results
+
+
 def largest(results: list[dict[str, float]], calls: Calls) -> dict[str, float]:
     """By name, the largest number of any rank."""
     return {name: max(part[name] for part in results if name in part) for name in results[0]}

@@ -56,6 +56,15 @@ class WorkerGroup(ABC):
             known[name] = self.start(name, ()).result()
         return known[name]
 
+    def hand_over(self, answer: Future, name: str, arguments: tuple[Any, ...] = ()) -> Future:
+        """Begin a call on every rank with what one rank of another group answered, and these arguments; gives all
+        results. The answer goes from worker to worker: it does not pass through the caller."""
+        parts = [self._send_answer(rank, name, answer, arguments) for rank in range(self.world_size)]
+        return self._joined(parts, lambda results: results)
+
+    def _send_answer(self, rank: int, name: str, answer: Future, arguments: tuple[Any, ...]) -> Future:
+        return self._send(rank, name, (answer.result(), *arguments))
+
     @property
     def later(self) -> Any:
         return _View(self, lambda name, arguments: self.start(name, arguments))

@@ -9,12 +9,18 @@ from typing import Any
 
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.peaks import StagePeaks
+
+ROLLOUT = "rollout"
+"""The role that processes of its own may have."""
 
 
 class Workers(ABC):
     """Makes worker groups; roles of one run share the processes of their ranks. Use `with`, or `close`."""
 
     world_size: int
+    rollout_size: int = 0
+    """Further processes, for the role `rollout` alone; without them it is made on every rank, as the others are."""
 
     @abstractmethod
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
@@ -25,6 +31,10 @@ class Workers(ABC):
         times say it all."""
         return []
 
+    def peaks(self) -> StagePeaks:
+        """Measures the workers' memory by stage; this process's, where they are in it."""
+        return StagePeaks()
+
     def traced(self, stem: Path) -> AbstractContextManager[None]:
         """Inside, every rank records what it does, and writes STEM.rank_R.json.gz in the end; nothing where the
         caller's own trace says it all."""
@@ -33,6 +43,10 @@ class Workers(ABC):
     @abstractmethod
     def words(self) -> str:
         """Where they are, for the user."""
+
+    def places(self) -> list[str]:
+        """Sentences on who trains and who generates where; none where the same workers do both."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

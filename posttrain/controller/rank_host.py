@@ -50,6 +50,7 @@ class RankHost:
         torch.set_num_threads(threads)
         self.workers: dict[str, Any] = {}
         self.profiler: Any = None
+        self.peaks: Any = None
         self.spans: list[list[Any]] = []
         """[method, when it began, its seconds] of the calls since they were last taken."""
 
@@ -97,11 +98,50 @@ class RankHost:
 
     def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
         """Call a worker's method."""
+        return self._timed(role, name, lambda method: method(*unpack((pickled, buffers))))
+
+    def _timed(self, role: str, name: str, call: Any) -> Parcel:
         begun = time.time()
         with self._range(f"{role}.{name}"):
-            answer = self._answer(lambda: getattr(self.workers[role], name)(*unpack((pickled, buffers))))
+            answer = self._answer(lambda: call(getattr(self.workers[role], name)))
         self._note_span(name, begun, time.time())
         return answer
+
+    def take(self, role: str, name: str, answer: Parcel, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+        """Call a worker's method with what another process answered; where that was an error, it is the answer."""
+        first = unpack(answer)
+        if isinstance(first, Failure):
+            return pack(first)
+        return self._timed(role, name, lambda method: method(first, *unpack((pickled, buffers))))
+
+    def place(self) -> Parcel:
+        """(the machine's name, its GPUs that are this process's own, the process, its threads)."""
+        return self._answer(self._place)
+
+    def _place(self) -> tuple[str, list[int], int, int]:
+        import ray
+        import torch
+
+        gpus = ray.get_gpu_ids() if self.device.startswith("cuda") else []
+        return socket.gethostname(), [int(gpu) for gpu in gpus], os.getpid(), torch.get_num_threads()
+
+    def begin_stage(self) -> None:
+        """Memory is measured from now on."""
+        self._measure().begin()
+
+    def end_stage(self, stage: str) -> None:
+        self._measure().end(stage)
+
+    def take_peaks(self) -> Parcel:
+        """By stage, the most memory that this process took."""
+        return self._answer(self._measure().by_stage)
+
+    def _measure(self) -> Any:
+        if self.peaks is None:
+            from posttrain.controller.peaks import StagePeaks
+
+            self.peaks = StagePeaks()
+        return self.peaks
 
     def begin_trace(self) -> None:
         """Record what this rank does from now on."""

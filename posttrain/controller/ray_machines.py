@@ -60,6 +60,43 @@ def machines_for(
         time.sleep(1)
 
 
+def rooms_for(
+    count: int, each: int, machines: Sequence[Machine], device: str, tell: Callable[[str], None] = print
+) -> list[Machine]:
+    """Where `count` further workers go beside the `each` on these machines. Free GPUs anywhere in the run's Ray
+    are taken, those of the first machines first; on a CPU the machines themselves share them evenly."""
+    if device != "cuda":
+        return [machines[number % len(machines)] for number in range(count)]
+    taken = dict.fromkeys([machine.id for machine in machines], each)
+    until, told = time.monotonic() + WAIT_S, False
+    while True:
+        try:
+            return free_rooms(ray.nodes(), machines[0].id, count, taken)
+        except TooFewMachines as error:
+            if time.monotonic() > until:
+                raise
+            if not told:
+                tell(f"Waiting {WAIT_S:.0f} s for machines to join. {error}.")
+            told = True
+        time.sleep(1)
+
+
+def free_rooms(nodes: Sequence[Mapping[str, Any]], here: str, count: int, taken: Mapping[str, int]) -> list[Machine]:
+    """`count` free GPUs of what Ray says of its nodes, `taken` by id are not; those of machines in use first."""
+    alive = [node for node in nodes if node["Alive"]]
+    ordered = sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"] not in taken, node["NodeID"]))
+    free = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) - taken.get(node["NodeID"], 0) for node in ordered}
+    found = [_machine(node) for node in ordered for _ in range(free[node["NodeID"]])]
+    if len(found) < count:
+        raise TooFewMachines(
+            f"actor_rollout_ref.rollout.n_workers={count}: beside the workers that train, the Ray of this run has "
+            f"{len(found)} free GPU(s) on {len(alive)} machine(s). Start Ray on further ones (ray start "
+            "--address=HOST:6379) and name the cluster by RAY_ADDRESS; or lower one of the two numbers",
+            found=len(found),
+        )
+    return found[:count]
+
+
 def chosen(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int, device: str) -> list[Machine]:
     """Of what Ray says of its nodes."""
     alive = [node for node in nodes if node["Alive"]]
@@ -73,7 +110,8 @@ def chosen(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int,
             found=len(fit),
         )
     ordered = sorted(fit, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
-    return [
-        Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))
-        for node in ordered[:count]
-    ]
+    return [_machine(node) for node in ordered[:count]]
+
+
+def _machine(node: Mapping[str, Any]) -> Machine:
+    return Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))

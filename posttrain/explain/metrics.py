@@ -98,6 +98,10 @@ FAMILIES: dict[str, str] = {
         "Largest difference of rollout and trainer log-probs on fixed tokens after a weight sync. Above 1e-3 "
         "(float32) or 0.5 (bfloat16) the run stops."
     ),
+    "sync/checksum": (
+        "Of all weights that the workers that generate were given, where they are others than those that train "
+        "(actor_rollout_ref.rollout.n_workers); it is compared on every one of them, and another one stops the run."
+    ),
     "timing_s/step": "Seconds of the step: the sum of its stages.",
     "timing_s/STAGE": "Seconds of one stage: gen (rollout), reward, ref, update_actor, validation, ...",
     "perf/total_num_tokens": "Tokens of the step's prompts and responses.",
@@ -106,8 +110,10 @@ FAMILIES: dict[str, str] = {
     "perf/memory_gb": "The most memory that a stage of the step took, in GB; by stage see perf/memory_gb/STAGE.",
     "perf/memory_gb/STAGE": (
         "The most memory while one stage ran, in GB (10^9 bytes): allocated on the CUDA device, or resident in the "
-        "process. Not measured where workers are other processes."
+        "process; with several workers, of the fullest."
     ),
+    "perf/rollout_memory_gb": "As perf/memory_gb, of workers that only generate (actor_rollout_ref.rollout.n_workers).",
+    "perf/rollout_memory_gb/STAGE": "As perf/memory_gb/STAGE, of the workers that only generate.",
     "perf/generated_tokens_per_s": "Response tokens per second of the rollout.",
     "train/{grad_norm,lr}": "Of a supervised step: the gradient's norm before clipping, and the learning rate.",
     "train/bad_steps": "1 if the update was skipped because loss or gradient was not finite.",

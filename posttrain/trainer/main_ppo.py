@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.config.parallel import one_process
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking import ending
 from posttrain.tracking.console import keep_going, prepare_streams
@@ -79,11 +80,11 @@ class TaskRunner:
 
         apply_environment()
         resolved = as_resolved(config)
-        if resolved.value("trainer.dry_run"):
+        if resolved.dry_run:
             from posttrain.doctor.checkup import dry_run
 
             return dry_run(resolved)
-        if resolved.value("trainer.n_gpus_per_node") * resolved.value("trainer.nnodes") == 1:
+        if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
         from posttrain.trainer.ppo.runner import run_training
 

@@ -12,6 +12,7 @@ import torch
 
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
+from posttrain.controller.peaks import StagePeaks
 from posttrain.tracking.background import Background
 from posttrain.tracking.by_step import TIMELINE, append_line
 from posttrain.tracking.every import Every
@@ -20,7 +21,6 @@ from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import FRESH_S, NAME, write_status
 from posttrain.trainer.run.memory import named_stage
-from posttrain.trainer.run.peaks import StagePeaks
 from posttrain.trainer.run.traces import StepTraces
 
 
@@ -34,6 +34,7 @@ class RunWriter:
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
         self.peaks = StagePeaks()
+        """Of this process; of the workers' where these are others."""
         self.traces = StepTraces(config.trainer.profile_steps, run.path)
         self.spans: list[list[Any]] = []
         """[stage, when it began, its seconds] of this step."""

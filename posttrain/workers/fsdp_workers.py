@@ -12,12 +12,11 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Calls, largest, register, to_all, to_first
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.models.adapter_targets import stacked_note
-from posttrain.models.loading import end_token_note
 from posttrain.protocol import DataProto
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
 from posttrain.workers.engine_worker import EngineWorker
 from posttrain.workers.fields import batch_of
-from posttrain.workers.lora_state import lora_state, policy_notes
+from posttrain.workers.lora_state import lora_state
 from posttrain.workers.measures import Measures
 from posttrain.workers.plan import UpdatePlan, join_updates, planned
 from posttrain.workers.policy import PolicyWorker
@@ -28,6 +27,7 @@ from posttrain.workers.rollout import RolloutWorker
 from posttrain.workers.spread import by_passes, in_row_order
 
 __all__ = [
+    "ActorRefWorker",
     "ActorRolloutRefWorker",
     "CriticWorker",
     "PolicyWorker",
@@ -45,9 +45,8 @@ def planned_critic_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
     return planned(group, arguments[0], schedule, lambda mini: prepare_values(group.config, mini))
 
 
-class ActorRolloutRefWorker(PolicyWorker, RolloutWorker, ReferenceWorker):
-    """The three in one process: the rollout reads the policy's own weights where it has them whole, and with adapters
-    the policy's base is the reference."""
+class ActorRefWorker(PolicyWorker, ReferenceWorker):
+    """Policy and reference in one process; with adapters the policy's base is the reference."""
 
     def __init__(
         self,
@@ -63,10 +62,28 @@ class ActorRolloutRefWorker(PolicyWorker, RolloutWorker, ReferenceWorker):
 
     @register(to_all)
     def init_model(self) -> None:
-        """Load weights and build the optimizer, the rollout's engine and, without adapters, the reference."""
+        """Load weights and build the optimizer and, without adapters, the reference."""
         PolicyWorker.init_model(self)
         if self.with_reference and self.adapters is None:
             ReferenceWorker.init_model(self)
+
+    @contextmanager
+    def _frozen(self) -> Iterator[TrainEngine]:
+        if self.reference is None:
+            with self.engine.on_device(), self.engine.base_only():
+                yield self.engine
+        else:
+            with super()._frozen() as engine:
+                yield engine
+
+
+class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
+    """The three in one process: the rollout reads the policy's own weights where it has them whole."""
+
+    @register(to_all)
+    def init_model(self) -> None:
+        """As the policy and its reference, and the rollout's engine."""
+        ActorRefWorker.init_model(self)
         live = self.engine.live_model()
         self.rollout_is_apart = live is None
         with self.engine.on_device():  # the engine is tried when it is made
@@ -79,15 +96,6 @@ class ActorRolloutRefWorker(PolicyWorker, RolloutWorker, ReferenceWorker):
     def _sleep(self) -> None:
         super()._sleep()
         self.engine.offload()
-
-    @contextmanager
-    def _frozen(self) -> Iterator[TrainEngine]:
-        if self.reference is None:
-            with self.engine.on_device(), self.engine.base_only():
-                yield self.engine
-        else:
-            with super()._frozen() as engine:
-                yield engine
 
     @register(to_all, largest)
     def sync_weights(self, version: int) -> dict[str, float]:
@@ -106,9 +114,7 @@ class ActorRolloutRefWorker(PolicyWorker, RolloutWorker, ReferenceWorker):
 
     @register(to_first)
     def notes(self) -> list[str]:
-        no_end = end_token_note(self.end_ids, self.engine.facts().vocabulary)
-        about_rollout = (self.position_note, no_end, *policy_notes(self.config, self.engine_name))
-        return [*PolicyWorker.notes(self), *(note for note in about_rollout if note)]
+        return [*PolicyWorker.notes(self), *self.rollout_notes(self.engine.facts().vocabulary)]
 
 
 class CriticWorker(EngineWorker):

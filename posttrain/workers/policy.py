@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,11 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import Calls, register, to_all, to_first
 from posttrain.engine.base import Passes
+from posttrain.engine.ranks import this_rank
+from posttrain.models.finite import not_finite
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
+from posttrain.workers.buckets import Bucket, in_buckets
 from posttrain.workers.engine_worker import ExportingWorker
 from posttrain.workers.fields import batch_of
 from posttrain.workers.lora_state import adapter_notes, lora_state
@@ -84,6 +87,39 @@ class PolicyWorker(ExportingWorker):
         """Forward and backward over rows of these lengths; nothing changes, but running out of memory shows."""
         with self.engine.on_device(optimizer=True):
             self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
+
+    # -- weights for others ---------------------------------------------------------------------------------------
+    @register(to_all)
+    def next_bucket(self, first: bool) -> Bucket:
+        """The next of the weights, from the beginning with `first`; all ranks must be asked, rank 0 gives them."""
+        if first:
+            self._leaving = self._buckets()
+        self._was_last = True  # whatever happens now
+        bucket = next(self._leaving)
+        self._was_last = bucket.last
+        if bucket.last:
+            self._leaving.close()  # weights go back to where they rest
+        return bucket
+
+    def _buckets(self) -> Generator[Bucket]:
+        with self.engine.on_device():
+            yield from in_buckets(self.engine.export_weights(), keep=this_rank() == 0)
+
+    @register(to_first)
+    def was_last_bucket(self) -> bool:
+        return self._was_last
+
+    @register(to_all)
+    def probe_scores(self) -> torch.Tensor:
+        """What the rollout's scores of the probe's rows are compared with."""
+        with self.engine.on_device():
+            return self.probe.trainers_scores(self.engine)
+
+    @register(to_all)
+    def lost_weights(self) -> list[str]:
+        """Weights that are not finite."""
+        with self.engine.on_device():
+            return not_finite(self.engine.export_weights())
 
     @register(to_first)
     def vocabulary(self) -> int:

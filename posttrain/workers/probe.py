@@ -5,24 +5,40 @@ Shapes: B rows, R response width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from posttrain.engine.base import TrainEngine
-from posttrain.errors import UserError
 from posttrain.models.finite import few, not_finite
 from posttrain.models.proof import beyond_rounding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, RolloutEngine
 from posttrain.rollout.generate import to_batch
+from posttrain.workers.buckets import SyncError
 
 ROWS, LENGTH = 4, 12  # enough to see a wrong tensor, too little to be felt
 
 
-class SyncError(UserError):
-    """The rollout engine does not compute with the trainer's weights."""
+def compare_scores(
+    ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, lost: Callable[[], list[str]]
+) -> dict[str, float]:
+    """`sync/probe_max` of the trainer's scores and an engine's; past the tolerance of the type it is an error. `lost`
+    names weights of the trainer that are not finite."""
+    if differ := beyond_rounding(ours, theirs, dtype):
+        if not bool(torch.isfinite(ours).all()):
+            names = lost()
+            where = f" (NaN or infinite: {few(names)})" if names else ""
+            raise SyncError(
+                f"the update left weights with which the trainer itself computes no numbers{where}: it was too "
+                "large. Lower actor_rollout_ref.actor.optim.lr, and continue from a checkpoint before it"
+            )
+        raise SyncError(
+            f"after the weight sync the rollout engine's log-probs differ from the trainer's {differ}: the engine "
+            "does not compute with the weights it was given"
+        )
+    return {"sync/probe_max": float((ours - theirs).abs().max())}
 
 
 class WeightProbe:
@@ -36,21 +52,15 @@ class WeightProbe:
 
     def compare(self, trainer: TrainEngine, rollout: RolloutEngine) -> dict[str, float]:
         """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
-        theirs = torch.stack(rollout.score(self.rows))
-        ours = trainer.log_probs(self.batch)["log_probs"]
-        if differ := beyond_rounding(ours, theirs, trainer.facts().dtype):
-            if not bool(torch.isfinite(ours).all()):
-                lost = not_finite(trainer.export_weights())
-                where = f" (NaN or infinite: {few(lost)})" if lost else ""
-                raise SyncError(
-                    f"the update left weights with which the trainer itself computes no numbers{where}: it was too "
-                    "large. Lower actor_rollout_ref.actor.optim.lr, and continue from a checkpoint before it"
-                )
-            raise SyncError(
-                f"after the weight sync the rollout engine's log-probs differ from the trainer's {differ}: the engine "
-                "does not compute with the weights it was given"
-            )
-        return {"sync/probe_max": float((ours - theirs).abs().max())}
+        theirs, ours = self.rollouts_scores(rollout), self.trainers_scores(trainer)
+        return compare_scores(ours, theirs, trainer.facts().dtype, lambda: not_finite(trainer.export_weights()))
+
+    def trainers_scores(self, engine: TrainEngine) -> torch.Tensor:
+        """Log-probs of the fixed rows; all ranks compute them."""
+        return engine.log_probs(self.batch)["log_probs"]
+
+    def rollouts_scores(self, engine: RolloutEngine) -> torch.Tensor:
+        return torch.stack(engine.score(self.rows))
 
     def dry_run(self, engine: TrainEngine, actor: Any, lengths: Sequence[int], prompt_length: int) -> None:
         prompts = [[0] * min(prompt_length, length - 1) for length in lengths]

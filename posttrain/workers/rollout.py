@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import register, to_all, to_first
-from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
+from posttrain.controller.dispatch import all_of, register, to_all, to_first
+from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.settings import sampling_for
+from posttrain.workers.buckets import Bucket, checksum_of_all
+from posttrain.workers.lora_state import policy_notes
+from posttrain.workers.probe import WeightProbe
 from posttrain.workers.roles import rollout_model
 from posttrain.workers.spread import by_groups, in_row_order
 
@@ -31,6 +34,7 @@ class RolloutWorker:
     @register(to_all)
     def init_model(self) -> None:
         self._build_rollout(rollout_model(self.config, self.device))
+        self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
 
     def _build_rollout(self, module: torch.nn.Module) -> None:
         """The engine over this model; it sleeps until it is asked for something."""
@@ -45,6 +49,32 @@ class RolloutWorker:
         """Name and version of the engine that generates."""
         return self.engine_name
 
+    @register(to_first)
+    def rollout_notes(self, vocabulary: int) -> list[str]:
+        """Sentences for the user on generation; the policy has weights for so many tokens."""
+        no_end = end_token_note(self.end_ids, vocabulary)
+        notes = (self.position_note, no_end, *policy_notes(self.config, self.engine_name))
+        return [note for note in notes if note]
+
+    # -- weights from others --------------------------------------------------------------------------------------
+    @register(to_all)
+    def take_bucket(self, bucket: Bucket, version: int) -> int:
+        """Load some of the weights after a look at their checksums; gives the checksum of all so far. The cache sleeps
+        meanwhile."""
+        bucket.check()
+        if bucket.first:
+            self.rollout.wake("weights")
+            self._arrived = 0
+        self.rollout.load_weights(bucket.tensors.items(), version)
+        self._arrived = checksum_of_all(self._arrived, bucket)
+        return self._arrived
+
+    @register(to_all, all_of)
+    def rollout_scores(self) -> torch.Tensor:
+        """Of the probe's rows, with the weights that arrived."""
+        return self.probe.rollouts_scores(self.rollout)
+
+    # -- responses ------------------------------------------------------------------------------------------------
     @register(by_groups)
     def submit(self, prompts: DataProto) -> None:
         """Queue a request for each row, its id (uid, sample).

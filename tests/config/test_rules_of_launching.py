@@ -115,6 +115,52 @@ def test_the_first_process_of_torchrun_trains_with_as_many_workers_and_the_other
     assert left.value.code == 0
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    "given, workers",
+    [
+        ([f"{ROLLOUT}.n_workers=3"], 3),
+        ([f"{ROLLOUT}.n_gpus_per_node=4"], 4),
+        ([f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4", "actor_rollout_ref.hybrid_engine=False"], 8),
+        ([f"{ROLLOUT}.nnodes=1", "trainer.n_gpus_per_node=4"], 4),
+        ([f"{ROLLOUT}.nnodes=0", f"{ROLLOUT}.n_gpus_per_node=4", "actor_rollout_ref.hybrid_engine=True"], 0),
+        (["trainer.seed=1"], 0),
+    ],
+)
+def test_workers_that_only_generate_are_counted_in_ours_and_in_verls_words(load, given, workers):
+    resolved = load(*given)
+    assert resolved.value(f"{ROLLOUT}.n_workers") == workers
+    assert f"n_workers: {workers}" in resolved.to_yaml() and "hybrid_engine" not in resolved.to_yaml()
+
+
+def test_two_words_on_who_generates_must_agree(problems):
+    assert "hybrid_engine=False` has other workers generate than train, but nothing says how many" in problems(
+        "actor_rollout_ref.hybrid_engine=False"
+    )
+    assert "hybrid_engine=True` has the same workers train and generate, but" in problems(
+        "actor_rollout_ref.hybrid_engine=True", f"{ROLLOUT}.n_workers=1"
+    )
+    assert "n_workers=1`, but" in problems(f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_workers=2")
+
+
+def test_more_workers_in_both_pools_than_there_are_devices_are_refused(problems, monkeypatch):
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 3)
+    two = ["trainer.n_workers=2", "trainer.device=cpu"]
+    assert load_config([*two, f"{ROLLOUT}.n_workers=1"], environment=True)
+    said = problems(*two, f"{ROLLOUT}.n_workers=2", environment=True)
+    assert "n_workers=2` asks for so many workers beside the 2 that train" in said and "3 CPU core(s)" in said
+    assert f"{ROLLOUT}.n_workers=0: then the same workers do both" in said
+
+
+def test_workers_that_only_generate_need_ray(problems, monkeypatch):
+    monkeypatch.setattr("posttrain.config.worker_checks.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 3)
+    said = problems("trainer.device=cpu", f"{ROLLOUT}.n_workers=1", environment=True)
+    assert f"`{ROLLOUT}.n_workers=1` asks for 2 workers, which Ray starts" in said
+
+
 def test_D_25_several_machines_without_a_cluster_are_told_how_to_give_one(problems):
     said = problems("trainer.nnodes=4", "trainer.seed=1", environment=True)
     for form in ("running Ray cluster", "torchrun --nnodes=N", "RAY_HEAD_ADDRESS=auto trainer.node_rank=0"):
@@ -125,7 +171,7 @@ def test_D_25_several_machines_without_a_cluster_are_told_how_to_give_one(proble
 @pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_HEAD_ADDRESS"])
 def test_several_machines_with_an_address_are_taken_whatever_this_one_has(problems, monkeypatch, name):
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
-    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
+    monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
     monkeypatch.setenv(name, "10.0.0.1:6379")
     for given in (["trainer.nnodes=2"], ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
         resolved = load_config([*given, "trainer.device=cpu"], environment=True)
@@ -149,14 +195,14 @@ def test_M_32_a_machine_has_a_number_below_their_count_and_all_but_the_first_nee
 
 def test_more_processes_of_torchrun_than_this_machine_has_cores_name_its_own_flag(problems, monkeypatch):
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
-    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
+    monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
     torchrun(monkeypatch, processes=8, here=8, rank=0)
     said = problems("algorithm.adv_estimator=grpo", environment=True)
     assert "asks for 8 workers" in said and "set --nproc_per_node to 2 or less" in said
 
 
 def test_many_workers_on_a_machine_without_a_gpu_are_told_of_one_and_never_of_none(problems, monkeypatch):
-    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
+    monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
     said = problems("trainer.device=cuda", "trainer.n_gpus_per_node=4", environment=True)
     assert "this machine has 0 GPU(s)" in said and "set trainer.n_gpus_per_node to 1 or less" in said
     assert "asks for" not in problems("trainer.device=cuda", environment=True)

@@ -93,7 +93,7 @@ class Runs:
         self, ranks: Any, model: Path, data: dict[str, Path], folder: Path, common: dict[str, Any] | None = None
     ) -> None:
         self.ranks, self.model, self.data, self.folder, self.common = ranks, model, data, folder, common or {}
-        self.made: dict[tuple[str, str, int], Ran] = {}
+        self.made: dict[tuple[str, str, int | tuple[int, int]], Ran] = {}
         self.recording = self._record()
 
     def _record(self) -> Path:
@@ -107,13 +107,13 @@ class Runs:
         path.write_bytes(pickle.dumps(kept))
         return path
 
-    def __call__(self, kind: str, dtype: str, count: int) -> Ran:
+    def __call__(self, kind: str, dtype: str, count: int | tuple[int, int]) -> Ran:
         key = (kind, dtype, count)
         if key not in self.made:
             self.made[key] = self.started(kind, dtype, count, f"{kind} {dtype} {count}", 10)
         return self.made[key]
 
-    def started(self, kind: str, dtype: str, count: int, name: str, steps: int, **more: Any) -> Ran:
+    def started(self, kind: str, dtype: str, count: int | tuple[int, int], name: str, steps: int, **more: Any) -> Ran:
         """A run in the folder `name`, which goes on from what lies there; `more` holds keys with __ for the dots."""
         workers = Watched(self.ranks(count), self.recording)
         if kind in ("sft", "reward model"):
@@ -124,18 +124,24 @@ class Runs:
             if (self.folder / name).exists():  # what was recorded is of the first weights
                 more["trainer.rollout_mismatch_tol"] = 100.0
             result = self._rl(name, workers, more)
-        fused = [group.fused_layers() for group in workers.groups.values()]
+        fused = [group.fused_layers() for role, group in workers.groups.items() if role != "rollout"]
         return Ran(result.metrics, result.path, [min(counts) for counts in zip(*fused, strict=True)])
 
     def _rl(self, name: str, workers: Workers, more: dict[str, Any], reward: Any = rarely_right) -> Any:
         given = {**settings(self.model, self.data, self.folder / name), **more, **self.common}
         with mock.patch.object(rl, "open_workers", lambda *_: workers):
-            resolved = load_config({**given, "trainer.n_gpus_per_node": workers.world_size})
+            sizes = {"trainer.n_gpus_per_node": workers.world_size}
+            sizes |= {"actor_rollout_ref.rollout.n_workers": workers.rollout_size}
+            resolved = load_config({**given, **sizes})
             return rl.run_training(resolved, reward=reward)
 
-    def free(self, name: str, count: int, more: dict[str, Any]) -> Any:
-        """A run on what it samples itself."""
+    def free(self, name: str, count: int | tuple[int, int], more: dict[str, Any]) -> Any:
+        """A run on what it samples itself; `count` is (processes that train, others that generate), or of all."""
         return self._rl(name, self.ranks(count), more, even_share)
+
+    def watched(self, name: str, workers: Watched, more: dict[str, Any]) -> Any:
+        """The same, of workers whose groups are looked at."""
+        return self._rl(name, workers, more, even_share)
 
     def _supervised(self, kind: str, name: str, workers: Watched, dtype: str, steps: int) -> Any:
         given = sft_settings(

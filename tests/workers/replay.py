@@ -7,6 +7,7 @@ decided by the scores of what was recorded.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -15,13 +16,14 @@ from typing import Any
 
 import torch
 
-from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.dispatch import all_of, register, to_all
 from posttrain.controller.group import WorkerGroup
+from posttrain.controller.peaks import StagePeaks
 from posttrain.controller.pool import Workers
 from posttrain.models import fused_layer
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.workers.engine_worker import EngineWorker
-from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from posttrain.workers.fsdp_workers import ActorRefWorker, ActorRolloutRefWorker, CriticWorker, RolloutWorker
 from posttrain.workers.supervised.pairs import PairWorker
 from posttrain.workers.supervised.sft import SFTWorker
 
@@ -131,6 +133,32 @@ class Policy(Counting, ActorRolloutRefWorker):
         self.rollout = Recorder(self.rollout) if self.recording is None else Replay(self.rollout, self.recording)
 
 
+class Trained(Counting, ActorRefWorker):
+    """Tells what it holds of a model, and where it is."""
+
+    @register(to_all, all_of)
+    def holds(self) -> tuple[int, set[str]]:
+        return os.getpid(), {name for name in ("optimizer", "module") if getattr(self.engine, name, None) is not None}
+
+
+class Generating(RolloutWorker):
+    """The same of a worker that only generates."""
+
+    def __init__(self, *args: Any, recording: Path | None = None, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.recording = recording
+
+    @register(to_all)
+    def init_model(self) -> None:
+        super().init_model()
+        if self.recording is not None:
+            self.rollout = Replay(self.rollout, self.recording)
+
+    @register(to_all, all_of)
+    def holds(self) -> tuple[int, set[str]]:
+        return os.getpid(), {name for name in ("optimizer", "engine", "actor", "rollout") if hasattr(self, name)}
+
+
 class Critic(Counting, CriticWorker):
     pass
 
@@ -143,7 +171,7 @@ class Scorer(Counting, PairWorker):
     pass
 
 
-KINDS: dict[type, type] = {CriticWorker: Critic, SFTWorker: Learner, PairWorker: Scorer}
+KINDS: dict[type, type] = {ActorRefWorker: Trained, CriticWorker: Critic, SFTWorker: Learner, PairWorker: Scorer}
 
 
 class Watched(Workers):
@@ -151,11 +179,13 @@ class Watched(Workers):
 
     def __init__(self, inner: Workers, recording: Path | None = None) -> None:
         self.inner, self.recording, self.world_size = inner, recording, inner.world_size
+        self.rollout_size = inner.rollout_size
         self.groups: dict[str, WorkerGroup] = {}
 
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
-        if worker is ActorRolloutRefWorker:
-            made = self.inner.create(role, Policy, *arguments, recording=self.recording, **named)
+        generates = {ActorRolloutRefWorker: Policy, RolloutWorker: Generating}
+        if worker in generates:
+            made = self.inner.create(role, generates[worker], *arguments, recording=self.recording, **named)
         else:
             made = self.inner.create(role, KINDS[worker], *arguments, **named)
         self.groups[role] = made
@@ -163,6 +193,12 @@ class Watched(Workers):
 
     def words(self) -> str:
         return self.inner.words()
+
+    def places(self) -> list[str]:
+        return self.inner.places()
+
+    def peaks(self) -> StagePeaks:
+        return self.inner.peaks()
 
     def close(self) -> None:
         """They serve further runs."""

@@ -10,7 +10,8 @@ from posttrain.errors import UserError
 
 pytest.importorskip("ray")
 from posttrain.controller import ray_machines
-from posttrain.controller.ray_machines import chosen, machines_for
+from posttrain.controller.ray_machines import Machine, chosen, free_rooms, machines_for, rooms_for
+from posttrain.controller.ray_places import places_words
 
 
 def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -41,6 +42,24 @@ def test_too_few_machines_are_counted_in_words():
         chosen(NODES, "5", 3, 8, "cuda")
     with pytest.raises(UserError, match=r"nnodes=5: the Ray of this run has 4 machine\(s\), 4 in all"):
         chosen(NODES, "5", 5, 1, "cpu")
+
+
+def test_workers_that_generate_take_the_free_gpus_those_of_machines_in_use_first():
+    rooms = free_rooms(NODES, "5", 8, {"5": 6, "1": 4})
+    assert [machine.id for machine in rooms] == ["5", "5", *["2"] * 6]  # 1 is full, 3 is gone, 4 has none
+    with pytest.raises(UserError, match=r"rollout\.n_workers=11: .*has 10 free GPU\(s\) on 4 machine"):
+        free_rooms(NODES, "5", 11, {"5": 6, "1": 4})
+
+
+def test_on_a_cpu_the_machines_that_train_share_those_that_generate():
+    two = [Machine("1", "10.0.0.1", 8), Machine("2", "10.0.0.2", 8)]
+    assert [machine.id for machine in rooms_for(3, 4, two, "cpu")] == ["1", "2", "1"]
+
+
+def test_places_are_told_as_gpus_or_as_processes_with_their_cores():
+    assert places_words([("a", [5], 11, 1), ("a", [4], 12, 1), ("b", [0], 13, 1)]) == "GPUs 4, 5 of a; GPU 0 of b"
+    assert places_words([("a", [], 11, 3), ("a", [], 12, 3)]) == "processes 11, 12 of a, 3 cores each"
+    assert places_words([("a", [], 11, 1)]) == "process 11 of a, a core"
 
 
 @pytest.fixture

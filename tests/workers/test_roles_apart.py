@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 from textbook import ACTOR, CPU, actor, batch, ppo_config
 
+from posttrain.config import load_config
 from posttrain.controller.dispatch import Calls
+from posttrain.controller.local import LocalWorkerGroup
 from posttrain.controller.pool import LocalWorkers
+from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.workers.fsdp_workers import PolicyWorker, ReferenceWorker, RolloutWorker
+from posttrain.trainer.ppo.making_workers import _apart
+from posttrain.trainer.run.workers import open_workers
+from posttrain.workers import buckets
+from posttrain.workers.apart import ActorRolloutApart
+from posttrain.workers.buckets import SyncError, in_buckets
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.spread import in_row_order
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}
@@ -83,3 +95,85 @@ def test_a_rank_that_got_no_rows_generates_nothing(apart):
     calls = Calls([(prompts,), (prompts[[]],)], [[0], []])
     made = in_row_order([worker.generate_sequences(*arguments) for arguments in calls.arguments], calls)
     assert len(made) == 1 and made.batch["responses"].shape[0] == 1
+
+
+# -- other workers generate than train --------------------------------------------------------------------------------
+
+
+def test_what_is_learnt_reaches_those_who_generate_and_is_proved_by_checksum_and_probe(together, apart):
+    pair = ActorRolloutApart(apart["policy"], apart["rollout"])
+    before = pair.sync_weights(1)
+    together.sync_weights(1)
+    data = batch()
+    assert pair.update_actor(data) == together.update_actor(data)  # pyright: ignore
+    after = pair.sync_weights(2)
+    together.sync_weights(2)
+    assert before["sync/checksum"] != after["sync/checksum"] and after["sync/probe_max"] < 1e-6
+    assert responses(pair) == responses(together) and pair.rollout.worker.rollout.version == 2
+    assert pair.rollout_engine() == apart["rollout"].rollout_engine() and pair.notes() == together.notes()
+
+
+def test_weights_that_changed_on_the_way_are_named_and_an_engine_that_ignores_them_is_found_out(apart, monkeypatch):
+    pair = ActorRolloutApart(apart["policy"], apart["rollout"])
+    plain, load = LocalWorkerGroup._send_answer, apart["rollout"].worker.rollout.load_weights
+
+    def changed(self, rank, name, answer, arguments):
+        tensors = answer.result().tensors
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-9
+        return plain(self, rank, name, answer, arguments)
+
+    monkeypatch.setattr(LocalWorkerGroup, "_send_answer", changed)
+    with pytest.raises(SyncError, match=r"weight model\.norm\.weight reached a rollout worker with another checksum"):
+        pair.sync_weights(3)
+    monkeypatch.setattr(LocalWorkerGroup, "_send_answer", plain)
+    halved = lambda weights, version: load(((name, tensor / 2) for name, tensor in weights), version)  # noqa: E731
+    monkeypatch.setattr(apart["rollout"].worker.rollout, "load_weights", halved)
+    with pytest.raises(SyncError, match=r"the rollout engine's log-probs differ from the trainer's"):
+        pair.sync_weights(3)
+    monkeypatch.undo()
+    pair.sync_weights(3)
+
+
+def test_workers_that_were_given_different_weights_stop_the_run(apart, monkeypatch):
+    pair = ActorRolloutApart(apart["policy"], apart["rollout"])
+    monkeypatch.setattr(pair.carrier, "carry", lambda version: [7, 8])
+    with pytest.raises(SyncError, match=r"different weights: checksums 7, 8"):
+        pair.sync_weights(4)
+
+
+def test_a_bucket_is_no_larger_than_it_may_be_and_all_weights_are_in_one(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 100)
+    weights = {f"w{size}-{n}": torch.full((size,), float(n)) for n, size in enumerate((5, 12, 12, 40, 1, 25, 3))}
+    made = list(in_buckets(weights.items()))
+    assert [[len(tensor) for tensor in bucket.tensors.values()] for bucket in made] == [
+        [5, 12],
+        [12],
+        [40],
+        [1],
+        [25],
+        [3],
+    ]
+    joined = dict(itertools.chain.from_iterable(bucket.tensors.items() for bucket in made))
+    assert joined.keys() == weights.keys() and all(torch.equal(joined[name], weights[name]) for name in weights)
+    assert [bucket.first for bucket in made] == [True] + [False] * 5
+    assert [bucket.last for bucket in made] == [False] * 5 + [True]
+    empty = list(in_buckets(weights.items(), keep=False))  # another rank, which only helps to gather
+    assert len(empty) == len(made) and not any(bucket.tensors for bucket in empty) and empty[-1].last
+
+
+def test_the_number_of_workers_that_generate_is_a_setting_and_alone_it_brings_ray(monkeypatch):
+    ray_group = pytest.importorskip("posttrain.controller.ray_group")
+    made = Mock(**{"return_value.cluster.was_there": False})
+    monkeypatch.setattr(ray_group, "RayWorkers", made)
+    for given, ranks, rollout in ((["actor_rollout_ref.rollout.n_workers=2"], 1, 2), (["trainer.n_workers=2"], 2, 0)):
+        open_workers(load_config(given).config, CPU, None)
+        assert made.call_args.args[0] == ranks and made.call_args.kwargs["rollout"] == rollout
+
+
+def test_a_class_of_the_users_own_for_both_roles_is_told_to_be_two():
+    class Own(ActorRolloutRefWorker):
+        pass
+
+    trainer = SimpleNamespace(actor_class=Own, workers=SimpleNamespace(rollout_size=2))
+    with pytest.raises(UserError, match=r"n_workers=2 .*actor_class = Own.*policy_class and rollout_class"):
+        _apart(trainer)  # pyright: ignore

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from runs import run
 from textbook import ROLLOUT, actor
 
 from posttrain.protocol import DataProto
+from posttrain.rollout.native.engine import NativeEngine
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 
 
 def prompts() -> DataProto:
@@ -45,3 +48,29 @@ def test_the_cache_sleeps_while_weights_are_synced_and_wakes_with_the_next_reque
         assert asked and all(asleep == [] for _, asleep, _ in asked) and any(held for _, _, held in asked)
         assert sorted(engine.asleep) == ["cache", "weights"] and engine.cache_bytes() == 0
         seen.clear()
+
+
+def test_S1_45_who_trains_and_generates_holds_the_weights_once_no_cache_while_it_trains_and_logs_the_peak_of_each_stage(
+    tiny_model, sums, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("posttrain.rollout.native.pool.KEPT", 0)
+    caches: dict[str, list[int]] = {"step": [], "update_actor": []}
+    step, update = NativeEngine.step, ActorRolloutRefWorker.update_actor
+
+    def stepped(engine):
+        caches["step"].append(engine.cache_bytes())
+        return step(engine)
+
+    def updated(worker, plan):
+        caches["update_actor"].append(worker.rollout.cache_bytes())
+        own = worker.engine.module.model.layers[0].self_attn.q_proj.weight
+        assert worker.rollout.decoder.layers[0].qkv.weight.data_ptr() == own.data_ptr()
+        return update(worker, plan)
+
+    updated.spread, updated.join = update.spread, update.join  # pyright: ignore
+    monkeypatch.setattr(NativeEngine, "step", stepped)
+    monkeypatch.setattr(ActorRolloutRefWorker, "update_actor", updated)
+    result = run(tiny_model, sums, tmp_path)
+    assert caches["update_actor"] == [0, 0] and max(caches["step"]) > 0
+    stages = [f"perf/memory_gb/{stage}" for stage in ("gen", "sync", "update_actor")]
+    assert all(line["perf/memory_gb"] >= max(line[stage] for stage in stages) > 0 for line in result.metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch
 from left_behind import KILLED, check_nothing_is_left
 from recorded_runs import RUNS, UNSTEADY, Runs, exported, furthest, token_loss, weights_of
+from replay import Watched
 from runs import metrics_of, settings
 from textbook import ACTOR, CPU
 from toy_workers import Join, Toy, group_of, updates
@@ -49,24 +51,26 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def ranks(cluster):
-    """`ranks(n)`: workers on n of four processes, or on this one."""
-    from posttrain.controller.ray_group import RayWorkers, _fetched
+    """`ranks(n)`: workers on n of four processes, or on this one; `ranks((n, m))`: m others of them generate."""
+    from posttrain.controller.ray_calls import fetched
+    from posttrain.controller.ray_group import RayWorkers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.cores.usable", lambda: 4)  # one thread each on every machine
         four = RayWorkers(4, CPU, cluster)
 
-    def workers(count: int) -> Workers:
-        if count == 1:
+    def workers(counts: int | tuple[int, int]) -> Workers:
+        if counts == 1:
             return LocalWorkers()
+        count, others = counts if isinstance(counts, tuple) else (counts, 0)
         some = copy.copy(four)
-        some.hosts, some.world_size = four.hosts[:count], count
-        address = _fetched(four.hosts[0].free_address.remote())
-        joining = [
-            host.build.remote("join", *pack((Join, (rank, count, address), {}))) for rank, host in enumerate(some.hosts)
-        ]
+        some.hosts, some.rollout_hosts, some.world_size = four.hosts[:count], four.hosts[count : count + others], count
+        address = fetched(four.hosts[0].free_address.remote())
+        ranked = [(host, (rank, count, address)) for rank, host in enumerate(some.hosts)]
+        ranked += [(host, (0, 1, address)) for host in some.rollout_hosts]
+        joining = [host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked]
         for joined in joining:
-            _fetched(joined)
+            fetched(joined)
         some.close = lambda: None  # they serve further runs
         return some
 
@@ -261,6 +265,93 @@ def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_th
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
+# -- other workers generate than train -------------------------------------------------------------------------------
+
+APART = [(1, 1), (2, 1), (1, 2)]
+FLOAT64 = {**SIX, "actor_rollout_ref.model.dtype": "float64", f"{ACTOR}.use_kl_loss": True, "trainer.test_freq": 3}
+HALF = {**FLOAT64, "trainer.total_training_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def colocated(runs):
+    """Six steps of one process that trains and generates, validation among them."""
+    return runs.free("colocated", 1, FLOAT64)
+
+
+@pytest.fixture(scope="module")
+def apart(runs):
+    """By layout, the same six steps; each is made once."""
+    made: dict[tuple[int, int], Any] = {}
+
+    def run(layout: tuple[int, int]) -> Any:
+        if layout not in made:
+            made[layout] = runs.free(f"apart {layout}", layout, FLOAT64)
+        return made[layout]
+
+    return run
+
+
+def check_same(one: Any, other: Any) -> None:
+    """Metrics and weights of two runs are the same, but for rounding; so they sampled the same tokens."""
+    for mine, theirs in zip(metrics_of(one.path), metrics_of(other.path), strict=True):
+        shared = {name: value for name, value in mine.items() if not name.startswith((*UNSTEADY, "sync/"))}
+        assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-7, abs=1e-9)
+    assert furthest(weights_of(one.path), weights_of(other.path)) < 1e-9
+
+
+@pytest.mark.parametrize("layout", APART)
+def test_M_31_other_workers_that_generate_change_no_number(apart, colocated, layout):
+    ended = apart(layout)
+    check_same(colocated, ended)
+    assert {"perf/memory_gb/update_actor", "perf/rollout_memory_gb/gen"} <= ended.metrics[0].keys()
+
+
+def test_S1_43_those_that_train_hold_the_optimizer_the_others_none_and_weights_are_proved_in_every_step(
+    runs, ranks, colocated
+):
+    workers = Watched(ranks((2, 2)))
+    apart = runs.watched("apart (2, 2)", workers, FLOAT64)
+    check_same(colocated, apart)
+    sums = [line["sync/checksum"] for line in apart.metrics]
+    assert len(set(sums)) == 6 and all("sync/probe_max" in line for line in apart.metrics)
+    training, rollout = workers.groups["actor"].holds(), workers.groups["rollout"].holds()
+    assert [held for _, held in training] == [{"optimizer", "module"}] * 2
+    assert [held for _, held in rollout] == [{"rollout"}] * 2
+
+
+def test_S1_05_the_run_says_which_processes_train_and_which_generate_and_none_does_both(ranks):
+    workers = ranks((2, 2))
+    training, rollout = (workers.create(role, Toy, None).process() for role in ("actor", "rollout"))
+    assert not set(training) & set(rollout)
+    assert [re.sub(r" of .*,", ",", said) for said in workers.places()] == [
+        f"Training: processes {training[0]}, {training[1]}, a core each.",
+        f"Rollout: processes {rollout[0]}, {rollout[1]}, a core each.",
+    ]
+
+
+def test_with_adapters_they_change_none_either(runs):
+    lora = {**HALF, "actor_rollout_ref.model.lora_rank": 4}
+    check_same(runs.free("colocated lora", 1, lora), runs.free("apart lora", (2, 1), lora))
+
+
+@pytest.mark.parametrize("estimator", ["gae", "remax"])
+def test_a_critic_and_greedy_baselines_work_beside_them(runs, estimator):
+    given = {**HALF, "algorithm.adv_estimator": estimator, "trainer.total_training_steps": 2}
+    check_same(runs.free(f"colocated {estimator}", 1, given), runs.free(f"apart {estimator}", (1, 1), given))
+
+
+def test_six_steps_apart_are_three_and_three_to_the_bit_and_each_layout_goes_on_from_the_other(runs, colocated, apart):
+    layout = APART[-1]
+    runs.free("half", layout, HALF)
+    shutil.copytree(runs.folder / "half", runs.folder / "joined")
+    runs.free("parted", 1, HALF)
+    ended, straight = runs.free("half", layout, FLOAT64), apart(layout)
+    assert metrics_of(ended.path) == metrics_of(straight.path)
+    assert furthest(weights_of(ended.path), weights_of(straight.path)) == 0.0
+    check_same(colocated, runs.free("joined", 1, FLOAT64))
+    check_same(colocated, runs.free("parted", layout, FLOAT64))
+
+
 def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(
     runs, ranks, monkeypatch
 ):
@@ -282,6 +373,7 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
     assert two.status == "finished" and len(list((runs.folder / "torchrun").rglob("metrics.jsonl"))) == 1
     monkeypatch.delenv("WORLD_SIZE")
     one = run_ppo(load_config([*line, f"trainer.default_local_dir={runs.folder / 'alone'}"], environment=True))
+    assert two.metrics[0].keys() >= one.metrics[0].keys() >= {"perf/memory_gb/gen", "perf/memory_gb/update_actor"}
     steady = {name: value for name, value in one.metrics[0].items() if not name.startswith(UNSTEADY)}
     assert {name: two.metrics[0][name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-5)
 
@@ -289,7 +381,8 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
 def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.alike import check_alike
-    from posttrain.controller.ray_group import RayWorkers, _fetched
+    from posttrain.controller.ray_calls import fetched
+    from posttrain.controller.ray_group import RayWorkers
     from posttrain.controller.ray_machines import machines_for
     from posttrain.controller.ray_node import RayNode
     from posttrain.controller.ray_secret import OWN
@@ -310,7 +403,7 @@ def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leave
     serving.start()
     here, there = machines_for(2, 1, "cpu", told.append)
     rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
-    check_alike([_fetched(rank.programs.remote())], [there.address])
+    check_alike([fetched(rank.programs.remote())], [there.address])
     assert at_work.wait(60) and serving.is_alive()
     ray.kill(rank)
     serving.join(60)

@@ -95,18 +95,6 @@ ENGINE: tuple[Rule, ...] = (
 
 ELSEWHERE: tuple[Rule, ...] = (
     not_supported(
-        "actor_rollout_ref.hybrid_engine",
-        "rollout and training share their devices",
-        "remove it",
-        off=("true",),
-    ),
-    not_supported(
-        f"{_ROLLOUT}.{{nnodes,n_gpus_per_node}}",
-        "rollout and training share their devices",
-        "remove it; trainer.n_gpus_per_node counts the workers",
-        off=("0",),
-    ),
-    not_supported(
         f"{_ROLLOUT}.{{total_rollout_steps,test_freq,total_epochs,standalone_gpu_memory_utilization}}",
         "asynchronous training is not built: a step trains on responses of its own policy",
         "set trainer.total_training_steps, trainer.total_epochs and trainer.test_freq, and start main_ppo",

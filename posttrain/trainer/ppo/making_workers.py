@@ -1,12 +1,18 @@
-"""The worker groups of a run: actor with rollout and reference; a critic and a reward model where they are needed."""
+"""The worker groups of a run: actor with rollout and reference, together or apart; a critic and a reward model where
+they are needed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from posttrain.controller.group import WorkerGroup
+from posttrain.controller.pool import ROLLOUT
+from posttrain.errors import UserError
 from posttrain.tracking.progress import say
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.sizes import critic_updates
+from posttrain.workers.apart import ActorRolloutApart
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 
 if TYPE_CHECKING:
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -31,18 +37,43 @@ def _other_roles(trainer: RayPPOTrainer) -> str:
 
 
 def _make_actor(trainer: RayPPOTrainer) -> None:
-    trainer.actor_rollout_wg = actor = trainer.workers.create(
-        "actor",
-        trainer.actor_class,
-        *(trainer.config, trainer.tokenizer, trainer.device),
-        total_updates=trainer.sizes.total_updates,
-        reference=trainer.use_reference,
-    )
+    """The layout is decided here: who generates is who trains, or others."""
+    trainer.actor_rollout_wg, trainer.rollout_wg = (_apart if trainer.workers.rollout_size else _together)(trainer)
+    actor = trainer.actor_rollout_wg
     actor.init_model()
     say(f"Rollout engine: {actor.rollout_engine()}")
     trainer.said = actor.notes()
     for note in trainer.said:
         say(f"note: {note}")
+
+
+def _together(trainer: RayPPOTrainer) -> tuple[Any, WorkerGroup]:
+    group = _policy(trainer, trainer.actor_class)
+    return group, group
+
+
+def _apart(trainer: RayPPOTrainer) -> tuple[Any, WorkerGroup]:
+    if trainer.actor_class is not ActorRolloutRefWorker:
+        raise UserError(
+            f"actor_rollout_ref.rollout.n_workers={trainer.workers.rollout_size} has others generate than train, "
+            f"but {type(trainer).__name__} names one class for both (actor_class = {trainer.actor_class.__name__}): "
+            "give it policy_class and rollout_class, derived from ActorRefWorker and RolloutWorker, or set n_workers=0"
+        )
+    for sentence in trainer.workers.places():
+        say(sentence)
+    training = _policy(trainer, trainer.policy_class)
+    rollout = trainer.workers.create(ROLLOUT, trainer.rollout_class, trainer.config, trainer.tokenizer, trainer.device)
+    return ActorRolloutApart(training, rollout), rollout
+
+
+def _policy(trainer: RayPPOTrainer, worker: type) -> WorkerGroup:
+    return trainer.workers.create(
+        "actor",
+        worker,
+        *(trainer.config, trainer.tokenizer, trainer.device),
+        total_updates=trainer.sizes.total_updates,
+        reference=trainer.use_reference,
+    )
 
 
 def _make_critic(trainer: RayPPOTrainer) -> None:

@@ -46,7 +46,13 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.run.memory import named_stage, settle_memory
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
-from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from posttrain.workers.fsdp_workers import (
+    ActorRefWorker,
+    ActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+    RolloutWorker,
+)
 from posttrain.workers.seen_tokens import ROW
 
 ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
@@ -86,10 +92,16 @@ class RayPPOTrainer:
     """
 
     actor_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker
+    policy_class: type[ActorRefWorker] = ActorRefWorker
+    """With `rollout_class`, in place of `actor_class` where other workers generate than train."""
+    rollout_class: type[RolloutWorker] = RolloutWorker
     critic_class: type[CriticWorker] = CriticWorker
     reward_model_class: type[RewardModelWorker] = RewardModelWorker
 
-    actor_rollout_wg: WorkerGroup
+    actor_rollout_wg: Any
+    """Policy, rollout and reference: a group, or one that stands for two (`ActorRolloutApart`)."""
+    rollout_wg: WorkerGroup
+    """Those who generate."""
     critic_wg: WorkerGroup | None
     rm_wg: WorkerGroup | None
     model_reward: ModelReward | None
@@ -137,14 +149,11 @@ class RayPPOTrainer:
             grouped=estimator.compares_group,
             kl_on=kl_loss,
         )
-        self.recorder.works_here = isinstance(self.workers, LocalWorkers)
-        self.recorder.worker_spans = self.workers.spans
+        self.recorder.peaks, self.recorder.worker_spans = self.workers.peaks(), self.workers.spans
         self.recorder.traces.workers = self.workers
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
-        self.experience = Experience(
-            config, tokenizer, self.actor_rollout_wg, reward_fn, model_reward=self.model_reward
-        )
+        self.experience = Experience(config, tokenizer, self.rollout_wg, reward_fn, model_reward=self.model_reward)
         self.validator = None
         if val_dataset is not None:
             self.validator = Validator(config, tokenizer, val_dataset, self.experience, self.recorder)

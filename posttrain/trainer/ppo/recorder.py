@@ -41,8 +41,6 @@ class Recorder(RunWriter):
         super().__init__(config, run, total_steps, stored_config=stored_config)
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
         self.before: Before | None = None
-        self.works_here = True
-        """Whether the models are in this process, so that its memory is theirs."""
         actor = config.actor_rollout_ref.actor
         self.facts = RunFacts(
             kl_on=kl_on,
@@ -77,8 +75,7 @@ class Recorder(RunWriter):
         metrics = step_metrics(
             batch, timing=self.timing, update=update, max_response_length=self.config.data.max_response_length
         )
-        memory = self.peaks.take() if self.works_here else {}
-        metrics = {**metrics, **validation, **memory}
+        metrics = {**metrics, **validation, **self.peaks.take()}
         self.timing = {}
         line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
         if self.samples_are_due(step):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from posttrain.config.parallel import one_process, rollout_workers_of, workers_of
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.tracking.progress import say
 from posttrain.trainer.run.external import import_external
@@ -17,17 +18,20 @@ from posttrain.trainer.run.process import seed_and_determinism
 
 def open_workers(config: Any, device: torch.device, external: str | None) -> Workers:
     """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
-    in processes that Ray starts; these import `external` too, which may register losses, models and engines."""
-    machines = config.trainer.nnodes
-    ranks = config.trainer.n_gpus_per_node * machines
-    if ranks == 1:
+    and `rollout.n_workers` that only generate, in processes that Ray starts; these import `external` too, which may
+    register losses, models and engines."""
+    if one_process(config):
         return LocalWorkers()
     from posttrain.controller.ray_group import RayWorkers
 
+    machines, ranks, rollout = config.trainer.nnodes, workers_of(config), rollout_workers_of(config)
     where = f" on {machines} machines" if machines > 1 else ""
-    say(f"{ranks} workers{where}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
+    who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
+    say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config, device, external), config.trainer.ray_init
-    workers = RayWorkers(ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings)
+    workers = RayWorkers(
+        ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings, rollout=rollout
+    )
     if settings and workers.cluster.was_there:
         say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
     return workers

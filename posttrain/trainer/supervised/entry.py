@@ -38,7 +38,7 @@ def _run(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any])
     keep_going()
     _quiet_environment()
     with own_console(voice) as console:
-        if resolved.value("trainer.dry_run"):
+        if resolved.dry_run:
             from posttrain.doctor.checkup import dry_run
 
             return dry_run(resolved).exit_status

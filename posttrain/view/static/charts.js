@@ -19,7 +19,8 @@ function axes() {
   return [{...look, size: 32}, {...look, size: 56, values}];
 }
 
-/** {element, set(make, {log, time})}; make() gives [{label, x, y, colour, faint, dots}], each with steps of its own. */
+/** {element, set(make, {log, time})}; make() gives [{label, x, y, colour, faint, dots, smooth}], each with steps of its
+ *  own. What is `smooth` stands behind the faint line of what was recorded, whose values are the ones told. */
 export function lineChart(title, {onpick} = {}) {
   const place = h("div", {class: "plot"});
   const words = h("span", {class: "last"});
@@ -31,7 +32,8 @@ export function lineChart(title, {onpick} = {}) {
     const series = make();
     const [data, spans] = joined(series);
     const key = JSON.stringify([series.map(({label, colour, faint, dots}) => [label, colour, faint, dots]), log, time, document.documentElement.dataset.theme]);
-    const ends = series.filter((one) => !one.faint && !one.dots).map((one) => `${one.label} ${short(lastOf(one.y))}`);
+    const recorded = (one, i) => lastOf((one.smooth ? series[i - 1] : one).y);
+    const ends = series.flatMap((one, i) => (one.faint || one.dots ? [] : [`${one.label} ${short(recorded(one, i))}`]));
     words.textContent = ends.slice(0, 4).join(", ");
     place.setAttribute("role", "img");
     place.setAttribute("aria-label", `${title} over ${time ? "time" : "steps"}; last values: ${ends.join(", ") || "none"}`);
@@ -55,7 +57,7 @@ export function lineChart(title, {onpick} = {}) {
         width: one.dots ? 0 : one.faint ? 1 : 1.8,
         spanGaps: true,
         points: {show: one.dots || spans.get(one) < 40, size: 5, fill: one.dots ? one.colour : undefined},
-        value: (_, value) => short(value),
+        value: (self, value, number, at) => (one.smooth && at !== null && at !== undefined ? `${short(self.data[number - 1][at])} (smoothed ${short(value)})` : short(value)),
       }))],
       hooks: {ready: [(self) => {
         for (const row of self.root.querySelectorAll(".u-legend .u-series")) if (row.textContent.startsWith("raw ")) row.hidden = true;

@@ -98,7 +98,7 @@ export function overviewPage(root) {
         const label = names.length > 1 ? (list.length > 1 ? `${run} ${metric}` : run) : metric;
         const many = weight && kept.length >= SMOOTH_FROM;
         if (many) series.push({label: `raw ${label}`, x, y, colour, faint: true});
-        series.push({label, x, y: many ? smoothed(y, weight) : y, colour});
+        series.push({label, x, y: many ? smoothed(y, weight) : y, colour, smooth: Boolean(many)});
       }
     }
     return series;

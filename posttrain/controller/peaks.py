@@ -5,6 +5,7 @@ On a CUDA device what torch allocated there; otherwise what this process held re
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,11 +32,21 @@ class StagePeaks:
         if peak is not None:
             self._peaks[stage] = max(peak, self._peaks.get(stage, 0.0))
 
+    def by_stage(self) -> dict[str, float]:
+        """What was measured since the last time."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
     def take(self) -> dict[str, float]:
         """As metrics: `perf/memory_gb/STAGE`, and `perf/memory_gb` for the largest."""
-        peaks, self._peaks = self._peaks, {}
-        found = {f"perf/memory_gb/{stage}": round(peak, 6) for stage, peak in peaks.items()}
-        return {"perf/memory_gb": max(found.values()), **found} if found else {}
+        return as_metrics([self.by_stage()])
+
+
+def as_metrics(workers: Sequence[Mapping[str, float]], name: str = "perf/memory_gb") -> dict[str, float]:
+    """By stage the fullest of these workers, and the largest of all."""
+    stages = dict.fromkeys(stage for peaks in workers for stage in peaks)
+    found = {f"{name}/{stage}": round(max(peaks.get(stage, 0.0) for peaks in workers), 6) for stage in stages}
+    return {name: max(found.values()), **found} if found else {}
 
 
 def resident_peak() -> float | None:

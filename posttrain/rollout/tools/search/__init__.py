@@ -1,0 +1,1 @@
+"""The tool `search`: passages for a query, from a local index or from a retrieval server."""

@@ -1,0 +1,74 @@
+"""Weights on their way from workers that train to workers that generate: a bucket at a time, with checksums.
+
+A worker never holds more of the model for it than a bucket. The checksums are taken before the tensors travel and again
+where they arrive, so that what was loaded is known to be what was sent.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from posttrain.errors import UserError
+
+BUCKET_BYTES = 256 * 2**20
+"""A bucket is sent when it is this large; a larger tensor is one by itself."""
+
+
+class SyncError(UserError):
+    """The rollout engine does not compute with the trainer's weights."""
+
+
+@dataclass
+class Bucket:
+    """Some of the weights by name, in host memory, and the checksum of each."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+    first: bool = False
+    last: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        held = tensor.detach().cpu().contiguous()
+        self.tensors[name], self.checksums[name] = held, checksum(held)
+
+    def check(self) -> None:
+        """Refuses tensors that are not what was sent; the first of them is named."""
+        for name, tensor in self.tensors.items():
+            if checksum(tensor) != self.checksums[name]:
+                raise SyncError(
+                    f"the weight {name} reached a rollout worker with another checksum than it was sent with: memory "
+                    "or a connection is at fault. The run continues from its newest checkpoint"
+                )
+
+
+def in_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True) -> Iterator[Bucket]:
+    """All weights, cut the same way on every rank. With `keep` off the buckets are empty: ranks that only help to
+    gather the weights have nothing to send."""
+    bucket, size = Bucket(first=True), 0
+    for name, tensor in weights:
+        if size and size + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = Bucket(), 0
+        size += tensor.nbytes
+        if keep:
+            bucket.add(name, tensor)
+    bucket.last = True
+    yield bucket
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of its bytes."""
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore
+
+
+def checksum_of_all(before: int, bucket: Bucket) -> int:
+    """Of all weights up to and with this bucket, names included."""
+    return zlib.crc32(repr(list(bucket.checksums.items())).encode(), before)
