@@ -20,6 +20,14 @@ def is_place(name: str) -> bool:
     return name.endswith(".py") or ".py:" in name or "." in name
 
 
+def called_name(name: str) -> str:
+    """What a model calls the tool of this name; its settings are given under it."""
+    if not is_place(name):
+        return name
+    source = find_tool(name)
+    return getattr(source, "name", None) or getattr(source, "__name__", name)
+
+
 def find_tool(name: str) -> Any:
     """The function or the subclass of Tool that the name leads to; UserError in words if there is none."""
     file, colon, wanted = name.rpartition(":")
@@ -64,6 +72,8 @@ def _import(module: str, name: str) -> types.ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module + ".").startswith(error.name + "."):
+            if not str(error).startswith("No module named"):  # a package that says itself what it does not have
+                raise UserError(f"the tool {name} cannot be had: {error}") from None
             raise UserError(
                 f"there is no module {error.name} for the tool {name}, neither in {folder} nor installed.\n"
                 "  to do:  give module.function as seen from the working folder, or path/to/file.py:function"

@@ -10,11 +10,12 @@ from posttrain.config.closest import closest
 from posttrain.errors import UserError
 from posttrain.rollout.tools.base import Tool
 from posttrain.rollout.tools.calculator import calculator
-from posttrain.rollout.tools.finding import find_tool, is_place
+from posttrain.rollout.tools.finding import called_name, find_tool, is_place
 from posttrain.rollout.tools.function import FunctionTool
 from posttrain.rollout.tools.python import PythonTool
 from posttrain.rollout.tools.search.tool import SearchTool
 from posttrain.rollout.tools.settings import PLACE, secrets_of, taken
+from posttrain.rollout.tools.verl_tools import read_tools
 
 Maker = Callable[[Mapping[str, Any]], Tool]
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -38,10 +39,13 @@ def register_tool(name: str) -> Callable[[Made], Made]:
 def make_tools(
     names: Sequence[str], settings: Mapping[str, Mapping[str, Any]], *, config_path: str | None = None
 ) -> dict[str, Tool]:
-    """The tools of these names, by the names that the model calls them; UserError in words if one cannot be had."""
-    tools: dict[str, Tool] = {}
+    """The tools of these names, by the names that the model calls them; UserError in words if one cannot be had.
+
+    `config_path` is a YAML file of tools in verl's form: all of them are given, whether they are named or not."""
     left = {name: dict(values or {}) for name, values in settings.items()}
-    for name in names:
+    tools = read_tools(config_path, left) if config_path else {}
+    left = {name: values for name, values in left.items() if name not in tools}
+    for name in [name for name in names if name not in tools]:
         called, maker = _found(name)
         tool = maker(left.pop(called, {}))
         if tool.name in tools:
@@ -63,9 +67,8 @@ def _found(name: str) -> tuple[str, Maker]:
     if name in TOOLS:
         return name, TOOLS[name]
     if is_place(name):
-        source = find_tool(name)
-        called = getattr(source, "name", None) or getattr(source, "__name__", name)
-        return called, _maker(source, called)
+        called = called_name(name)
+        return called, _maker(find_tool(name), called)
     near = closest(name, TOOLS)
     hint = f" Did you mean {near}?" if near else ""
     raise UserError(

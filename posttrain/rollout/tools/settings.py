@@ -52,4 +52,5 @@ def _without(place: str, error: Misfit, key: str) -> str:
 def secrets_of(settings: Mapping[str, Any]) -> list[str]:
     """Values that nobody may be shown, by their names (`api_key`, `token`, ...), the longest first."""
     found = {str(value) for key, value in settings.items() if is_secret(str(key)) and value not in (None, "")}
+    found.update(one for value in settings.values() if isinstance(value, Mapping) for one in secrets_of(value))
     return sorted(found, key=len, reverse=True)
