@@ -23,7 +23,7 @@ from posttrain.bench.floor import bandwidth_for, better, floor_seconds, shape_of
 from posttrain.bench.peers.wire import error_words
 from posttrain.bench.place import writable
 from posttrain.bench.rollout import table as rollout_table
-from posttrain.bench.step import counted
+from posttrain.bench.step import counted, counted_words
 from posttrain.bench.step import table as step_table
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP
 from posttrain.bench.table import render
@@ -52,6 +52,7 @@ def test_the_step_table_counts_from_the_fifth_step():
     slow_start = [9.0, 9.0, 9.0, 9.0, 1.0, 3.0, 2.0]
     answer = {"wall": slow_start, "inside": slow_start, "lengths": [16.0] * 7}
     assert counted(answer) == [1.0, 3.0, 2.0] and counted({"wall": [4.0, 5.0]}) == [5.0]
+    assert [counted_words(steps) for steps in (2, 5, 7)] == ["step 2", "step 5", "steps 5 to 7"]
     ours, theirs = Entry(BY_NAME["hf"], {}, [answer]), Entry(BY_NAME["trl"], {}, [answer, answer])
     lines = [line.split() for line in step_table([ours, theirs]).splitlines()]
     assert lines[2][:6] == ["hf", "1.0000", "2.0000", "2.0000", "1.00x", "16.0"]
