@@ -88,6 +88,9 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
         self.rollout_is_apart = live is None
         with self.engine.on_device():  # the engine is tried when it is made
             self._build_rollout(live if live is not None else rollout_model(self.config, self.device))
+        if self.rollout_is_apart and self.adapters is not None:
+            self.sync_weights(0)  # its own model is the base alone; the run may begin with an adapter
+            self.rollout.sleep()
         self.rollout.let_go()
 
     def _wake(self) -> None:
