@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError, working_folder
-from posttrain.interrupts import interrupted, one_interrupt
-from posttrain.tracking.console import as_console, prepare_streams
+from posttrain.errors import working_folder
+from posttrain.interrupts import one_interrupt
+from posttrain.tracking.console import prepare_streams
+from posttrain.tracking.ending import exit_status
 
 Arguments = Sequence[str]
 
@@ -222,38 +222,11 @@ def main(argv: Arguments | None = None) -> int:
 
 
 def _answer(args: list[str]) -> int:
-    try:
+    def work() -> int:
         working_folder()
-        status = _dispatch(args)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `posttrain config | head`: nobody reads on
-        as_console(sys.stdout).lose()
-        return 141
-    except UserError as error:
-        if interrupted():
-            print("interrupted", file=sys.stderr)
-            return 130
-        print(error, file=sys.stderr)
-        return 2
-    except Exception as error:
-        if interrupted():
-            print("interrupted", file=sys.stderr)
-            return 130
-        if not _is_lost_output(error):
-            raise
-        as_console(sys.stdout).lose()
-        print(f"The output could not be written: {error}.", file=sys.stderr)
-        return 1
+        return _dispatch(args)
 
-
-def _is_lost_output(error: Exception) -> bool:
-    """`posttrain config > /dev/full`: an error of writing that names no file."""
-    codes = (errno.ENOSPC, errno.EIO, errno.EBADF)
-    return isinstance(error, OSError) and error.filename is None and error.errno in codes
+    return exit_status(work)
 
 
 def _dispatch(args: list[str]) -> int:
