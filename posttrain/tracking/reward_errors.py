@@ -14,12 +14,12 @@ def commonest(errors: Iterable[str | None]) -> str:
     texts = [error for error in errors if error]
     if not texts:
         return ""
-    most = Counter(map(_kind, texts)).most_common(1)[0][0]
-    first, *frames = next(text for text in texts if _kind(text) == most).splitlines() or [""]
+    most = Counter(map(kind_of, texts)).most_common(1)[0][0]
+    first, *frames = next(text for text in texts if kind_of(text) == most).splitlines() or [""]
     return first[:LONGEST] + (f" ({_place(frames[-1])})" if frames else "")
 
 
-def _kind(text: str) -> tuple[str, str]:
+def kind_of(text: str) -> tuple[str, str]:
     """Errors of one name from one line are one kind, whatever they say."""
     first, *frames = text.splitlines() or [""]
     return first.split(":")[0], frames[-1] if frames else ""

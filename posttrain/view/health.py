@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from posttrain.tracking.by_step import DIAGNOSIS, TIMELINE, read_lines
+from posttrain.tracking.reward_errors import kind_of
 from posttrain.view.catalogue import Catalogue
 from posttrain.view.sample_file import SampleFile
 from posttrain.view.samples import preview
@@ -50,9 +51,9 @@ def _metric_of(text: str, names: list[str]) -> str | None:
 
 
 def failures(catalogue: Catalogue) -> dict[str, Any]:
-    """Errors of the reward by their first line: how many, and the newest response of each with its inputs."""
+    """Errors of the reward by kind: how many, and the newest response of each with its inputs."""
     found = catalogue.find("failed")
-    kinds: dict[str, dict[str, Any]] = {}
+    kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for step, rows in _by_step(found["found"]).items():
         try:
             file = SampleFile(catalogue.folder / "samples" / f"{catalogue.kind}_{step}.parquet")
@@ -60,8 +61,7 @@ def failures(catalogue: Catalogue) -> dict[str, Any]:
         except (OSError, pa.ArrowException):
             continue
         for one in texts:
-            first = (one["error"] or "").split("\n")[0][:200]
-            kind = kinds.setdefault(first, {"error": one["error"], "count": 0, "step": step, **_inputs(one)})
+            kind = kinds.setdefault(kind_of(one["error"] or ""), {"error": one["error"], "count": 0, "step": step, **_inputs(one)})
             kind["count"] += 1
     ordered = sorted(kinds.values(), key=lambda kind: -kind["count"])
     return {"kinds": ordered, "count": found["count"], "read": found["read"], "files": found["files"]}

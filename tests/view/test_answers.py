@@ -229,7 +229,7 @@ def test_health_names_the_metric_behind_each_advice_and_the_inputs_of_failures(m
         },
     )
     table = pq.read_table(run / "samples" / "step_2.parquet")
-    errors = [None] * (RESPONSES - 2) + ["ValueError: no\n  line 3", "ValueError: no\n  line 4"]
+    errors = [None] * (RESPONSES - 2) + ["ValueError: no 13\n  line 3", "ValueError: no 7\n  line 3"]
     pq.write_table(
         table.set_column(table.schema.names.index("error"), "error", [errors]), run / "samples" / "step_2.parquet"
     )
