@@ -161,6 +161,21 @@ def test_a_bucket_is_no_larger_than_it_may_be_and_all_weights_are_in_one(monkeyp
     assert len(empty) == len(made) and not any(bucket.tensors for bucket in empty) and empty[-1].last
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_checksum_sees_a_change_anywhere_and_parts_that_changed_places(dtype):
+    count = 3 * 8 * buckets.WORDS + 5  # some blocks and a rest, whatever the type's size
+    tensor = torch.arange(count).remainder(100).to(dtype)
+    sums = {buckets.checksum(tensor)}
+    for place in (0, 1, 7, count // 2, count - 6, count - 1):
+        changed = tensor.clone()
+        changed[place] += 1
+        sums.add(buckets.checksum(changed))
+    block = 8 * buckets.WORDS // tensor.element_size()
+    sums.add(buckets.checksum(torch.cat([tensor[block : 2 * block], tensor[:block], tensor[2 * block :]])))
+    assert len(sums) == 8 and buckets.checksum(tensor.clone()) in sums
+    assert buckets.checksum(torch.tensor(1.0)) != buckets.checksum(torch.tensor(2.0))
+
+
 def test_the_number_of_workers_that_generate_is_a_setting_and_alone_it_brings_ray(monkeypatch):
     ray_group = pytest.importorskip("posttrain.controller.ray_group")
     made = Mock(**{"return_value.cluster.was_there": False})
