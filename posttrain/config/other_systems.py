@@ -59,7 +59,7 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     "zero_stage": (OPENRLHF, "not needed: FSDP2 cuts the model over the workers"),
     "colocate_all_models": (
         OPENRLHF,
-        "not needed: every worker holds all roles, unless actor_rollout_ref.rollout.n_workers says others",
+        f"not needed: all roles share the workers; with {_ROLLOUT}.n_workers others generate",
     ),
 }
 """Name there -> (whose it is, what it is here)."""
