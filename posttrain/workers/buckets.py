@@ -66,6 +66,17 @@ def in_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True
     yield bucket
 
 
+def tied_once(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Without the second name of tied weights, which are tied where they arrive, too. All of them must live as long as
+    the walk: one that is gone may leave its place to another."""
+    seen: set[tuple[int, int]] = set()
+    for name, tensor in weights:
+        place = (tensor.data_ptr(), tensor.nbytes)
+        if place not in seen or not tensor.nbytes:
+            seen.add(place)
+            yield name, tensor
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """Of its bytes: words of 64 bits are summed up by block, and the blocks' sums with odd weights, so that no change
     of one word and no exchange of blocks is lost. That is as fast as memory is read, which CRC is not."""

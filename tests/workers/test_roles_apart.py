@@ -22,7 +22,7 @@ from posttrain.trainer.ppo.making_workers import _apart
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers import buckets
 from posttrain.workers.apart import ActorRolloutApart
-from posttrain.workers.buckets import SyncError, in_buckets
+from posttrain.workers.buckets import SyncError, in_buckets, tied_once
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.spread import in_row_order
 
@@ -159,6 +159,19 @@ def test_a_bucket_is_no_larger_than_it_may_be_and_all_weights_are_in_one(monkeyp
     assert [bucket.last for bucket in made] == [False] * 5 + [True]
     empty = list(in_buckets(weights.items(), keep=False))  # another rank, which only helps to gather
     assert len(empty) == len(made) and not any(bucket.tensors for bucket in empty) and empty[-1].last
+
+
+def test_tied_weights_travel_once():
+    whole = torch.arange(8.0)
+    weights = {
+        "embed": whole,
+        "q": whole[:4],
+        "k": whole[4:],
+        "none": whole[:0],
+        "head": whole.detach(),
+        "nil": whole[:0],
+    }
+    assert [name for name, _ in tied_once(weights.items())] == ["embed", "q", "k", "none", "nil"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
