@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 import time
@@ -151,6 +152,25 @@ def test_what_hangs_is_answered_after_its_deadline_and_holds_up_neither_other_ca
     runner.close()  # waits for none of them
 
 
+def test_calls_that_never_began_because_another_blocked_their_loop_are_begun_again(runner_of):
+    runner = runner_of(block, timeout_s=0.3)
+    runner.submit("c", [ToolCall("block", {}), ToolCall("block", {"yes": False}), ToolCall("block", {"yes": False})])
+    ((_, answers),) = runner.wait()
+    assert [answer.text for answer in answers[1:]] == ["free", "free"]
+    assert (answers[0].error or "").startswith("timeout: ")
+    runner.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.submit("c", [])
+
+
+def test_a_decorator_may_hide_that_a_function_is_async(runner_of):
+    @functools.wraps(echo_async)
+    def hidden(*args, **kwargs):
+        return echo_async(*args, **kwargs)
+
+    assert ask(runner_of(hidden), "echo_async", text="x").text == "x"
+
+
 def test_a_tool_of_which_too_many_calls_hang_is_not_tried_again_until_they_end(monkeypatch):
     monkeypatch.setattr("posttrain.rollout.tools.threads.MOST_HUNG", 2)
     threads, free = Threads(), threading.Event()
@@ -259,7 +279,7 @@ class Counter(Tool):
 
     async def reward(self, conversation):
         if conversation == "poor":
-            raise ValueError("no money")
+            raise ValueError("no money for hush-1")
         return float(self.numbers[conversation])
 
     async def close(self, conversation):
@@ -286,8 +306,38 @@ def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of):
     assert tool.log == ["c", "other", "shutdown"] and tool.numbers == {}, "what is left open is closed at the end"
 
 
+def test_secrets_are_taken_out_and_a_tool_whose_secrets_are_none_is_broken_and_hangs_nobody(runner_of):
+    tool = FunctionTool(echo)
+    runner = runner_of(tool)
+    for secrets, text in ((["hush", ""], "*** a lush"), ("hush", "*** a lush"), ((), "hush a lush")):
+        tool.secrets = secrets
+        assert ask(runner, "echo", text="hush a lush").text == text
+    tool.secrets = [5]  # pyright: ignore
+    answer = ask(runner, "echo", text="hush")
+    assert (answer.text, answer.error) == ("The tool is broken.", "raised: its secrets cannot be taken out: TypeError")
+    runner.submit("c", [ToolCall({"name": "echo"}, {})])  # pyright: ignore
+    ((_, (answer,)),) = runner.wait()
+    assert answer.error is not None and answer.error.startswith("unknown: There is no tool")
+
+
+def test_tools_that_fail_or_hang_at_the_end_hold_up_neither_the_others_nor_the_run(runner_of, monkeypatch):
+    monkeypatch.setattr("posttrain.rollout.tools.runner._CLOSING_S", 0.2)
+    ended = []
+    first, second, third = FunctionTool(echo), FunctionTool(echo_async), FunctionTool(hang)
+    first.shutdown = lambda: print(FOREVER.wait())
+    second.shutdown = lambda: sys.exit("not yet")
+    third.shutdown = lambda: ended.append("third")
+    runner = runner_of(first, second, third)
+    runner.close()
+    assert ended == ["third"]
+    assert runner.counts.troubles() == [
+        "`shutdown` of the tool echo_async failed 1 times; the last: shutdown: SystemExit: not yet"
+    ]
+
+
 def test_a_conversation_whose_tool_cannot_be_opened_is_told_so_and_goes_on(runner_of):
     tool = Counter()
+    tool.secrets = ["hush-1"]
     runner = runner_of(tool)
     runner.open("c", {"counter": {"broken": True}})
     answer = ask(runner, "counter")
@@ -299,7 +349,7 @@ def test_a_conversation_whose_tool_cannot_be_opened_is_told_so_and_goes_on(runne
     runner.close()
     assert runner.counts.by_tool["counter"] == {"calls": 1, "open": 1, "reward": 1, "close": 1}
     assert runner.counts.troubles()[-1] == (
-        "`reward` of the tool counter failed 1 times; the last: reward: ValueError: no money"
+        "`reward` of the tool counter failed 1 times; the last: reward: ValueError: no money for ***"
     )
 
 
