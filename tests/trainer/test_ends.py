@@ -170,6 +170,15 @@ def test_out_of_memory_names_the_stage_its_tenants_and_the_settings(
     assert said[1].startswith("  The largest in ") and re.search(r"actor \w+ [\d.]+ MiB.*all together", said[1])
 
 
+def test_a_full_host_is_not_told_of_as_a_full_gpu(monkeypatch):
+    from posttrain.doctor import memory as plans
+    from posttrain.trainer.run.memory import out_of_memory_words
+
+    monkeypatch.setattr(plans, "find_device", lambda config: plans.Device("cuda", 80 * plans.GIB, "a GPU"))
+    said = out_of_memory_words(None, HOST_IS_FULL).splitlines()
+    assert len(said) == 2 and said[1].startswith("  This is the host's memory, not the GPU's")
+
+
 def test_a_reward_that_fails_is_recorded_with_its_sample_and_the_run_goes_on(tiny_model, sums, tmp_path):
     import pyarrow.parquet as pq
 
