@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError, working_folder
-from posttrain.interrupts import interrupted, one_interrupt
-from posttrain.tracking.console import as_console, prepare_streams
+from posttrain.errors import working_folder
+from posttrain.interrupts import one_interrupt
+from posttrain.tracking.console import prepare_streams
+from posttrain.tracking.ending import exit_status
 
 Arguments = Sequence[str]
 
@@ -80,6 +80,17 @@ def reward(args: Arguments) -> int:
         return try_command.main(args[1:], sample=_sample) or 0
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
+    parser.parse_args(args)
+    return 0
+
+
+def tool(args: Arguments) -> int:
+    if args and args[0] == "try":
+        from posttrain.rollout.tools import try_command
+
+        return try_command.main(args[1:])
+    parser = _parser("tool", "Tools that a model calls while it answers, outside a run.")
+    parser.add_argument("job", choices=["try"], help="call a tool once: `posttrain tool try --help`")
     parser.parse_args(args)
     return 0
 
@@ -188,6 +199,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
     "replay": (replay, "make the update of a past step again, to the bit: `replay RUN STEP`"),
     "reward": (reward, "`reward try FN DATA`: score a data file before a run; `--model M` samples responses"),
+    "tool": (tool, "`tool try NAME ARGUMENTS`: a tool's schema, what a model would read, and its answer"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
     "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),
@@ -210,38 +222,11 @@ def main(argv: Arguments | None = None) -> int:
 
 
 def _answer(args: list[str]) -> int:
-    try:
+    def work() -> int:
         working_folder()
-        status = _dispatch(args)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `posttrain config | head`: nobody reads on
-        as_console(sys.stdout).lose()
-        return 141
-    except UserError as error:
-        if interrupted():
-            print("interrupted", file=sys.stderr)
-            return 130
-        print(error, file=sys.stderr)
-        return 2
-    except Exception as error:
-        if interrupted():
-            print("interrupted", file=sys.stderr)
-            return 130
-        if not _is_lost_output(error):
-            raise
-        as_console(sys.stdout).lose()
-        print(f"The output could not be written: {error}.", file=sys.stderr)
-        return 1
+        return _dispatch(args)
 
-
-def _is_lost_output(error: Exception) -> bool:
-    """`posttrain config > /dev/full`: an error of writing that names no file."""
-    codes = (errno.ENOSPC, errno.EIO, errno.EBADF)
-    return isinstance(error, OSError) and error.filename is None and error.errno in codes
+    return exit_status(work)
 
 
 def _dispatch(args: list[str]) -> int:

@@ -20,7 +20,17 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("quickstart", "own_data", "own_reward", "README", "own_algorithm", "own_loop", "coming_from_trl", "examples")
+PAGES = (
+    "quickstart",
+    "own_data",
+    "own_reward",
+    "own_tool",
+    "README",
+    "own_algorithm",
+    "own_loop",
+    "coming_from_trl",
+    "examples",
+)
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.M | re.S)
 ACTIVATE = "source .venv/bin/activate"
 

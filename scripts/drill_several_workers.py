@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Ends `./train.sh trainer.n_workers=2` in three ways and sees what is left of it: nothing may be, within 5 seconds.
+"""Ends `./train.sh trainer.n_workers=2` in four ways and sees what is left of it: nothing may be, within 5 seconds.
 
-    python scripts/drill_several_workers.py [--checkout FOLDER] [--allowed 5]
+    python scripts/drill_several_workers.py [--checkout FOLDER] [--allowed 5] [--apart]
 
-The run ends by itself, by Ctrl-C, and by `kill -9`. With `--checkout` it is that of a fresh clone, whose `train.sh`
-makes its environment first; otherwise of this one. Left could be processes (known by a temporary folder of the run's
-own, which they inherit), files in shared memory, and Ray's session folder. Takes minutes; needs Ray.
+The run ends by itself, by Ctrl-C, by `kill -9`, and because one of its workers was killed. With `--apart` one worker
+trains and another generates (`actor_rollout_ref.rollout.n_workers=1`), and it is the latter that is killed. With
+`--checkout` it is that of a fresh clone, whose `train.sh` makes its environment first; otherwise of this one. Left
+could be processes (known by a temporary folder of the run's own, which they inherit), files in shared memory, and Ray's
+session folder. Takes minutes; needs Ray.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-ENDS = {"by itself": None, "Ctrl-C": signal.SIGINT, "kill -9": signal.SIGKILL}
+ENDS = {"by itself": None, "Ctrl-C": signal.SIGINT, "kill -9": signal.SIGKILL, "a worker killed": "worker"}
+LAYOUTS = {False: "trainer.n_workers=2", True: "actor_rollout_ref.rollout.n_workers=1"}
 
 
 def processes_with(folder: str) -> list[str]:
@@ -40,20 +44,25 @@ def processes_with(folder: str) -> list[str]:
     return found
 
 
-def ended(train: Path, how: signal.Signals | None, temporary: str, work: str) -> tuple[int, float]:
+def ended(train: Path, layout: str, how: signal.Signals | str | None, temporary: str, work: str) -> tuple[int, float]:
     """(exit status, seconds until nothing was left; infinity if something stayed for a minute)."""
     shared = set(os.listdir("/dev/shm"))
     steps = 5 if how is None else 1000
-    command = [str(train), "trainer.n_workers=2", f"trainer.total_training_steps={steps}", "trainer.export_hf=none"]
+    command = [str(train), layout, f"trainer.total_training_steps={steps}", "trainer.export_hf=none"]
     env = {**os.environ, "TMPDIR": temporary}
-    with subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=work, env=env, start_new_session=True, **pipes) as run:
         assert run.stdout is not None
+        worker = 0
         for line in run.stdout:
+            if line.startswith("Rollout: process "):
+                worker = int(line.split()[2])
             if how is not None and line.startswith("step 2/"):
                 ranks = sum("RankHost" in words for words in processes_with(temporary))
                 print(f"    at step 2: {len(processes_with(temporary))} processes, {ranks} of them ranks", flush=True)
-                os.killpg(run.pid, how) if how == signal.SIGINT else os.kill(run.pid, how)
-                run.stdout.read()
+                end(run.pid, how, worker or rank_of(temporary))
+                said = [text for text in run.stdout.read().splitlines() if "worker" in text.lower()]
+                print(*(f"    {text[:110]}" for text in said[:2]), sep="\n", flush=True)
                 break
     started = time.monotonic()
     while left := [*processes_with(temporary), *Path(temporary).glob("posttrain-*")]:
@@ -65,9 +74,24 @@ def ended(train: Path, how: signal.Signals | None, temporary: str, work: str) ->
     return run.returncode, float("inf") if stayed else time.monotonic() - started
 
 
+def end(run: int, how: signal.Signals | str, worker: int) -> None:
+    if how == "worker":
+        os.kill(worker, signal.SIGKILL)
+    elif how == signal.SIGINT:
+        os.killpg(run, signal.SIGINT)
+    else:
+        os.kill(run, signal.SIGKILL)
+
+
+def rank_of(folder: str) -> int:
+    """The process of some rank."""
+    return next(int(words.split()[0]) for words in processes_with(folder) if "RankHost" in words)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, default=HERE)
+    parser.add_argument("--apart", action="store_true", help="one worker trains, another generates")
     parser.add_argument("--allowed", type=float, default=5.0)
     args = parser.parse_args()
     failed = 0
@@ -75,7 +99,7 @@ def main() -> int:
         temporary, work = tempfile.mkdtemp(prefix="d", dir="/tmp"), tempfile.mkdtemp()
         print(f"{name}:", flush=True)
         try:
-            status, seconds = ended(args.checkout.resolve() / "train.sh", how, temporary, work)
+            status, seconds = ended(args.checkout.resolve() / "train.sh", LAYOUTS[args.apart], how, temporary, work)
         finally:
             shutil.rmtree(work, ignore_errors=True)
             shutil.rmtree(temporary, ignore_errors=True)

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from forked import Forked
+from patience import bound_waits_for_programs
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+bound_waits_for_programs()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it puts in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from patience import until
+
+END_S = 20.0
 
 # In place of python: sends its arguments, environment, folder and files, waits, and ends as the fork ended.
 CLIENT = """#!{python} -SE
@@ -107,13 +110,19 @@ class Forked:
         client.chmod(0o755)
         self.python = str(client)
         self.server = subprocess.Popen([sys.executable, "-c", SERVER, str(address)], stdin=subprocess.PIPE)
-        while not address.exists():
-            assert self.server.poll() is None, "the process that is forked did not start"
-            time.sleep(0.01)
+        until(lambda: address.exists() or self.server.poll() is not None, "for the process that is forked")
+        assert self.server.poll() is None, "the process that is forked did not start"
 
     def run(self, code: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([self.python, "-c", code], capture_output=True, text=True)
 
     def close(self) -> None:
-        self.server.communicate()
+        """Its input is closed; a process that a test has left behind may hold it open too, and is not waited for."""
+        assert self.server.stdin is not None
+        self.server.stdin.close()
+        try:
+            self.server.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.server.kill()
+            self.server.wait()
         self.folder.cleanup()

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,11 @@ def default_threads() -> int:
 
 def writable(path: Path | None) -> Path | None:
     """Refuse a place that cannot be written before anything is measured."""
-    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-        raise UserError(f"{path}: not a file that can be written; its folder must exist")
+    if path is None:
+        return None
+    folder = path.resolve().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{path}: not a file that can be written; its folder must exist, and be yours to write in")
     return path
 
 
@@ -127,9 +131,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote."""
+def read_json(path: Path, job: str, parts: Sequence[str]) -> dict[str, Any]:
+    """What the `write_json` of a job wrote, which has these parts."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or any(part not in found for part in parts):
+            raise ValueError("it holds something else")
     except (OSError, ValueError) as error:
-        raise UserError(f"--from {path}: {error}; give a file that --json wrote") from None
+        raise UserError(f"--from {path}: {error}; give a file that `posttrain bench {job} --json` wrote") from None
+    return found

@@ -117,6 +117,10 @@ def counted(answer: dict[str, Any], key: str = "wall") -> list[float]:
     return answer[key][FIRST_COUNTED - 1 :] or answer[key][-1:]
 
 
+def counted_words(steps: int) -> str:
+    return f"steps {FIRST_COUNTED} to {steps}" if steps > FIRST_COUNTED else f"step {steps}"
+
+
 def seconds(entry: Entry) -> dict[str, float]:
     """Best and median seconds per step by the wall clock; the median without what lies between steps."""
     wall = [value for answer in entry.answers for value in counted(answer)]
@@ -167,6 +171,6 @@ def _head(bench: Prepared, entries: Sequence[Entry]) -> str:
     options, model = bench.options, bench.model
     return (
         f"\n{model.name} in {model.dtype}: GRPO steps of {options.prompts} prompts x n={options.n}, "
-        f"{options.lengths} lengths up to {options.tokens} tokens, steps {FIRST_COUNTED} to {options.steps}\n"
+        f"{options.lengths} lengths up to {options.tokens} tokens, {counted_words(options.steps)}\n"
         f"{bench.where()}; {disturbance(entries)}\n"
     )

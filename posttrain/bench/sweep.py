@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
     if options.from_json is None:
         found = measured(options, json_path)
     else:
-        found = read_json(options.from_json)
+        found = read_json(options.from_json, "sweep", ("engine", "models"))
     print(report(found))
     if svg_path is not None:
         write_plot(svg_path, found["engine"], title(found), panels(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from posttrain.config.aliases import canonical, spellings
@@ -48,7 +49,7 @@ def resolve_references(merged: Merged) -> None:
         _resolve_interpolations(merged)
     for key, entry in merged.entries.items():
         if "$" in str(entry.value) and key not in _LITERAL_KEYS:
-            entry.value = _expand(entry.value)
+            entry.value = _in_texts(entry.value, os.path.expandvars)
             unset = _UNSET_VARIABLE.search(str(entry.value)) if key in _PATH_KEYS else None
             if unset:
                 what = f"`{key}` uses the environment variable {unset[0]}, which is not set."
@@ -56,19 +57,14 @@ def resolve_references(merged: Merged) -> None:
                 merged.bad.add(key)
 
 
-def _home(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_home(item) for item in value]
-    return os.path.expanduser(value) if isinstance(value, str) else value
-
-
-def _expand(value: Any) -> Any:
+def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with every text in it changed."""
     if isinstance(value, str):
-        return os.path.expandvars(value)
+        return change(value)
     if isinstance(value, list):
-        return [_expand(item) for item in value]
+        return [_in_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {name: _expand(item) for name, item in value.items()}
+        return {name: _in_texts(item, change) for name, item in value.items()}
     return value
 
 
@@ -115,13 +111,7 @@ def _rename(value: Any) -> Any:
             return f"${{oc.env:{name}}}"
         return f"${{{canonical(name).key or name}}}"
 
-    if isinstance(value, str):
-        return _REFERENCE.sub(replace, value)
-    if isinstance(value, list):
-        return [_rename(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _rename(item) for name, item in value.items()}
-    return value
+    return _in_texts(value, lambda text: _REFERENCE.sub(replace, text))
 
 
 def convert_types(merged: Merged) -> None:
@@ -135,7 +125,7 @@ def convert_types(merged: Merged) -> None:
                 raise WrongValue("")
             entry.value = convert(entry.value, hint)
             if key in _PATH_KEYS:
-                entry.value = _home(entry.value)
+                entry.value = _in_texts(entry.value, os.path.expanduser)
         except WrongValue as error:
             if key not in merged.bad:
                 text = str(error) if shown(key, entry.value) != "***" else "the value does not fit its type"

@@ -18,8 +18,8 @@ from posttrain.controller.worker_died import death_of
 class RayFuture(Future):
     """The results of ranks, joined. The first error of any rank is the call's, though others may wait for ever."""
 
-    def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any]) -> None:
-        self.refs, self._join = refs, join
+    def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], role: str = "") -> None:
+        self.refs, self._join, self._role = refs, join, role
         self._value: Any = None
         self._taken = False
 
@@ -32,17 +32,17 @@ class RayFuture(Future):
             waiting = list(self.refs)
             while waiting:
                 ready, waiting = ray.wait(waiting, num_returns=1)
-                found[ready[0]] = fetched(ready[0])
+                found[ready[0]] = fetched(ready[0], self._role)
             self._value, self._taken = self._join([found[ref] for ref in self.refs]), True
         return self._value
 
 
-def fetched(ref: Any) -> Any:
-    """What a rank answered, private to this process; its error is raised."""
+def fetched(ref: Any, role: str = "") -> Any:
+    """What a rank answered, private to this process; its error is raised. Who died is told with its role."""
     try:
         value = unpack(ray.get(ref))
     except RayActorError as error:
-        raise death_of(error) from error
+        raise death_of(error, role) from error
     if isinstance(value, Failure):
         raise value.as_raised()
     return value
@@ -72,10 +72,10 @@ class RayWorkerGroup(WorkerGroup):
         return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], *pack(arguments)))
 
     def _future(self, ref: Any) -> RayFuture:
-        return RayFuture([ref], lambda results: results[0])
+        return RayFuture([ref], lambda results: results[0], self.role)
 
     def _joined(self, parts: Sequence[Any], join: Callable[[list[Any]], Any]) -> Future:
-        return RayFuture([ref for part in parts for ref in part.refs], join)
+        return RayFuture([ref for part in parts for ref in part.refs], join, self.role)
 
     def wait_any(self, futures: Sequence[Any]) -> None:
         if futures:

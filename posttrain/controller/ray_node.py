@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from posttrain import cores
-from posttrain.controller.ray_processes import Watched
+from posttrain.controller.ray_processes import CLOSE_S, Watched
 from posttrain.errors import UserError
 
 START_S = 60.0
@@ -73,5 +74,8 @@ class RayNode:
                 continue
 
     def close(self) -> None:
+        """The watcher ends the node; `ray start` itself may have lost its mark."""
         self._watched.close()
-        self._process.wait()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 MARK = "POSTTRAIN_RAY"
 LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
+CLOSE_S = 30.0
+"""For the watcher; Ray's processes are gone within two seconds."""
 _WATCHER = Path(__file__).with_name("watcher.py")
 _TORCHRUNS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -34,9 +36,12 @@ class Watched:
         base = base if len(base) + 20 <= LONGEST_FOLDER else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="posttrain-", dir=base)
         self._mark = secrets.token_hex(8)
-        self._watcher = subprocess.Popen(
+        self._watcher = self._watch(subprocess.PIPE)
+
+    def _watch(self, until_it_closes: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-I", "-S", str(_WATCHER), f"{MARK}={self._mark}", self.folder],
-            stdin=subprocess.PIPE,
+            stdin=until_it_closes,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
@@ -63,6 +68,10 @@ class Watched:
             os.environ.update(before)
 
     def close(self) -> None:
+        """End what was started. A process that cannot be killed (it waits inside the kernel, for a disk or a driver) is
+        left to the watcher, which goes on trying: the run that has ended does not wait with it."""
         assert self._watcher.stdin is not None
         self._watcher.stdin.close()
-        self._watcher.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._watcher.wait(CLOSE_S) != 0:  # somebody has killed it: another one does its work
+                self._watch(subprocess.DEVNULL).wait(CLOSE_S)

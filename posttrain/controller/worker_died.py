@@ -15,11 +15,16 @@ class WorkerDied(UserError):
     """A worker's process is gone."""
 
 
-def death_of(error: Exception) -> WorkerDied:
+_SIZES = {"": "trainer.n_workers or the sizes of the batch", "rollout": "actor_rollout_ref.rollout.kv_cache_gb"}
+"""What lowers the memory of workers, of a role and of others."""
+
+
+def death_of(error: Exception, role: str = "") -> WorkerDied:
     """Ray's error in words: who it was, the likely cause, what to do."""
     text = str(error)
     facts = dict(_FACT.findall(text))
-    who = f"A worker (process {facts['pid']} on {facts['ip']})" if {"pid", "ip"} <= facts.keys() else "A worker"
+    kind = "A rollout worker" if role == "rollout" else "A worker"
+    who = f"{kind} (process {facts['pid']} on {facts['ip']})" if {"pid", "ip"} <= facts.keys() else kind
     if "creation task" in text:
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
         return WorkerDied(
@@ -29,6 +34,6 @@ def death_of(error: Exception) -> WorkerDied:
     if _MONITORS in text:
         cause = "Ray ended it because its machine ran low on memory"
     return WorkerDied(
-        f"{who} died: {cause}. If it was memory, lower trainer.n_workers or the sizes of the batch; what it printed "
-        "last is in the run's logs/workers.log. The same command continues from the newest checkpoint."
+        f"{who} died: {cause}. If it was memory, lower {_SIZES.get(role, _SIZES[''])}; what it "
+        "printed last is in the run's logs/workers.log. The same command continues from the newest checkpoint."
     )

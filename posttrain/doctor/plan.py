@@ -10,6 +10,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
+from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor import counting, meta_models, on_cuda
 from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.memory import (
@@ -32,6 +33,7 @@ from posttrain.rollout.native.engine import MANY
 from posttrain.rollout.native.pool import KEPT_SHARE, blocks_for, with_slack
 
 CAPTURED = "captured steps"
+OF_THE_ROLLOUT = ("rollout weights", "KV cache", CAPTURED)
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,20 @@ class Shape:
     """Responses decoded side by side."""
     prefill: int
     """Prompts computed at once: the distinct ones of a wave."""
+    generating: int = 0
+    """Workers that only generate; 0 where the others do."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Shape:
         data, rollout = config.data, config.actor_rollout_ref.rollout
-        workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        workers, generating = workers_of(config), rollout_workers_of(config)
         mini = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, data.train_batch_size)
         batch_rows = math.ceil(data.train_batch_size * rollout.n / workers)
-        wave = min(rollout.max_num_seqs, batch_rows)
+        wave = min(rollout.max_num_seqs, math.ceil(data.train_batch_size * rollout.n / (generating or workers)))
         longest = data.max_prompt_length + data.max_response_length
         mini_rows = math.ceil(mini * rollout.n / workers)
-        return cls(workers, longest, data.max_prompt_length, batch_rows, mini_rows, wave, math.ceil(wave / rollout.n))
+        prefill = math.ceil(wave / rollout.n)
+        return cls(workers, longest, data.max_prompt_length, batch_rows, mini_rows, wave, prefill, generating)
 
     def micro_rows(self, role: Any) -> int:
         """Longest rows in one forward pass of the actor or the critic."""
@@ -135,6 +140,8 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         weights = counter(config, device, "reward model", ModelBytes.of).weights
         place(plan, "reward model weights", weights, ("reward model",) if moves else None)
     _before_the_first_step(plan, held, counter(config, device, "actor", counting.joined_bytes))
+    if plan.shape.generating:
+        _part_devices(plan, held["actor"].weights)
     add_workspaces(plan)
     return plan
 
@@ -149,6 +156,15 @@ def plan_generation(config: PPOConfig, device: Device, counter: Counter | None =
     place(plan, "actor weights", held.weights, None)
     add_workspaces(plan)
     return plan
+
+
+def _part_devices(plan: Plan, weights: int) -> None:
+    """Other workers generate than train: the stage `generate` is of their device, all others of those that train."""
+    for name, parts in plan.stages.items():
+        for part in [part for part in parts if (part in OF_THE_ROLLOUT) != (name == "generate")]:
+            if part != "temporary tensors":
+                del parts[part]
+    plan.stages["generate"]["rollout weights"] += weights
 
 
 def _before_the_first_step(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
@@ -172,7 +188,8 @@ def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter,
     if rollout.name == "native":
         return _generate_native(config, device, shape, counter, actor)
     serving = rollout.name != "hf"
-    copy = math.ceil(actor.weights / rollout.tensor_model_parallel_size) if serving or shape.workers > 1 else 0
+    copies = (serving or shape.workers > 1) and not shape.generating
+    copy = math.ceil(actor.weights / rollout.tensor_model_parallel_size) if copies else 0
     per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
     cache = shape.wave * shape.longest * per_token
     if serving:  # the engine takes its share of the device at once, working memory included
@@ -202,7 +219,7 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
         else:  # without a kernel of its own a layer's keys and values are gathered for each step
             layers = counter(config, device, "actor", counting.layer_count)
             temporary += 2 * shape.wave * shape.longest * per_token // layers
-    copies = actor.weights if shape.workers > 1 else 0
+    copies = actor.weights if shape.workers > 1 and not shape.generating else 0
     if device.kind == "cpu" and data.max_response_length >= MANY:
         copies = counter(config, device, "actor", counting.packed_bytes)
     made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}

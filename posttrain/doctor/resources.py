@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain import cores
 from posttrain.config.loggers import missing_packages
+from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
 from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
@@ -144,7 +145,7 @@ def _disk(case: Case) -> Iterator[Finding]:
 
 def _ports(case: Case) -> Iterator[Finding]:
     """Several workers meet on a port that the system chooses; all that is needed is that it gives one."""
-    workers = case.config.trainer.n_gpus_per_node * case.config.trainer.nnodes
+    workers = workers_of(case.config) + rollout_workers_of(case.config)
     if workers == 1:
         case.report.fact(AREA, "One worker: no port and no Ray is needed.")
         return

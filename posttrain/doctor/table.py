@@ -108,10 +108,9 @@ def _head(config: Any, plan: Plan) -> list[str]:
         f"Largest micro-batch: {size}.",
     ]
     if shape.workers > 1:
-        lines.append(
-            f"Planned for each of {shape.workers} workers that share weights, gradients and optimizer state; this "
-            "version trains with one."
-        )
+        lines.append(f"Planned for each of {shape.workers} workers that share weights, gradients and optimizer state.")
+    if generating := getattr(shape, "generating", 0):
+        lines.append(f"The column generate is of each of the {generating} worker(s) that only generate.")
     return lines
 
 

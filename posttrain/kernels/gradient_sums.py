@@ -9,16 +9,18 @@ Shapes: T tokens, E columns of a weight, C rows of one weight or of several side
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
-_SUM, _ADDED = "gradient_sum", "gradient_was_added"
+_SUM, _ADDED, _WITH = "gradient_sum", "gradient_was_added", "gradient_sums_with"
 
 
 def open_sums(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Zeros in float32 for each of these matrices; what is made from now on is added there."""
+    close_sums(weights)  # an update that failed may have left some
     sizes = [weight.numel() for weight in weights]
     if not sizes:
         return []
@@ -33,7 +35,7 @@ def open_sums(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def close_sums(weights: Sequence[torch.Tensor]) -> None:
     """Gradients are given to autograd again."""
     for weight in weights:
-        for name in (_SUM, _ADDED):
+        for name in (_SUM, _ADDED, _WITH):
             if hasattr(weight, name):
                 delattr(weight, name)
 
@@ -45,20 +47,34 @@ def added_sum(weight: torch.Tensor) -> torch.Tensor | None:
 
 def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: torch.Tensor, scale: float = 1.0) -> bool:
     """Add scale grad' x, the gradient of these weights side by side, to their sums; False if there are none."""
-    sums: list[torch.Tensor] = [getattr(weight, _SUM) for weight in weights if hasattr(weight, _SUM)]
-    if len(sums) < len(weights):
+    sums = _sums_of(weights)
+    if sums is None:
         return False
-    start = 0
-    for total in _joined(sums) if len(sums) > 1 else sums:
-        rows = slice(start, start := start + len(total))
-        grad_CT = (grad_TC if start - rows.start == grad_TC.shape[1] else grad_TC[:, rows]).T
+    start, columns = 0, grad_TC.shape[1]
+    for total, rows in sums:
+        grad_CT = (grad_TC if rows == columns else grad_TC[:, start : start + rows]).T
+        start += rows
         if x_TE.dtype is torch.float32:
             total.addmm_(grad_CT, x_TE, alpha=scale)
         else:
             torch.addmm(total, grad_CT, x_TE, alpha=scale, out_dtype=torch.float32, out=total)  # pyright: ignore
+    return True
+
+
+def _sums_of(weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]] | None:
+    """The sums of these weights side by side, as few as hold them, and the rows of each; None unless all have one.
+    Asked for in every pass, and found out in the first."""
+    known = getattr(weights[0], _WITH, None)
+    if known is not None and len(known[0]) == len(weights) and all(map(operator.is_, known[0], weights)):
+        return known[1]
+    sums: list[torch.Tensor] = [getattr(weight, _SUM) for weight in weights if hasattr(weight, _SUM)]
+    if len(sums) < len(weights):
+        return None
+    found = [(total, len(total)) for total in (_joined(sums) if len(sums) > 1 else sums)]
+    setattr(weights[0], _WITH, (tuple(weights), found))
     for weight in weights:
         setattr(weight, _ADDED, True)
-    return True
+    return found
 
 
 def _joined(sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -44,10 +44,17 @@ class PackedLayout:
         wanted_T: torch.Tensor | None = None,
     ) -> None:
         self.answered = 0
+        self._rotation: tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
         self.lengths, self.device = torch.tensor(lengths), torch.device(device)
         self.total = int(self.lengths.sum())
         self.segment_T, self.position_T = segment_T, position_T
         self.wanted_T = None if wanted_T is None else to_device(wanted_T, self.device)
+
+    def rotation(self, tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines of the packed tokens, from a batch of one row; all layers of a pass ask for the same."""
+        if self._rotation is None or self._rotation[0] is not tables:
+            self._rotation = tables, tuple(table[0].contiguous() for table in tables)
+        return self._rotation[1]
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:

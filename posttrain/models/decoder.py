@@ -77,6 +77,7 @@ class FastDecoder:
     def __init__(self, module: Any, *, share: bool) -> None:
         self.module, self.share = module, share
         self.graphs: Any = None  # on a CUDA device: captured steps
+        self.gone = False  # whether nothing is held of weights that were moved away
         self._bind()
 
     def _bind(self) -> None:
@@ -95,7 +96,7 @@ class FastDecoder:
         if self.graphs is not None:
             self.graphs.forget()
         self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
-        self.adapters_old = True
+        self.adapters_old, self.gone = True, False
 
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]
@@ -141,6 +142,7 @@ class FastDecoder:
             if self.graphs is not None:
                 self.graphs.collect(rows)
             return True
+        self._follow_weights()
         if cuda.runs_here(self.embedding):
             return self._decode_captured(rows, caches)
         if self.whole is None:
@@ -221,22 +223,39 @@ class FastDecoder:
 
     def _look_at_weights(self) -> None:
         """Follow weights that have moved, and adapters that have changed."""
-        if self.arena.left_behind():
-            self._bind()
+        self._follow_weights()
         if self.adapters_old:
             for projection in self._projections():
                 projection.copy_adapters()
             self.adapters_old = False
 
+    def _follow_weights(self) -> None:
+        if self.gone or self.arena.left_behind():
+            self._bind()
+
+    def let_go(self) -> None:
+        """Hold nothing of weights that were moved away: their memory is another's until they come back."""
+        if self.gone or not self.arena.left_behind():
+            return
+        self.drop_fast_copies()
+        if self.graphs is not None:
+            self.graphs.forget()
+        empty = self.embedding.new_empty(0, device="cpu")
+        self.layers, self.embedding, self.norm = [], empty, empty
+        self.head = Projection(empty, None, [], adapters=False)
+        self.arena.layers, self.arena.named = [], {}
+        self.rotation, self.gone = None, True
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self.gone:
+            self._bind()
         self.arena.load(weights)
 
     def make_fast_copies(self) -> None:
         """The weights stay as they are for many steps: copies that multiply faster are worth their while."""
         if self.whole is not None or self.head.packed is not None:
             return
-        if self.arena.left_behind():
-            self._bind()
+        self._follow_weights()
         if self._may_merge() and self._plain_biases() and can_run_whole(self.layers[0].weights()):
             sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
             weights = [layer.weights() for layer in self.layers]

@@ -41,6 +41,14 @@ class Beside:
                 self.parts.append(part)
                 self.adapters.append((columns, one))
         self.copies = LowRank.like(self.adapters, start, weights[parts[0]]) if self.adapters else None
+        self.lows = [one.a for _, one in self.adapters]
+        self.rights = {} if self.copies is None else dict(zip(self.parts, self._rights(self.copies), strict=True))
+        self.alone = len(self.adapters) == len(parts) == 1  # columns and ranks of the adapter are all there are
+
+    @staticmethod
+    def _rights(copies: LowRank) -> list[tuple[slice, torch.Tensor]]:
+        """Ranks of each adapter, and the matrix up from them."""
+        return [(ranks, up.T) for up, (_, ranks) in zip(copies.ups, copies.places, strict=True)]
 
     def down(self, x_TE: torch.Tensor) -> torch.Tensor | None:
         """x A' of all."""
@@ -52,10 +60,10 @@ class Beside:
 
     def factors(self, part: int, low_TR: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What the adapter of a part adds to its columns, as the two matrices whose product it is."""
-        if self.copies is None or low_TR is None or part not in self.parts:
+        if low_TR is None or part not in self.rights:
             return None
-        place = self.parts.index(part)
-        return low_TR[:, self.copies.places[place][1]], self.copies.ups[place].T
+        ranks, up_RC = self.rights[part]
+        return low_TR[:, ranks], up_RC
 
     def back(self, grad_TC: torch.Tensor) -> torch.Tensor | None:
         """The gradient of x A'."""
@@ -69,15 +77,14 @@ class Beside:
         """Put the gradients of A and B of every part into `found`, unless sums take them."""
         if self.copies is None:
             return
-        ones, places = [one for _, one in self.adapters], self.copies.places
-        if not add_product([one.a for one in ones], grad_TR, x_TE):
+        if not add_product(self.lows, grad_TR, x_TE):
             stacked_RE = wide_product(grad_TR.T, x_TE)
-            for part, one, (_, ranks) in zip(self.parts, ones, places, strict=True):
-                found[2 * part] = stacked_RE[ranks].to(one.a.dtype)
-        for part, one, (columns, ranks) in zip(self.parts, ones, places, strict=True):
-            if not add_product((one.b,), grad_TC[:, columns], low_TR[:, ranks], one.scale):
-                grad = wide_product(grad_TC[:, columns].T, low_TR[:, ranks]).mul_(one.scale)
-                found[2 * part + 1] = grad.to(one.b.dtype)
+            for part, low, (_, ranks) in zip(self.parts, self.lows, self.copies.places, strict=True):
+                found[2 * part] = stacked_RE[ranks].to(low.dtype)
+        for part, (columns, one), (_, ranks) in zip(self.parts, self.adapters, self.copies.places, strict=True):
+            grad, low = (grad_TC, low_TR) if self.alone else (grad_TC[:, columns], low_TR[:, ranks])
+            if not add_product((one.b,), grad, low, one.scale):
+                found[2 * part + 1] = wide_product(grad.T, low).mul_(one.scale).to(one.b.dtype)
 
     def both(self, found: Grads, grad_TC: torch.Tensor, x_TE: torch.Tensor, low_TR, grad_TE: torch.Tensor) -> None:
         """The same, and what they add to the gradient of the input."""

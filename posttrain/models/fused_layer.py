@@ -55,12 +55,11 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     layout.answered += 1
     attention = self.self_attn
-    last = attention.layer_idx == attention.config.num_hidden_layers - 1
     return _FusedLayer.apply(
         hidden_states.squeeze(0),  # whose way back is a view too
         (layout.sight, attention.head_dim, attention.scaling, self.input_layernorm.variance_epsilon),
-        layout.wanted_T if last else None,
-        *(table[0].contiguous() for table in position_embeddings),
+        layout.wanted_T if weights.last else None,
+        *layout.rotation(position_embeddings),
         weights,
         *weights.tensors,
     )  # pyright: ignore
@@ -71,8 +70,12 @@ def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
         return False
     if not train.can_attend(layer.self_attn.head_dim, hidden):
         return False
-    window = getattr(layer.self_attn, "sliding_window", None) or getattr(layer.self_attn.config, "sliding_window", None)
+    window = once(layer.self_attn, _window)
     return not window or window >= int(layout.lengths.max())
+
+
+def _window(attention: Any) -> int | None:
+    return getattr(attention, "sliding_window", None) or getattr(attention.config, "sliding_window", None)
 
 
 class _FusedLayer(torch.autograd.Function):

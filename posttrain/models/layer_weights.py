@@ -80,6 +80,8 @@ class LayerWeights:
     down: Joined
     beside: list[Beside]
     tensors: list[torch.Tensor | None]
+    last: bool
+    """Behind this layer there is no other."""
 
     OWN = 14  # of the tensors that are not adapters'
 
@@ -105,4 +107,5 @@ class LayerWeights:
             Joined(weights[6:]),
             beside_products(adapters, weights),
             [before, *weights[:3], *biases, *norms, weights[3], between, *weights[4:], *flat(adapters)],
+            attention.layer_idx == attention.config.num_hidden_layers - 1,
         )

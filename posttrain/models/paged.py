@@ -80,6 +80,8 @@ class PagedDecoder:
 
     def drop_fast_copies(self) -> None: ...
 
+    def let_go(self) -> None: ...
+
 
 def _last_dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()

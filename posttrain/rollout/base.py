@@ -137,6 +137,10 @@ class RolloutEngine(ABC):
     def _take(self, stage: Stage) -> None:
         """Have again, now or when it is first needed, what a stage needs."""
 
+    def let_go(self) -> None:
+        """The weights that the engine reads may have been moved away: nothing is held where they were."""
+        return
+
     def sleep(self) -> None:
         """Give back memory that only generation needs; nothing may be running or waiting."""
         if self.has_work():

@@ -42,10 +42,16 @@ def reward_failures(known: Known) -> str | None:
     failures = known.get("reward/failures") or 0
     if not failures:
         return None
-    return (
-        f"The reward failed on {failures:.0f} responses; the samples' column `error` says why "
-        "(reward.timeout_s is the limit)."
+    often = f", most often: {known.reward_error}" if known.reward_error else ""
+    freq = known.run.samples_freq
+    kept = (
+        "the samples' column `error` says why"
+        if freq == 1
+        else f"the samples of every {freq} steps (tracking.samples_freq) hold all errors with their inputs"
+        if freq
+        else "tracking.samples_freq=1 keeps the errors with their inputs"
     )
+    return f"The reward failed on {failures:.0f} responses{often}; {kept}."
 
 
 def groups_without_signal(known: Known) -> str | None:
@@ -283,9 +289,10 @@ def diagnose(
     *,
     step: int | None = None,
     width: int = LINE,
+    reward_error: str = "",
 ) -> tuple[str, list[str]]:
     """(the step in one line, sentences of advice); `history` holds the metrics of the steps before, oldest first."""
-    known = Known(metrics, history, facts or RunFacts())
+    known = Known(metrics, history, facts or RunFacts(), reward_error)
     line = ("" if step is None else f"step {step}: ") + fitted(summary(known), width)
     return line, [advice.text for advice in findings(known)]
 

@@ -28,6 +28,8 @@ class RunFacts:
     loss_agg_mode: str = "token-mean"
     grouped: bool = True
     """Whether advantages compare the responses of a group."""
+    samples_freq: int = 1
+    """Every how many steps samples are kept; 0 is never."""
 
 
 @dataclass
@@ -37,6 +39,8 @@ class Known:
     now: Mapping[str, float]
     past: Sequence[Mapping[str, float]] = ()
     run: RunFacts = field(default_factory=RunFacts)
+    reward_error: str = ""
+    """The error that most of this step's rewards had that failed, in a line."""
 
     def get(self, name: str) -> float | None:
         """The present value, None if it is absent or not finite."""

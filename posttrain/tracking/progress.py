@@ -160,7 +160,8 @@ class Progress:
             say(f"  ... {moment.label} {moment.step}/{moment.total}: {moment.sentence()}")
 
     def _is_news(self, sentence: str) -> bool:
-        kind = re.sub(r"[\d.,]+", "#", sentence)  # the same sentence with other numbers is the same advice
+        # With other numbers, or another error behind its colon, a sentence is the same advice.
+        kind = re.sub(r"[\d.,]+", "#", sentence.partition(": ")[0])
         if self._done - self._advised.get(kind, -ADVICE_EVERY) < ADVICE_EVERY:
             return False
         self._advised[kind] = self._done

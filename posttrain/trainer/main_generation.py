@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import UserError
+from posttrain.tracking.ending import exit_status
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 FLAGS = {
@@ -97,14 +98,7 @@ def main(args: Sequence[str]) -> int:
 
 def cli(entry: Callable[[Sequence[str]], int]) -> int:
     """An entry with errors meant for users printed as they are."""
-    try:
-        return entry(sys.argv[1:])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return 130
+    return exit_status(lambda: entry(sys.argv[1:]), if_interrupted="interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.config import ConfigError
 from posttrain.config.parallel import one_process
-from posttrain.errors import UserError
-from posttrain.interrupts import interrupted, one_interrupt
+from posttrain.interrupts import one_interrupt
+from posttrain.tracking import ending
 from posttrain.tracking.console import keep_going, prepare_streams
 from posttrain.trainer.registered import registered_names
 
@@ -106,16 +105,7 @@ def as_resolved(config: Any) -> Any:
 def cli(entry: Callable[[], Any] = main) -> int:
     """An entry with errors meant for users printed as they are."""
     prepare_streams()
-    try:
-        return exit_status(entry())
-    except (ConfigError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt) and not interrupted():
-            raise
-        print("interrupted", file=sys.stderr)
-        return 130
+    return ending.exit_status(lambda: exit_status(entry()))
 
 
 def exit_status(result: Any) -> int:

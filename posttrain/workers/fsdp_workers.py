@@ -88,6 +88,10 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
         self.rollout_is_apart = live is None
         with self.engine.on_device():  # the engine is tried when it is made
             self._build_rollout(live if live is not None else rollout_model(self.config, self.device))
+        if self.rollout_is_apart and self.adapters is not None:
+            self.sync_weights(0)  # its own model is the base alone; the run may begin with an adapter
+            self.rollout.sleep()
+        self.rollout.let_go()
 
     def _wake(self) -> None:
         self.engine.onload()
@@ -96,6 +100,7 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
     def _sleep(self) -> None:
         super()._sleep()
         self.engine.offload()
+        self.rollout.let_go()
 
     @register(to_all, largest)
     def sync_weights(self, version: int) -> dict[str, float]:
@@ -105,12 +110,15 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
         Its cache sleeps until the next requests: what a sync needs does not lie in memory beside it.
         """
         shared = self.rollout.shares_weights and not self.rollout_is_apart
-        with self.engine.on_device():
-            self.rollout.wake("weights")
-            self.rollout.load_weights(() if shared else self.engine.export_weights(), version)
-            if shared and version > 1 and version % SHARED_PROOF_FREQ:
-                return {}
-            return self.probe.compare(self.engine, self.rollout)
+        try:
+            with self.engine.on_device():
+                self.rollout.wake("weights")
+                self.rollout.load_weights(() if shared else self.engine.export_weights(), version)
+                if shared and version > 1 and version % SHARED_PROOF_FREQ:
+                    return {}
+                return self.probe.compare(self.engine, self.rollout)
+        finally:
+            self.rollout.let_go()
 
     @register(to_first)
     def notes(self) -> list[str]:

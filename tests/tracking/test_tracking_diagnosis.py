@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 
 from posttrain.tracking import diagnosis
 from posttrain.tracking.diagnosis import RULES, Known, RunFacts, diagnose
+from posttrain.tracking.progress import Progress
+from posttrain.tracking.reward_errors import commonest
 
 HEALTHY = {
     "reward_mean": 0.5,
@@ -263,3 +266,30 @@ def test_first_responses_without_a_word_point_to_the_template():
 
 def test_every_rule_names_the_metric_behind_it():
     assert {rule.__name__ for rule in RULES} == set(diagnosis.METRIC_OF)
+
+
+ERRORS = [
+    None,
+    "returned None instead of a number",
+    "ValueError: cannot read 13\n  /home/me/rewards/mine.py, line 3, in compute_score: raise ValueError(text)",
+    "ValueError: cannot read 43\n  /home/me/rewards/mine.py, line 3, in compute_score: raise ValueError(text)",
+    "ValueError: other\n  /home/me/rewards/mine.py, line 9, in compute_score: int(text)",
+]
+
+
+def test_a_reward_that_fails_now_and_then_is_told_of_with_its_commonest_error_and_where_the_others_are():
+    assert commonest([]) == commonest([None]) == ""
+    assert commonest(ERRORS) == "ValueError: cannot read 13 (mine.py, line 3)"
+    assert commonest(ERRORS[1:2]) == "returned None instead of a number"
+    now = HEALTHY | {"reward/failures": 4.0}
+    for freq, kept in ((1, "column `error`"), (10, "every 10 steps"), (0, "tracking.samples_freq=1 keeps")):
+        _, (said,) = diagnose(now, [], RunFacts(samples_freq=freq), reward_error=commonest(ERRORS))
+        assert said.startswith("The reward failed on 4 responses, most often: ValueError: cannot read 13 (mine.py")
+        assert kept in said
+
+
+def test_the_same_advice_with_another_error_is_no_news():
+    progress = Progress(100, stream=io.StringIO())
+    assert progress._is_news("The reward failed on 4 responses, most often: ValueError: a")
+    assert not progress._is_news("The reward failed on 12 responses, most often: TypeError: b")
+    assert progress._is_news("All rewards are 0.")

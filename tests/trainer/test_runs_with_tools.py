@@ -55,7 +55,7 @@ def samples(result, step: int = 1) -> list[dict]:
     return pq.read_table(Path(result.path) / "samples" / f"step_{step}.parquet").to_pylist()
 
 
-def test_S4_72_S4_74_turns_are_one_row_and_only_what_the_model_wrote_is_trained(
+def test_S2_19_S4_72_S4_74_turns_are_one_row_and_only_what_the_model_wrote_is_trained(
     tiny_model, sums, tmp_path, add, capsys
 ):
     made = scripted.use(asks_once)

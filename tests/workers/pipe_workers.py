@@ -12,6 +12,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from patience import PROGRAM_S
+
 from posttrain.controller.futures import Future
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import Workers
@@ -57,6 +59,7 @@ class Rank:
 
     def answer(self, number: int) -> Any:
         while len(self.answers) <= number:
+            assert self.pipe.poll(PROGRAM_S), f"process {self.process.pid} does not answer"
             self.answers.append(self.pipe.recv())
         value, self.answers[number] = unpack(self.answers[number]), None
         if isinstance(value, Failure):

@@ -201,6 +201,11 @@ def test_a_worker_that_died_is_told_of_by_its_machine_and_the_likely_cause(text,
     assert re.search(said, str(death_of(RuntimeError(text))))
 
 
+def test_a_rollout_worker_that_died_is_told_of_as_one_with_what_lowers_its_memory():
+    said = str(death_of(RuntimeError(DIED), "rollout"))
+    assert said.startswith("A rollout worker (process 2322 on 10.0.0.2) died") and "rollout.kv_cache_gb" in said
+
+
 def commands_of_the_docs() -> list[list[str]]:
     page = (Path(__file__).parents[2] / "docs" / "workers.md").read_text().partition("## Several machines\n")[2]
     blocks = re.findall(r"```bash\n(.*?)```", page.partition("\n## ")[0], re.S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from posttrain.controller.local import LocalWorkerGroup
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
+from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import cache_limit
 from posttrain.workers import roles
 
@@ -267,6 +269,25 @@ def test_S4_20_S4_21_S3_54_S3_56_weights_and_moments_come_for_their_stage_leave_
     assert moves[False] == ["compute_log_prob", "compute_ref_log_prob", "update_actor"]
     plain, moved = (list(group.worker.engine.module.parameters()) for group in groups.values())
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+
+
+def test_S4_20_an_engine_that_reads_the_actors_weights_holds_nothing_where_they_were(tiny_model, monkeypatch):
+    """Here a move is a copy: what lay at the old place must be free once the weights have left it."""
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self._apply(torch.clone))
+    group = actor(tiny_model, {f"{ACTOR}.fsdp_config.param_offload": True})
+    worker, plain = group.worker, actor(tiny_model, {}).worker
+    prompts = [[5, 6, 7], [9]]
+    assert worker.rollout.decoder.gone, "of the weights that the engine was tried with"
+    found = []
+    for one in (worker, plain):
+        one._wake()
+        found.append([x.token_ids for x in generate(one.rollout, prompts, [Sampling(max_tokens=4)] * 2, [0, 1])])
+        held = [weakref.ref(x) for x in (one.rollout.decoder.embedding, one.rollout.decoder.layers[0].qkv.weight)]
+        one._sleep()
+        assert all((x() is None) == (one is worker) for x in held)
+        one.sync_weights(1)
+        assert one.rollout.decoder.gone == (one is worker)
+    assert found[0] == found[1]
 
 
 def _watch(thing: Any, method: str, name: str, seen: list[str]) -> None:

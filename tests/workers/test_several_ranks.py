@@ -230,6 +230,13 @@ def test_in_float64_the_weights_are_those_of_one_process_too(runs, kind, count):
         assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-9, abs=1e-9)
 
 
+def test_an_adapter_that_a_run_begins_with_is_in_what_several_processes_generate(runs):
+    adapter = runs("lora", "float32", 1).path / "checkpoints" / "global_step_10" / "huggingface"
+    model = "actor_rollout_ref.model"
+    given = {f"{model}.lora_rank": 4, f"{model}.lora_adapter_path": str(adapter), "trainer.total_training_steps": 1}
+    assert runs.free("adapted", 2, given).metrics[0]["mismatch/logp_max"] < 1e-3
+
+
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
 def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs, kind):
     straight = runs(kind, "float64", 1)

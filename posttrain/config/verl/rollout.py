@@ -127,7 +127,6 @@ AGENTS: tuple[Rule, ...] = (
         f"{_ROLLOUT}.multi_turn.{{interaction_config_path,num_repeat_rollouts}}",
         "only tools speak between the model's turns",
         "remove it",
-        switch="multi_turn.enable",
     ),
     not_supported(
         "data.{function_tool_path,mcp_config_path}",

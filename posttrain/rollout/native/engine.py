@@ -204,5 +204,8 @@ class NativeEngine(RolloutEngine):
         self.pool.sleep()
         self.decoder.drop_fast_copies()
 
+    def let_go(self) -> None:
+        self.decoder.let_go()
+
     def _take(self, stage: Stage) -> None:
         """Weights are where they were, the trainer's own; the cache grows again when the first request needs it."""

@@ -69,6 +69,6 @@ def presented(answer: ToolAnswer, secrets: Sequence[str], most: int, side: str) 
 
 def redacted(text: str, secrets: Sequence[str]) -> str:
     """The text with every secret masked."""
-    for secret in secrets:
-        text = text.replace(secret, MASK)
+    for secret in [secrets] if isinstance(secrets, str) else secrets:  # one text is one secret, not its letters
+        text = text.replace(secret, MASK) if secret else text
     return text

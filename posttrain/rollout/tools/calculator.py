@@ -23,12 +23,10 @@ _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
 
 
 def calculator(expression: str) -> str:
-    """Computes an arithmetic expression exactly and gives the result. It knows + - * / // % **, parentheses, and the
-    functions sqrt, abs, round, min, max, floor, ceil, exp, log, ln, log2, log10, sin, cos, tan, asin, acos, atan,
-    factorial, gcd, lcm, comb, perm, and the constants pi and e.
+    """Computes an arithmetic expression, with functions like sqrt, log, round, min, factorial.
 
     Args:
-        expression: What to compute, for example (3 + 4) * 12 / 7
+        expression: For example (3 + 4) * 12 / 7
     """
     text = expression.strip().translate(_SPELLINGS).replace("^", "**")
     if not text or len(text) > _LONGEST:

@@ -8,7 +8,7 @@ from collections import Counter
 UNKNOWN = "(unknown)"
 """Where calls of tools that do not exist are counted: a model may invent any number of names."""
 ERRORS = ("arguments", "open", "raised", "said", "timeout", "unknown")
-"""Kinds of errors of a call. Beside them `close` and `reward`, of conversations."""
+"""Kinds of errors of a call. Beside them `close` and `reward`, of conversations, and `shutdown`, of the whole."""
 
 
 class Counts:
@@ -34,14 +34,14 @@ class Counts:
         return sum(counts[kind] for kind in ERRORS)
 
     def troubles(self) -> list[str]:
-        """One sentence for each tool of which no call has succeeded, and for errors at a conversation's end."""
+        """One sentence for each tool of which no call has succeeded, and for errors at the end of conversations."""
         said = list[str]()
         for tool, counts in sorted(self.by_tool.items()):
             calls = counts["calls"]
             if tool != UNKNOWN and calls and self.failed(tool) >= calls:
                 kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ERRORS if counts[kind])
                 said.append(f"all {calls} calls of the tool {tool} failed ({kinds}); the last: {self._last(tool)}")
-            for kind in ("close", "reward"):
+            for kind in ("close", "reward", "shutdown"):
                 if counts[kind]:
                     said.append(
                         f"`{kind}` of the tool {tool} failed {counts[kind]} times; the last: {self._last(tool, kind)}"

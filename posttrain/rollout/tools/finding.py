@@ -20,6 +20,14 @@ def is_place(name: str) -> bool:
     return name.endswith(".py") or ".py:" in name or "." in name
 
 
+def called_name(name: str) -> str:
+    """What a model calls the tool of this name; its settings are given under it."""
+    if not is_place(name):
+        return name
+    source = find_tool(name)
+    return getattr(source, "name", None) or getattr(source, "__name__", name)
+
+
 def find_tool(name: str) -> Any:
     """The function or the subclass of Tool that the name leads to; UserError in words if there is none."""
     file, colon, wanted = name.rpartition(":")

@@ -10,7 +10,7 @@ from posttrain.config.closest import closest
 from posttrain.errors import UserError
 from posttrain.rollout.tools.base import Tool
 from posttrain.rollout.tools.calculator import calculator
-from posttrain.rollout.tools.finding import find_tool, is_place
+from posttrain.rollout.tools.finding import called_name, find_tool, is_place
 from posttrain.rollout.tools.function import FunctionTool
 from posttrain.rollout.tools.python import PythonTool
 from posttrain.rollout.tools.search.tool import SearchTool
@@ -67,9 +67,8 @@ def _found(name: str) -> tuple[str, Maker]:
     if name in TOOLS:
         return name, TOOLS[name]
     if is_place(name):
-        source = find_tool(name)
-        called = getattr(source, "name", None) or getattr(source, "__name__", name)
-        return called, _maker(source, called)
+        called = called_name(name)
+        return called, _maker(find_tool(name), called)
     near = closest(name, TOOLS)
     hint = f" Did you mean {near}?" if near else ""
     raise UserError(

@@ -84,8 +84,23 @@ class ToolRunner:
             self._own.start(self._close_all()).result(2 * _CLOSING_S)
         for lane in (self._own, *self._lanes.values()):
             lane.stop()
-        for tool in self.tools.values():
-            tool.shutdown()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        """All tools side by side; one that raises is counted, one that hangs is left to itself."""
+
+        def one(name: str, tool: Tool) -> None:
+            try:
+                tool.shutdown()
+            except BaseException as error:
+                self.counts.add(name, "shutdown", f"shutdown: {words_of(error)}")
+
+        ending = [threading.Thread(target=one, args=pair, daemon=True) for pair in self.tools.items()]
+        for thread in ending:
+            thread.start()
+        end = time.monotonic() + _CLOSING_S
+        for thread in ending:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> ToolRunner:
         return self
@@ -102,17 +117,24 @@ class ToolRunner:
             self._changed.notify_all()
 
     async def _answer(self, conversation: Hashable, call: ToolCall) -> ToolAnswer:
-        tool = self.tools.get(call.name)
+        tool = self.tools.get(call.name) if isinstance(call.name, str) else None
         name = UNKNOWN if tool is None else call.name
         try:
             answer = await self._ask(tool, conversation, call) if tool is not None else self._no_such(call.name)
         except Exception as error:  # a schema that is none, metrics that are no dict
             answer = failure("raised", f"The tool {call.name} is broken.", words_of(error))
-        answer = presented(answer, () if tool is None else tool.secrets, self._max_chars, self._side)
+        answer = self._presented(answer, tool)
         self.counts.add(name, "calls")
         if answer.error is not None:
             self.counts.add(name, answer.error.partition(":")[0], answer.error)
         return answer
+
+    def _presented(self, answer: ToolAnswer, tool: Tool | None) -> ToolAnswer:
+        try:
+            return presented(answer, () if tool is None else tool.secrets, self._max_chars, self._side)
+        except Exception as error:  # secrets that are no texts: nothing that it said may be shown then
+            words = f"its secrets cannot be taken out: {type(error).__name__}"
+            return failure("raised", "The tool is broken.", words, seconds=answer.seconds)
 
     def _no_such(self, name: str) -> ToolAnswer:
         known = ", ".join(self.tools)

@@ -13,15 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain import algorithms
-from posttrain.algorithms import (
-    AdvantageEstimator,
-    apply_kl_in_reward,
-    correction_is_on,
-    get_adv_estimator,
-    get_kl_controller,
-)
-from posttrain.config.algorithm import AlgorithmConfig
+from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
@@ -32,6 +24,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.turns.loop import Turns
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.batch_advantage import compute_advantage
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience, take_prompts
 from posttrain.trainer.ppo.greedy import greedy_baselines
@@ -55,35 +48,6 @@ from posttrain.workers.fsdp_workers import (
     RolloutWorker,
 )
 from posttrain.workers.seen_tokens import ROW
-
-ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
-REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores", "reward_error": "reward_errors"}
-
-
-def compute_advantage(
-    data: DataProto,
-    adv_estimator: str | AdvantageEstimator,
-    *,
-    config: AlgorithmConfig | None = None,
-    **settings: Any,
-) -> DataProto:
-    """`data` with `advantages` and `returns`, from its `token_level_rewards`, `response_mask` and `uid`."""
-    batch = data.batch
-    found: dict[str, Any] = {name: batch[name] for name in ESTIMATOR_FIELDS if name in batch}
-    rows = data.non_tensor_batch
-    found |= {argument: rows[name] for name, argument in REWARD_FIELDS.items() if name in rows}
-    advantages, returns = algorithms.compute_advantage(
-        adv_estimator,
-        token_level_rewards=batch["token_level_rewards"],
-        response_mask=batch["response_mask"],
-        index=data.non_tensor_batch.get("uid"),
-        config=config,
-        data=data,
-        **found,
-        **settings,
-    )
-    batch["advantages"], batch["returns"] = advantages, returns
-    return data
 
 
 class RayPPOTrainer:

@@ -19,6 +19,7 @@ from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import step_metrics
 from posttrain.tracking.progress import console_width, say
 from posttrain.tracking.redact import redact
+from posttrain.tracking.reward_errors import commonest
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
 from posttrain.tracking.vocabulary import write_vocabulary
@@ -51,6 +52,7 @@ class Recorder(RunWriter):
             clip_ratio=actor.clip_ratio,
             loss_agg_mode=actor.loss_agg_mode,
             grouped=grouped,
+            samples_freq=config.tracking.samples_freq,
         )
 
     def start(self, step: int) -> None:
@@ -77,14 +79,15 @@ class Recorder(RunWriter):
         )
         metrics = {**metrics, **validation, **self.peaks.take()}
         self.timing = {}
-        line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room)
+        error = commonest(batch.non_tensor_batch.get("reward_error", ()))
+        line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room, reward_error=error)
         if self.samples_are_due(step):
             table = sample_table(step, batch, sampling=sampling_words(self.config))
             self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
-        said = [one._asdict() for one in findings(Known(metrics, self.history, self.facts))]
+        said = [one._asdict() for one in findings(Known(metrics, self.history, self.facts, error))]
         if said:
             append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": said})
         self.loggers.log(step, metrics, said)

@@ -111,6 +111,7 @@ def _checkpoints(run: Path) -> CheckpointManager:
 def _workers(stack: ExitStack, run: Path, facts: dict[str, Any], start: int) -> tuple[Any, Any]:
     """Actor and critic as the run had them after step `start`."""
     config = load_config(facts["config"]).config
+    config.actor_rollout_ref.rollout.n_workers = 0  # nobody generates
     device = pick_device(config.trainer.device)
     prepare_torch(config, device)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.config import Resolved, load_config
 from posttrain.config.tree import Tree
-from posttrain.errors import UserError
-from posttrain.interrupts import interrupted
 from posttrain.tracking.console import keep_going, prepare_streams
+from posttrain.tracking.ending import exit_status
 from posttrain.tracking.own_console import own_console, take_voice
 
 
@@ -27,32 +25,27 @@ def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, 
 def run_cli(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any]) -> int:
     """The exit status; errors meant for users are printed as they are."""
     prepare_streams()
-    try:
-        args, voice = take_voice(args)
-        shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
-        resolved = load_config(list(args), environment=not shows, tree=tree)
-        if resolved.show is not None:
-            print(usage + "\n" + resolved.describe() if resolved.show == "help" else resolved.to_yaml(), end="")
-            return 0
-        keep_going()
-        _quiet_environment()
-        with own_console(voice) as console:
-            if resolved.dry_run:
-                from posttrain.doctor.checkup import dry_run
+    return exit_status(lambda: _run(args, tree, usage, run))
 
-                return dry_run(resolved).exit_status
-            print(f"Configuration: {resolved.main_file} and the command line")
-            result = run(resolved)
-            console.end(result)
-            return result.exit_status
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt) and not interrupted():
-            raise
-        print("interrupted", file=sys.stderr)
-        return 130
+
+def _run(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any]) -> int:
+    args, voice = take_voice(args)
+    shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
+    resolved = load_config(list(args), environment=not shows, tree=tree)
+    if resolved.show is not None:
+        print(usage + "\n" + resolved.describe() if resolved.show == "help" else resolved.to_yaml(), end="")
+        return 0
+    keep_going()
+    _quiet_environment()
+    with own_console(voice) as console:
+        if resolved.dry_run:
+            from posttrain.doctor.checkup import dry_run
+
+            return dry_run(resolved).exit_status
+        print(f"Configuration: {resolved.main_file} and the command line")
+        result = run(resolved)
+        console.end(result)
+        return result.exit_status
 
 
 def _quiet_environment() -> None:

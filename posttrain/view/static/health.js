@@ -67,11 +67,14 @@ export function healthPage(root) {
 
   async function drawFailures(run) {
     clearTimeout(again);
-    const found = await ask("failures", {run});
+    const [found, metrics] = await Promise.all([ask("failures", {run}), columns(run, ["reward/failures"])]);
+    const all = metrics.values["reward/failures"].reduce((sum, value) => sum + (value || 0), 0);
     const rest = found.read < found.files;
     if (rest) again = setTimeout(() => root.isConnected && drawFailures(run), 1500);
     put(failures, h("h2", {}, "Failures of the reward"),
-      h("p", {class: "soft"}, `${found.count} responses${rest ? ` in the ${found.read} of ${found.files} files that were read` : ""}`),
+      h("p", {class: "soft"}, all > found.count && !rest
+        ? `${all} responses of all steps; the samples hold ${found.count} of them (tracking.samples_freq, tracking.samples_max_gb).`
+        : `${found.count} responses${rest ? ` in the ${found.read} of ${found.files} files that were read` : ""}`),
       found.kinds.map((kind) => h("article", {class: "advice"},
         h("pre", {class: "problem", tabindex: 0, role: "region", "aria-label": "error"}, kind.error),
         h("p", {class: "soft"}, `${kind.count} times among the newest 500; the newest: `, h("button", {class: "link", onclick: () => go({page: "samples", run, step: kind.step, uid: kind.uid, sample: kind.sample})}, `step ${kind.step} › ${kind.uid} › ${kind.sample}`)),

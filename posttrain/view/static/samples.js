@@ -28,7 +28,7 @@ export function samplesPage(root) {
       drawBar(runs, run, kind, null);
       listed = "";
       list.set([]);
-      return put(group.element, h("p", {class: "soft"}, kind === "val" ? "This run holds no samples of validations." : "This run holds no samples: it has made no step, or tracking.samples_freq is 0."));
+      return put(group.element, h("p", {class: "soft"}, kind === "val" ? "This run holds no samples of validations." : "This run holds no samples of training yet: tracking.samples_freq says every how many steps they are kept. " + (steps.val.length ? "It holds some of validations." : "")));
     }
     const step = nearest(steps[kind], state.step);
     drawBar(runs, run, kind, step);

@@ -1,0 +1,54 @@
+"""Waiting, but not for ever: one bound for every program and every condition that a test waits for.
+
+The deadline of a whole test (`conftest.py`) names the test; what waits too long here says for what, and ends it, so
+that the tests after it do not share the machine with a program that nobody wants any more.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+PROGRAM_S = 305.0
+"""A little less than the deadline of a test, which would not say which program it was."""
+CONDITION_S = 60.0
+
+
+_wait, _communicate = subprocess.Popen.wait, subprocess.Popen.communicate
+
+
+def bound_waits_for_programs() -> None:
+    """From now on `subprocess.run`, `Popen.wait` and `Popen.communicate` without a timeout of their own have one, and
+    kill the program when it has passed."""
+    subprocess.Popen.wait, subprocess.Popen.communicate = _bounded_wait, _bounded_communicate  # pyright: ignore
+
+
+def _bounded_wait(self: subprocess.Popen[Any], timeout: float | None = None) -> int:
+    return _wait(self, timeout) if timeout is not None else _or_killed(self, lambda: _wait(self, PROGRAM_S))
+
+
+def _bounded_communicate(self: subprocess.Popen[Any], input: Any = None, timeout: float | None = None) -> Any:
+    if timeout is not None:
+        return _communicate(self, input, timeout)
+    return _or_killed(self, lambda: _communicate(self, input, PROGRAM_S))
+
+
+def _or_killed(program: subprocess.Popen[Any], wait: Callable[[], Any]) -> Any:
+    try:
+        return wait()
+    except subprocess.TimeoutExpired as error:
+        program.kill()
+        error.add_note(
+            f"It was killed. Its last words: {(error.output or b'')[-2000:]!r} {(error.stderr or b'')[-2000:]!r}"
+        )
+        raise
+
+
+def until(condition: Callable[[], object], what: str, *, every_s: float = 0.01) -> None:
+    """Wait for a condition; one that does not come true in time fails the test."""
+    end = time.monotonic() + CONDITION_S
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain {what}"
+        time.sleep(every_s)

@@ -1,0 +1,92 @@
+"""`posttrain tool try`, and the page that lets its reader type it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain import cli
+from posttrain.errors import UserError
+from posttrain.rollout.tools.base import ToolCall
+from posttrain.rollout.tools.registry import TOOLS, make_tools
+from posttrain.rollout.tools.runner import ToolRunner
+from posttrain.rollout.tools.try_command import main
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own_tool.md").read_text()
+BASH = "\n".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the page's two files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_tools.py").write_text(re.findall(r"<<'PY'\n(.*?)^PY$", BASH, re.M | re.S)[0])
+    (tmp_path / "guess.py").write_text(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[0])
+    return tmp_path
+
+
+def test_the_commands_of_the_page_answer(folder, capsys):
+    commands = [shlex.split(line) for line in BASH.splitlines() if line.startswith("posttrain ")]
+    shown = []
+    for command in commands:
+        assert cli.main(command[1:]) == 0
+        shown.append(capsys.readouterr().out)
+    weather, calculator, search = shown
+    assert "<tool_response>\n71.0 F\n</tool_response>" in weather and '"description": "Its English name"' in weather
+    assert '{"name": "weather", "arguments": {"city": "Rome", "unit": "F"}}' in weather and "digits" not in weather
+    assert "<tool_response>\n5\n</tool_response>" in calculator and re.search(r"\n[\d.e-]+ s\n", calculator)
+    assert "1874 metres" in search and "[2]" not in search and "a local index over 40 passages" in search
+
+
+def test_the_errors_of_the_page_are_what_a_model_reads(folder):
+    tools = make_tools(["my_tools.py:weather"], {})
+    calls = [{"city": "Bonn"}, {"city": "Rome", "unit": "K"}]
+    with ToolRunner(tools, timeout_s=20, max_chars=999, side="left") as runner:
+        runner.submit("c", [*(ToolCall("weather", call) for call in calls), ToolCall("wether", {})])
+        ((_, answers),) = runner.wait()
+    assert [f"| `{answer.text}`" in PAGE for answer in answers] == [True] * 3, answers
+
+
+def test_the_class_of_the_page_keeps_a_state(folder, capsys):
+    assert main(["guess.py", '{"number": 9}', "--given", '{"secret": 9}', "bonus=0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "Right." in shown and "reward 0.5" in shown and "metrics: {'right': 1.0}" in shown
+
+
+def test_the_page_names_every_tool_that_is_built_in():
+    assert [name for name in TOOLS if f"| `{name}` |" not in PAGE] == []
+
+
+def test_an_error_has_the_status_1_and_no_arguments_show_the_schema_alone(capsys):
+    assert main(["calculator", "1/0"]) == 1
+    assert capsys.readouterr().out.endswith("error: said: This cannot be computed: division by zero.\n")
+    assert main(["calculator"]) == 0
+    assert "<tools>" in (shown := capsys.readouterr().out) and "<tool_call>" not in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["calculater"], "there is no tool 'calculater'"),
+        (["calculator", "{x}"], "ARGUMENTS is no JSON"),
+        (["search", "x", "y", "corpus=embedded"], "one too many"),
+        (["calculator", "1", "--given", "[]"], "--given must be a JSON object"),
+        (["calculator", "1", "digits=3"], "no setting 'digits'"),
+        (["calculator", "1", "--timeout_s", "0"], "--timeout_s is above 0"),
+        (["old", "1", "--config", "gone.yaml"], "gone.yaml cannot be read"),
+    ],
+)
+def test_what_cannot_be_tried_is_said_in_words(args, why):
+    with pytest.raises(UserError, match=re.escape(why)):
+        main(args)
+
+
+def test_a_models_own_template_shows_the_conversation(tiny_model, capsys):
+    assert main(["calculator", "2+3", "--model", str(tiny_model)]) == 0
+    shown = capsys.readouterr().out
+    assert "by the chat template of" in shown and "<|assistant|>" in shown and "5" in shown
