@@ -14,8 +14,8 @@ from posttrain.config.problem import Problem
 from posttrain.config.ranges import MAY_BE_INFINITE, RANGES, Range
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
-from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.turns import check_turns
+from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.values import split_hint
 
 _ACTOR = "actor_rollout_ref.actor"

@@ -38,7 +38,7 @@ class TurnSettings:
     max_tool_response_length: int = 1024
     """Characters of a tool's answer that the model is shown; what is left out is marked."""
     tool_response_truncate_side: str = "middle"
-    """Where a longer answer is cut: `left` (its beginning is left out), `middle` or `right`."""
+    """What is kept of a longer answer: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
     tool_timeout_s: float = 30.0
     """Seconds that a call may take; the model is told of one that takes longer."""
     format: str = "hermes"

@@ -13,7 +13,8 @@ from posttrain.rollout.turns.calls import FORMATS, Unreadable, hermes_calls
 from posttrain.rollout.turns.replies import NoToolsInTemplate, Replies, check_shown
 
 CHATML = (  # with tools as Qwen2.5 shows them: their answers are a user's turn, several of them one
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
     "{{ '\n<tool_response>\n' + m['content'] + '\n</tool_response>' }}"
@@ -59,7 +60,7 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_on
     written = [*encode(first), *encode("a call")]
     replies = Replies(tokenizer)
     assert [*written, end, *replies.ids(answers, end)] == encode(whole)
-    assert [*written, *replies.ids(answers, written[-1])] == encode(whole), "a turn that was cut by a stop text is ended"
+    assert [*written, *replies.ids(answers, written[-1])] == encode(whole), "a turn that a stop text cut is ended"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_on
     [
         (None, "has no chat template"),
         (CHATML.replace("m['content'] + '\n</tool_response>'", "'</tool_response>'"), "leaves out what a tool answers"),
-        ("{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}"
-         "{% endfor %}", "refuses messages of the role `tool`"),
+        ("{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+         "{{ m['content'] }}{% endfor %}", "refuses messages of the role `tool`"),
         ("{{ messages | length }}" + CHATML, "in another way once a tool has answered"),
     ],
     ids=["none", "deaf", "refuses", "rewrites"],

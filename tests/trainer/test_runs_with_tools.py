@@ -209,7 +209,7 @@ def test_S4_75_a_tools_secret_reaches_the_tool_and_nothing_else(tiny_model, sums
 
     scripted.use(lambda read, seed: "7" if "<tool_response>" in read else call(1, 2, name="ask"))
     more = {"actor_rollout_ref__rollout__tools": ["ask"], "trainer__total_training_steps": 1}
-    more["actor_rollout_ref__rollout__tool_config"] = {"ask": {"api_key": "sk-very-secret"}}
+    more["actor_rollout_ref__rollout__tool_config__ask__api_key"] = "sk-very-secret"
     result = run(tiny_model, sums, tmp_path, **TOOLS | more)
     assert set(keys) == {"sk-very-secret"} and result.status == "finished"
     files = [path for path in Path(result.path).rglob("*") if path.is_file()]

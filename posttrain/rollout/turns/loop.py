@@ -94,7 +94,8 @@ class Turns:
         one conversation goes on."""
         if not self._asked:
             return {}, []
-        answered, self._answered = self._answered, []
+        answered: list[tuple[Any, list[ToolAnswer]]] = self._answered
+        self._answered = []
         answered += self.runner.poll()
         while wait and len(answered) < (len(self._asked) if self.in_rounds else 1):
             answered += self.runner.wait()

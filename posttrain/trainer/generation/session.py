@@ -65,8 +65,8 @@ class Session:
         self.settings, self.config = settings, settings.config
         if turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable:
             raise UserError(
-                "actor_rollout_ref.rollout.multi_turn.enable=True: here a response has one turn, and no tool is called. "
-                "Leave it out; a training run validates with tools (trainer.val_only=True only validates)."
+                "actor_rollout_ref.rollout.multi_turn.enable=True: here a response has one turn, and no tool is "
+                "called. Leave it out; a training run validates with tools (trainer.val_only=True only validates)."
             )
         self.source: ModelSource = find_model(name, settings, say)
         self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)

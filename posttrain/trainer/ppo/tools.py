@@ -42,3 +42,5 @@ def opened_turns(config: PPOConfig, tokenizer: Any, device: torch.device) -> Ite
         limit = several.max_assistant_turns
         say(f"Tools: {', '.join(tools)}; a response has {f'up to {limit}' if limit else 'any number of'} turns.")
         yield turns
+        for words in runner.counts.troubles():
+            say(f"  ! {words}")
