@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from posttrain.config.closest import closest
 from posttrain.config.problem import Problem
@@ -96,7 +97,7 @@ def parse_options(args: Sequence[str]) -> tuple[CommandLine, list[str]]:
             line.problems.append(_unknown_option(name))
             if not equals and queue and "=" not in queue[0] and not queue[0].startswith(("-", "#", "~")):
                 queue.pop(0)  # its value
-        elif not equals and not arg.startswith("~"):
+        elif (not equals and not arg.startswith("~")) or not name:
             stray.append(arg)
         else:
             rest.append(arg)
@@ -118,10 +119,16 @@ def _unknown_option(name: str) -> Problem:
 def _stray(arguments: list[str]) -> Problem:
     listed = ", ".join(f"`{text}`" for text in arguments[:8]) + (", ..." if len(arguments) > 8 else "")
     what = f"These arguments are not settings (key=value): {listed}."
-    do = (
-        "write every setting as key=value. If they are words of a comment: a comment inside a command reached the "
-        f"program; {CUT_SHORT}"
-    )
+    file = next((Path(text) for text in arguments if text.endswith((".yaml", ".yml"))), None)
+    if any(text.startswith("=") for text in arguments):
+        do = "write key=value without spaces around `=`"
+    elif file is not None:
+        do = f"name a file of settings by --config-path={file.parent} --config-name={file.stem}"
+    else:
+        do = (
+            "write every setting as key=value. If they are words of a comment: a comment inside a command reached the "
+            f"program; {CUT_SHORT}"
+        )
     return Problem(what, "command line", do + ".")
 
 

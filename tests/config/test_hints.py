@@ -100,6 +100,14 @@ def test_a_name_of_trl_or_openrlhf_is_answered_with_ours_and_every_answer_names_
     assert "did you mean `--lr`?" in flags("--learning_rate", "1e-5")
 
 
+def test_a_file_of_settings_and_spaces_around_the_equals_sign_are_answered_with_how_they_are_written(problems):
+    assert "--config-path=conf --config-name=mine" in problems("conf/mine.yaml", "trainer.seed=1")
+    for words in (["trainer.seed", "=", "3"], ["trainer.seed", "=3"]):
+        said = problems("algorithm=grpo", *words)
+        assert "1 problem in" in said and "without spaces around `=`" in said
+    assert "words of a comment" in problems("algorithm=grpo", "a", "comment")
+
+
 def test_supervised_training_answers_the_customary_names_with_their_section():
     with pytest.raises(ConfigError) as caught:
         load_config(["learning_rate=1", "per_device_train_batch_size=2", "num_generations=4"], tree=SFT)

@@ -311,6 +311,33 @@ def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
         torch.testing.assert_close(part, kept, rtol=0, atol=0, equal_nan=True, msg="nothing else was written")
 
 
+@each_dtype
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(3, 3, 24), (16, 1, 40), (6, 2, 96), (4, 1, 256)])
+def test_decoding_attention_of_any_group_and_head_size(dtype, heads, key_heads, size):
+    """Head sizes that are no power of two, and a row that fills its blocks to the last place."""
+    from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention
+
+    lengths, table = [32, 63, 64], torch.tensor([[0, 1, 0], [2, 3, 0], [4, 5, 6]], dtype=torch.int32, device=DEVICE)
+    columns = (heads + 2 * key_heads) * size
+    qkv = draw(3, columns, dtype=dtype, seed=11)
+    cache = tuple(draw(7, key_heads, BLOCK, size, dtype=dtype) for _ in range(2))
+    slots = [int(table[row, place // BLOCK]) * BLOCK + place % BLOCK for row, place in enumerate(lengths)]
+    given = [torch.tensor(x, device=DEVICE) for x in (lengths, slots, [place + 1 for place in lengths], [32, 32, 32])]
+    step = StepRows(given[0].int(), given[1], given[2].int(), given[3].int(), table)
+    how = {"scale": 0.2, "window": None, "rotation": None, "norms": None, "epsilon": 0.0}
+    before = [part.clone() for part in cache]
+    found = decode_attention(qkv, cache, step, **how).view(3, heads, size)
+    query, key, value = qkv.float().view(3, -1, size).split([heads, key_heads, key_heads], 1)
+    for row, length in enumerate(lengths):
+        held = [part[table[row].long()].transpose(0, 1).flatten(1, 2)[:, :length].float() for part in before]
+        own = [torch.cat([old, new[row][:, None]], 1) for old, new in zip(held, (key, value), strict=True)]
+        keys, values = (x.repeat_interleave(heads // key_heads, 0) for x in own)
+        scores = torch.einsum("hd,hld->hl", query[row], keys) * 0.2
+        near(found[row], torch.einsum("hl,hld->hd", scores.softmax(-1), values), at=2)
+        at = (table[row, length // BLOCK].long(), slice(None), length % BLOCK)
+        assert torch.equal(cache[0][at], key[row].to(dtype)) and torch.equal(cache[1][at], value[row].to(dtype))
+
+
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("normed", [False, True])
 def test_prompts_are_written_into_the_cache_and_attend_as_the_twin_does(window, normed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 import time
@@ -151,6 +152,25 @@ def test_what_hangs_is_answered_after_its_deadline_and_holds_up_neither_other_ca
     runner.close()  # waits for none of them
 
 
+def test_calls_that_never_began_because_another_blocked_their_loop_are_begun_again(runner_of):
+    runner = runner_of(block, timeout_s=0.3)
+    runner.submit("c", [ToolCall("block", {}), ToolCall("block", {"yes": False}), ToolCall("block", {"yes": False})])
+    ((_, answers),) = runner.wait()
+    assert [answer.text for answer in answers[1:]] == ["free", "free"]
+    assert (answers[0].error or "").startswith("timeout: ")
+    runner.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.submit("c", [])
+
+
+def test_a_decorator_may_hide_that_a_function_is_async(runner_of):
+    @functools.wraps(echo_async)
+    def hidden(*args, **kwargs):
+        return echo_async(*args, **kwargs)
+
+    assert ask(runner_of(hidden), "echo_async", text="x").text == "x"
+
+
 def test_a_tool_of_which_too_many_calls_hang_is_not_tried_again_until_they_end(monkeypatch):
     monkeypatch.setattr("posttrain.rollout.tools.threads.MOST_HUNG", 2)
     threads, free = Threads(), threading.Event()
@@ -259,7 +279,7 @@ class Counter(Tool):
 
     async def reward(self, conversation):
         if conversation == "poor":
-            raise ValueError("no money")
+            raise ValueError("no money for hush-1")
         return float(self.numbers[conversation])
 
     async def close(self, conversation):
@@ -317,6 +337,7 @@ def test_tools_that_fail_or_hang_at_the_end_hold_up_neither_the_others_nor_the_r
 
 def test_a_conversation_whose_tool_cannot_be_opened_is_told_so_and_goes_on(runner_of):
     tool = Counter()
+    tool.secrets = ["hush-1"]
     runner = runner_of(tool)
     runner.open("c", {"counter": {"broken": True}})
     answer = ask(runner, "counter")
@@ -328,7 +349,7 @@ def test_a_conversation_whose_tool_cannot_be_opened_is_told_so_and_goes_on(runne
     runner.close()
     assert runner.counts.by_tool["counter"] == {"calls": 1, "open": 1, "reward": 1, "close": 1}
     assert runner.counts.troubles()[-1] == (
-        "`reward` of the tool counter failed 1 times; the last: reward: ValueError: no money"
+        "`reward` of the tool counter failed 1 times; the last: reward: ValueError: no money for ***"
     )
 
 

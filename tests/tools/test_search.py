@@ -138,7 +138,7 @@ def server():
             if self.path == "/refuse":
                 status, said = 403, "x" * 190 + f" {self.headers['Authorization']} is not allowed"
             elif self.path == "/elsewhere":
-                status, said = 307, ""
+                status, said = 302, ""
             elif self.path == "/busy":
                 status, said = (503, "later") if len([one for one in this.seen if one[0] == "/busy"]) % 2 else (200, [])
                 said = said if status == 503 else {"results": []}
@@ -146,11 +146,15 @@ def server():
                 status, said = 404, "nothing here"
             body = json.dumps(said).encode() if status == 200 else str(said).encode()
             self.send_response(status)
-            if status == 307:
+            if status == 302:
                 self.send_header("Location", "/retrieve")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self):
+            this.seen.append((self.path, "followed", self.headers.get("Authorization")))
+            self.send_error(404)
 
         def log_message(self, *_):
             pass

@@ -48,7 +48,8 @@ class FunctionTool(Tool):
         kwargs = {**self._settings, **self._given.get(conversation, {}), **arguments}
         if inspect.iscoroutinefunction(self._function):
             return answer_of(await self._function(**kwargs))
-        return answer_of(await self._threads.run(self._function, **kwargs))
+        made = await self._threads.run(self._function, **kwargs)
+        return answer_of(await made if inspect.isawaitable(made) else made)  # a decorator may hide `async def`
 
     async def close(self, conversation: Hashable) -> None:
         self._given.pop(conversation, None)

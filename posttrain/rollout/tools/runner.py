@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from posttrain.rollout.tools.answers import SIDES, failure, presented, words_of
+from posttrain.rollout.tools.answers import SIDES, failure, presented, redacted, words_of
 from posttrain.rollout.tools.arguments import Misfit, fit
 from posttrain.rollout.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
 from posttrain.rollout.tools.counts import UNKNOWN, Counts
@@ -48,6 +48,8 @@ class ToolRunner:
 
     def submit(self, conversation: Hashable, calls: Sequence[ToolCall]) -> None:
         """All calls of one turn; they run side by side."""
+        if self._closed:
+            raise RuntimeError("this ToolRunner is closed")
         with self._changed:
             self._number += 1
             number = self._number
@@ -93,7 +95,7 @@ class ToolRunner:
             try:
                 tool.shutdown()
             except BaseException as error:
-                self.counts.add(name, "shutdown", f"shutdown: {words_of(error)}")
+                self._count(name, "shutdown", error)
 
         ending = [threading.Thread(target=one, args=pair, daemon=True) for pair in self.tools.items()]
         for thread in ending:
@@ -101,6 +103,14 @@ class ToolRunner:
         end = time.monotonic() + _CLOSING_S
         for thread in ending:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _count(self, name: str, kind: str, error: BaseException) -> None:
+        """An error of a conversation or of the end, which has no answer to be told in."""
+        try:
+            words = redacted(words_of(error), self.tools[name].secrets)
+        except Exception:  # secrets that are no texts
+            words = type(error).__name__
+        self.counts.add(name, kind, f"{kind}: {words}")
 
     def __enter__(self) -> ToolRunner:
         return self
@@ -164,17 +174,23 @@ class ToolRunner:
             return _read(call.name, said, time.perf_counter() - start)
 
     async def _within(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What a tool's coroutine gives, run in its lane; TimeoutError at the deadline, which the lane cannot delay."""
-        future = asyncio.wrap_future(self._lanes[name].start(_guarded(work)))
-        done, _ = await asyncio.wait([future], timeout=self._timeout_s)
-        if not done:
+        """What a tool's coroutine gives, run in its lane; TimeoutError at the deadline, which the lane cannot delay.
+
+        Work that never began, because other work blocked the lane, is begun once more in the fresh one."""
+        for _ in range(2):
+            began = threading.Event()
+            future = asyncio.wrap_future(self._lanes[name].start(_guarded(work, began)))
+            done, _ = await asyncio.wait([future], timeout=self._timeout_s)
+            if done:
+                kind, value = future.result()
+                if kind == "raised":
+                    raise value
+                return value
             future.cancel()
             await self._lanes[name].renew_if_stuck()
-            raise TimeoutError
-        kind, value = future.result()
-        if kind == "raised":
-            raise value
-        return value
+            if began.is_set():
+                break
+        raise TimeoutError
 
     async def _open(self, conversation: Hashable, given: dict[str, dict[str, Any]]) -> None:
         asked = [name for name, tool in self.tools.items() if _overrides(tool, "open")]
@@ -203,7 +219,7 @@ class ToolRunner:
             try:
                 return float(await self._within(name, lambda: self.tools[name].reward(conversation)))
             except Exception as error:
-                self.counts.add(name, "reward", f"reward: {words_of(error)}")
+                self._count(name, "reward", error)
                 return 0.0
 
         return sum(await asyncio.gather(*(one(name) for name in names)))
@@ -215,7 +231,7 @@ class ToolRunner:
             try:
                 await self._within(name, lambda: self.tools[name].close(conversation))
             except Exception as error:
-                self.counts.add(name, "close", f"close: {words_of(error)}")
+                self._count(name, "close", error)
 
         opened = self._opened.pop(conversation, {})
         asked = [name for name, tool in self.tools.items() if _overrides(tool, "close")]
@@ -227,8 +243,9 @@ class ToolRunner:
             await asyncio.wait(closing, timeout=_CLOSING_S)
 
 
-async def _guarded(work: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[str, Any]:
+async def _guarded(work: Callable[[], Coroutine[Any, Any, Any]], began: threading.Event) -> tuple[str, Any]:
     """The result, or the error as a value: nothing that a tool raises is taken for a deadline or an end of ours."""
+    began.set()
     try:
         return "gave", await work()
     except asyncio.CancelledError:
