@@ -117,6 +117,10 @@ def add(
     key, leaf = found.key, leaf_of(found.key)
     if key in SWITCHES and str(value).lower() in ("true", "false"):
         key = f"{key}.enable"
+    elif key in SWITCHES and isinstance(value, dict):  # what other spellings have put into it stays
+        for inner, inner_value in value.items():
+            add(merged, f"{key}.{inner}", inner_value, source, rank, explicit=explicit, from_file=from_file)
+        return
     if leaf is not None and leaf.key != key:
         try:
             key, value = leaf.key, _inside(merged, leaf.key, key, value)
