@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from light_rewards import out_of_range
+from patience import gone
 from runs import metrics_of, run, settings
 
 from posttrain.errors import UserError
@@ -64,15 +65,7 @@ def test_reward_workers_do_not_outlive_a_killed_run(tiny_model, sums, tmp_path, 
     ended = forked.run(code)
     assert ended.returncode == -9, ended.stderr[-2000:]
     pids = [int(word) for line in ended.stdout.splitlines() if line.startswith("worker") for word in line.split()[1:]]
-    assert pids
-    for pid in pids:
-        for _ in range(100):
-            if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-                break
-            os.sched_yield()
-            signal.sigtimedwait([], 0.05)
-        else:
-            raise AssertionError(f"reward worker {pid} is still alive")
+    assert pids and gone(*pids)
 
 
 def test_steps_with_updates_that_are_not_finite_are_counted_and_stop_the_run(
