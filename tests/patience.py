@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 PROGRAM_S = 305.0
@@ -52,3 +53,19 @@ def until(condition: Callable[[], object], what: str, *, every_s: float = 0.01) 
     while not condition():
         assert time.monotonic() < end, f"waited in vain {what}"
         time.sleep(every_s)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; it may end at any moment, also between two looks at it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone(*pids: int, seconds: float = 5.0) -> bool:
+    """Whether these have ended, or do so soon: a signal takes a moment."""
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, pids))

@@ -23,7 +23,7 @@ INSTEAD = {
     "verl.workers.reward_model": "Reward models are `posttrain.workers.reward_model`; reward_model.enable=true.",
     "verl.experimental": "Not built: rollouts with tools or environments, agent loops, and asynchronous trainers. "
     "Rewards already run while other responses are generated.",
-    "verl.interactions": "Rollouts with several turns are not built.",
+    "verl.interactions": "Between the turns of a model only tools speak.",
     "verl.trainer.ppo.v1": "There is one trainer: `verl.trainer.ppo.ray_trainer.RayPPOTrainer`.",
     "verl.trainer.distillation": "Distillation is not built.",
     "verl.model_merger": "Nothing has to be merged: `posttrain export RUN` writes Hugging Face files.",

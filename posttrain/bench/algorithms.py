@@ -56,6 +56,8 @@ def main(options: argparse.Namespace) -> int:
             fill_page(options.markdown, markdown(rows, record))
         if svg is not None:
             write_panels(svg, found, f"Accuracy on held-out sums over {record['steps']} steps")
+    elif not failed:
+        print(f"{options.from_json}: there are no runs in it; `posttrain bench algorithms --json FILE` makes them")
     for run in failed:
         print(f"{run['algorithm']} seed {run['seed']} failed: {run['problem']}")
     return 1 if failed or not found else 0

@@ -27,6 +27,7 @@ from posttrain.config.verl.run import RUN_RULES
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 MOVED_SECTIONS: dict[str, str] = {
+    **{f"{place}.tool_config.": f"{_ROLLOUT}.multi_turn.tool_config." for place in ("rollout", _ROLLOUT)},
     "actor_rollout.ref.": "actor_rollout_ref.",
     "actor.": f"{_ACTOR}.",
     "rollout.": f"{_ROLLOUT}.",
@@ -38,7 +39,9 @@ MOVED_SECTIONS: dict[str, str] = {
     "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
     "reward.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
 }
-"""Prefix -> prefix; applied before the renames below."""
+"""Prefix -> prefix; applied before the renames below. The first that fits is taken."""
+SWITCHES = (f"{_ROLLOUT}.multi_turn",)
+"""Free dicts that are switched by their own name: `KEY=True` is `KEY.enable=True`."""
 
 RENAMED: dict[str, str] = {
     "algorithm.name": "algorithm.adv_estimator",
@@ -71,6 +74,8 @@ RENAMED: dict[str, str] = {
     f"{_MODEL}.lora.adapter_path": f"{_MODEL}.lora_adapter_path",
     f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
     f"{_ROLLOUT}.max_new_tokens": "data.max_response_length",
+    f"{_ROLLOUT}.max_turns": f"{_ROLLOUT}.multi_turn.max_assistant_turns",
+    f"{_ROLLOUT}.tools": f"{_ROLLOUT}.multi_turn.tools",
     f"{_ROLLOUT}.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "critic.learning_rate": "critic.optim.lr",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
@@ -79,6 +84,7 @@ RENAMED: dict[str, str] = {
     "trainer.reward_fn.name": "custom_reward_function.name",
     "data.train_path": "data.train_files",
     "data.val_path": "data.val_files",
+    "data.tool_config_path": f"{_ROLLOUT}.multi_turn.tool_config_path",
     "trainer.save_steps": "trainer.save_freq",
     "trainer.n_workers": "trainer.n_gpus_per_node",
     "trainer.micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
@@ -112,16 +118,12 @@ DERIVED: dict[str, Any] = {
     "trainer.reward_fn.type": str,
     f"{_ACTOR}.peft_config.peft_type": str,
     f"{_ROLLOUT}.enable_lora": bool,
-    f"{_ROLLOUT}.multi_turn": bool,
     **dict.fromkeys(AS_THE_ACTOR, int),
 }
 """Keys that set or check other settings, with their type; `derived.py` says how."""
 
 _SFT = "these are settings of supervised training (`posttrain sft`)"
 NOT_BUILT: dict[str, str] = {
-    f"{_ROLLOUT}.max_turns": "multi-turn rollout is not built in this version; remove the key",
-    f"{_ROLLOUT}.tools": "tools are not built in this version; remove the key",
-    f"{_ROLLOUT}.tool_config.": "tools are not built in this version; remove the key",
     "training.learning_rate": f"{_SFT}; here the learning rate is {_ACTOR}.optim.lr",
     "training.num_train_epochs": f"{_SFT}; here the number of epochs is trainer.total_epochs",
     "training.": _SFT,

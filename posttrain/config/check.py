@@ -14,6 +14,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.ranges import MAY_BE_INFINITE, RANGES, Range
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.turns import check_turns
 from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.values import split_hint
 
@@ -136,5 +137,6 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_quantized_offload,
     check_sizes,
     check_ray,
+    check_turns,
     one_process,
 ]

@@ -20,7 +20,6 @@ _BATCH = "data.train_batch_size"
 def derive(merged: Merged, provided: frozenset[str]) -> None:
     """Resolve every derived key; `provided` are keys whose value a Python caller hands over as an object."""
     _reward_kind(merged)
-    _multi_turn(merged)
     _kl_coefficient(merged)
     derive_lora(merged)
     derive_reference_sizes(merged)
@@ -43,13 +42,6 @@ def _reward_kind(merged: Merged) -> None:
         else:
             what = f"`{kind.spelling}={kind.value}` is not known; known: function, model."
             merged.problems.append(Problem(what, kind.source, f"set {kind.spelling}=function"))
-
-
-def _multi_turn(merged: Merged) -> None:
-    entry = _take(merged, f"{_ROLLOUT}.multi_turn")
-    if entry is not None and entry.value:
-        what = f"`{entry.spelling}=True`: multi-turn rollout is not built in this version."
-        merged.problems.append(Problem(what, entry.source, "remove it: each prompt gets one response turn"))
 
 
 def _kl_coefficient(merged: Merged) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.aliases import canonical, nearest, spellings
+from posttrain.config.aliases import SWITCHES, canonical, nearest, spellings
 from posttrain.config.compose import Composed, Layer, flatten
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
@@ -115,6 +115,12 @@ def add(
     if found.note:
         merged.note(found.note)
     key, leaf = found.key, leaf_of(found.key)
+    if key in SWITCHES and str(value).lower() in ("true", "false"):
+        key = f"{key}.enable"
+    elif key in SWITCHES and isinstance(value, dict):  # what other spellings have put into it stays
+        for inner, inner_value in value.items():
+            add(merged, f"{key}.{inner}", inner_value, source, rank, explicit=explicit, from_file=from_file)
+        return
     if leaf is not None and leaf.key != key:
         try:
             key, value = leaf.key, _inside(merged, leaf.key, key, value)

@@ -57,7 +57,10 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     "save_path": (OPENRLHF, "`trainer.default_local_dir`"),
     "remote_rm_url": (OPENRLHF, "`custom_reward_function.path=http://...`, or a Python file"),
     "zero_stage": (OPENRLHF, "not needed: FSDP2 cuts the model over the workers"),
-    "colocate_all_models": (OPENRLHF, "not needed: every worker holds all roles"),
+    "colocate_all_models": (
+        OPENRLHF,
+        f"not needed: all roles share the workers; with {_ROLLOUT}.n_workers others generate",
+    ),
 }
 """Name there -> (whose it is, what it is here)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.config.base import Section
 
@@ -59,4 +60,7 @@ class RolloutConfig(Section):
     """Devices that share one rollout engine."""
     gpu_memory_utilization: float | None = None
     """Share of the device's memory for a serving engine; null lets the memory plan choose."""
+    multi_turn: dict[str, Any] = field(default_factory=dict)
+    """Responses of several turns, in which the model calls tools: `multi_turn=True tools=[calculator]`; what else
+    there is to set stands in docs/tools.md."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

@@ -30,7 +30,12 @@ def given_address() -> str | None:
 
 
 def no_ray(address: str, error: Exception) -> NoRayThere:
-    name = next(name for name in ADDRESSES if os.environ.get(name))
+    name = next((name for name in ADDRESSES if os.environ.get(name)), None)
+    if name is None:  # torchrun's first machine has told it
+        return NoRayThere(
+            f"No Ray answers at {address} ({error}), where the run's first machine said that its Ray is: see what its "
+            "own command says, and whether this machine may reach that port."
+        )
     return NoRayThere(
         f"{name}={address}: no Ray answers there ({error}). Start it (ray start --head), give the address of one that "
         f"runs, or unset {name}: then a Ray is started for this run."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from tqdm import tqdm
@@ -35,11 +35,20 @@ class PromptDataset:
     """Prompts ready for rollout. Example: `PromptDataset("train.parquet", tokenizer, config.data)[0]["prompt_ids"]`.
 
     `files_or_rows` is one path, a list of paths, rows in memory (dicts), or a table of rows that were read already.
+    `tools` are schemas that the chat template shows in every prompt.
     `notes` holds sentences for the start of a run; `prompt_notes` those that are not about truths and rewards. `index`
     of an item is its row's position before overlong prompts were dropped.
     """
 
-    def __init__(self, files_or_rows: Any, tokenizer: Any, config: DataConfig, *, split: str = "train") -> None:
+    def __init__(
+        self,
+        files_or_rows: Any,
+        tokenizer: Any,
+        config: DataConfig,
+        *,
+        split: str = "train",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         if config.truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation is '{config.truncation}'; it must be one of {', '.join(TRUNCATIONS)}.")
         if split not in SPLITS:
@@ -49,8 +58,11 @@ class PromptDataset:
         self.notes: list[str] = []
         self.prompt_notes: list[str] = []
         self._name = f"data.{split}_files"
+        shown = {"tools": list(tools)} if tools else {}
         self._chat = ChatRenderer(
-            tokenizer, system_prompt=config.system_prompt, template_kwargs=config.apply_chat_template_kwargs
+            tokenizer,
+            system_prompt=config.system_prompt,
+            template_kwargs={**config.apply_chat_template_kwargs, **shown},
         )
         table = self._load(files_or_rows)
         self.notes += table.notes(split)

@@ -37,6 +37,13 @@ FAMILIES: dict[str, str] = {
     ),
     "{actor,critic}/optimizer_steps": "Optimizer steps that were made on this step's batch.",
     "critic/warmup": "1 while only the critic learns (trainer.critic_warmup), 0 afterwards.",
+    "num_turns/{mean,max,min}": "Turns of the model in a response, where it may call tools (rollout.multi_turn).",
+    "num_turns/limit": (
+        "Share of responses that ended because no further turn was allowed (rollout.multi_turn.max_assistant_turns)."
+    ),
+    "tools/calls": "Calls of tools per response. 0 for long: the model does not know how to call them; SFT first.",
+    "tools/errors": "Share of calls that could not be answered; samples say why. High: see `posttrain tool try`.",
+    "tools/seconds": "Seconds that a response waited for its tools, as a mean.",
     "right/mean": "Share of right responses: by the reward's part `acc`, else by a score of at least 0.5.",
     "groups/{all_right,all_wrong}": (
         "Shares of groups whose responses are all right, or all wrong: they give no gradient. Many all right: "

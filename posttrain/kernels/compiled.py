@@ -14,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ FOLDER = Path(__file__).parent / "cpu"
 SOURCES = ("decode.cpp", "step.cpp", "train.cpp")
 # No flag here lets the compiler reorder a sum, except where the source asks for it.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+TELL_S, WAIT_S = 10.0, 180.0
+"""Seconds after which waiting for somebody else's compiler is told of, and given up; it takes a few."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "paged_attention": [_POINTER] * 16,
@@ -123,14 +126,29 @@ def _library() -> Path:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Workers that start together let one of them compile; where a folder cannot be locked, each does."""
+    """Workers that start together let one of them compile; where a folder cannot be locked, or whoever compiles does
+    not come to an end (it was stopped by Ctrl-Z, say), each does: the result is put in place in one move."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _wait_for_lock(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int) -> None:
+    began, told = time.monotonic(), False
+    while (waited := time.monotonic() - began) < WAIT_S:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if waited > TELL_S and not told:
+                told = True
+                print("Waiting for another process that compiles the CPU kernels ...", file=sys.stderr, flush=True)
+            time.sleep(0.05)
+        except OSError:
+            return
 
 
 def _processor() -> str:

@@ -11,8 +11,14 @@ from typing import Any
 USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
 
 CHAT_TEMPLATE = (
+    "{%- if tools -%}{{ '<|system|>Tools:' }}{%- for tool in tools -%}{{ ' ' + tool | tojson }}{%- endfor -%}"
+    "{{ '<|end|>' }}{%- endif -%}"
     "{%- for message in messages -%}"
+    "{%- if message['role'] == 'tool' -%}"
+    "{{ '<|user|><tool_response>' + message['content'] + '</tool_response><|end|>' }}"
+    "{%- else -%}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )

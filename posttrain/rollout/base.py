@@ -62,10 +62,12 @@ class Output:
     id: Hashable
     token_ids: list[int]
     log_probs: Sequence[float] | np.ndarray
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop", "length" or "abort"; "turns" where no further turn was allowed
     versions: list[tuple[int, int]] = field(default_factory=list)
     sampling_log_probs: Sequence[float] | None = None
     """Log-probs in the distribution that was sampled from, after penalties and filters; None where `log_probs` are."""
+    written: Sequence[bool] | None = None
+    """Which tokens the policy wrote; the others are what it was told between its turns. None: it wrote all."""
 
 
 class RolloutEngine(ABC):

@@ -65,17 +65,18 @@ def no_garbage_collection() -> Iterator[None]:
 def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_token_id: int) -> DataProto:
     """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs.
 
+    `response_mask` marks what the policy wrote; what it was told between its turns is in `attention_mask` only.
     `sampling_log_probs` are there where filters or penalties made what was sampled from another distribution.
     """
     prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
     responses = [output.token_ids for output in outputs]
-    response_BR, response_mask_BR = _pad(responses, pad_token_id, left=False)
-    log_probs_BR = _like([output.log_probs for output in outputs], response_mask_BR)
-    attention_mask = torch.cat([prompt_mask_BP, response_mask_BR], -1)
+    response_BR, real_BR = _pad(responses, pad_token_id, left=False)
+    log_probs_BR = _like([output.log_probs for output in outputs], real_BR)
+    attention_mask = torch.cat([prompt_mask_BP, real_BR], -1)
     drawn: dict[str, torch.Tensor] = {}
     if any(output.sampling_log_probs is not None for output in outputs):
         rows = [x.log_probs if x.sampling_log_probs is None else x.sampling_log_probs for x in outputs]
-        drawn["sampling_log_probs"] = _like(rows, response_mask_BR)
+        drawn["sampling_log_probs"] = _like(rows, real_BR)
     return DataProto.from_dict(
         tensors={
             **drawn,
@@ -84,7 +85,7 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
             "input_ids": torch.cat([prompt_BP, response_BR], -1),
             "attention_mask": attention_mask,
             "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-            "response_mask": response_mask_BR,
+            "response_mask": _written(outputs, real_BR),
             "rollout_log_probs": log_probs_BR,
         },
         non_tensors={
@@ -92,6 +93,14 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
             "policy_versions": _objects([output.versions for output in outputs]),
         },
     )
+
+
+def _written(outputs: Sequence[Output], real_BR: torch.Tensor) -> torch.Tensor:
+    """1 where the policy wrote the token itself."""
+    if all(output.written is None for output in outputs):
+        return real_BR
+    rows = [[True] * len(output.token_ids) if output.written is None else output.written for output in outputs]
+    return _like(rows, real_BR).to(real_BR.dtype)
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray:

@@ -51,6 +51,7 @@ def step_metrics(
     metrics |= _group_metrics(fields, scores, right)
     metrics |= _token_metrics(fields, mask)
     metrics |= _length_metrics(fields, lengths, right, max_response_length)
+    metrics |= _turn_metrics(fields)
     metrics |= _source_metrics(fields, scores)
     metrics |= _part_metrics(fields, parts)
     metrics |= _update_metrics(update or {})
@@ -150,6 +151,24 @@ def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limi
     for name, chosen in (("right", lengths[right]), ("wrong", lengths[~right])):
         if len(chosen):
             metrics[f"response_length/{name}/mean"] = mean(chosen)
+    return metrics
+
+
+def _turn_metrics(fields: Fields) -> dict[str, float]:
+    """Of responses of several turns."""
+    turns, calls = fields.objects("num_turns"), fields.objects("tool_calls")
+    if turns is None or calls is None:
+        return {}
+    all_calls = [call for row in calls for call in row]
+    reasons, seconds = fields.objects("finish_reason") or [], fields.objects("tool_seconds") or [0.0]
+    metrics = {
+        **_spread("num_turns", np.asarray(turns, np.float64)),
+        "num_turns/limit": mean(float(reason == "turns") for reason in reasons),
+        "tools/calls": len(all_calls) / len(calls),
+        "tools/seconds": mean(seconds),
+    }
+    if all_calls:
+        metrics["tools/errors"] = mean(float(call["error"] is not None) for call in all_calls)
     return metrics
 
 

@@ -42,8 +42,9 @@ _TEXTS = {
     "finish_reason": ("finish_reason",),
     "policy_versions": ("policy_versions",),
     "extra_info": ("extra_info",),
+    "tool_calls": ("tool_calls",),
 }
-_NUMBERS = {"seed": "seed", "data_row": "index"}
+_NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}
 ROWS_AT_ONCE = 256
 """Rows that are read together when one of them is looked at."""
 

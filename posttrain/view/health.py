@@ -61,7 +61,8 @@ def failures(catalogue: Catalogue) -> dict[str, Any]:
         except (OSError, pa.ArrowException):
             continue
         for one in texts:
-            kind = kinds.setdefault(kind_of(one["error"] or ""), {"error": one["error"], "count": 0, "step": step, **_inputs(one)})
+            newest = {"error": one["error"], "count": 0, "step": step, **_inputs(one)}
+            kind = kinds.setdefault(kind_of(one["error"] or ""), newest)
             kind["count"] += 1
     ordered = sorted(kinds.values(), key=lambda kind: -kind["count"])
     return {"kinds": ordered, "count": found["count"], "read": found["read"], "files": found["files"]}

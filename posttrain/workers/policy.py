@@ -14,7 +14,7 @@ from posttrain.engine.ranks import this_rank
 from posttrain.models.finite import not_finite
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
-from posttrain.workers.buckets import Bucket, in_buckets
+from posttrain.workers.buckets import Bucket, in_buckets, tied_once
 from posttrain.workers.engine_worker import ExportingWorker
 from posttrain.workers.fields import batch_of
 from posttrain.workers.lora_state import adapter_notes, lora_state
@@ -103,7 +103,9 @@ class PolicyWorker(ExportingWorker):
 
     def _buckets(self) -> Generator[Bucket]:
         with self.engine.on_device():
-            yield from in_buckets(self.engine.export_weights(), keep=this_rank() == 0)
+            weights = self.engine.export_weights()
+            whole = self.engine.live_model() is not None  # otherwise they are copies, a layer's at a time
+            yield from in_buckets(tied_once(weights) if whole else weights, keep=this_rank() == 0)
 
     @register(to_first)
     def was_last_bucket(self) -> bool:

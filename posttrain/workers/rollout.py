@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from posttrain.config.root import PPOConfig
+from posttrain.config.turns import turn_settings
 from posttrain.controller.dispatch import all_of, register, to_all, to_first
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto
@@ -15,6 +17,7 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.settings import sampling_for
+from posttrain.rollout.turns.next_turn import Key, NextTurn
 from posttrain.workers.buckets import Bucket, checksum_of_all
 from posttrain.workers.lora_state import policy_notes
 from posttrain.workers.probe import WeightProbe
@@ -27,6 +30,8 @@ class RolloutWorker:
 
     rollout: RolloutEngine
     awake = False
+    conversations: dict[Key, Hashable]
+    """Of several turns: the request that came last in each."""
 
     def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device) -> None:
         self.config, self.tokenizer, self.device = config, tokenizer, device
@@ -39,6 +44,7 @@ class RolloutWorker:
     def _build_rollout(self, module: torch.nn.Module) -> None:
         """The engine over this model; it sleeps until it is asked for something."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        self.conversations = {}
         self.position_note = check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
         self.rollout, self.engine_name = build_engine(rollout, module, self.tokenizer, device=self.device)
@@ -86,17 +92,37 @@ class RolloutWorker:
         columns = [fields[name].tolist() for name in ("uid", "sample", "raw_prompt_ids", "seed")]
         if not self.awake:
             self._wake()
+        keep = turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable
         for uid, sample, ids, seed in zip(*columns, strict=True):
-            self.rollout.submit(Request((uid, sample), ids, sampling, int(seed)))
+            self.rollout.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))
+            if keep:
+                self.conversations[uid, sample] = (uid, sample)
+
+    @register(to_all)
+    def go_on(self, turns: Sequence[NextTurn]) -> None:
+        """Queue further turns of conversations; what the turn before left in the cache serves them."""
+        for turn in turns:
+            sampling = replace(self._sampling_of(DataProto(meta_info=turn.how)), max_tokens=turn.max_tokens)
+            self.rollout.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
+            self.conversations[turn.key] = turn.id
+
+    @register(to_all)
+    def end(self, conversations: Sequence[Key]) -> None:
+        """These have had their last turn."""
+        self.rollout.release([self.conversations.pop(key) for key in conversations])
+        self._rest()
 
     @register(to_all)
     def advance(self) -> tuple[list[Output], bool]:
         """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
         ended = advance(self.rollout)
-        busy = self.rollout.has_work()
-        if not busy and self.awake:
+        self._rest()
+        return ended, self.rollout.has_work()
+
+    def _rest(self) -> None:
+        """Sleep when nothing is left to do and no conversation goes on."""
+        if self.awake and not self.rollout.has_work() and not self.conversations:
             self._sleep()
-        return ended, busy
 
     def _wake(self) -> None:
         self.rollout.wake()

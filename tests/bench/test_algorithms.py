@@ -183,3 +183,10 @@ def test_wrong_options_are_answered_before_anything_is_trained(args, words, caps
 
 def test_an_entry_without_tuning_has_only_what_selects_it():
     assert Entry("grpo", "preset", ("algorithm=grpo",)).settings == ("algorithm=grpo",)
+
+
+def test_a_file_without_runs_is_said_to_be_one(tmp_path: Path, capsys):
+    file = tmp_path / "none.json"
+    file.write_text('{"steps": 0, "sessions": [], "runs": []}')
+    assert cli.main(["bench", "algorithms", "--from", str(file)]) == 1
+    assert f"{file}: there are no runs in it" in capsys.readouterr().out

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from patience import gone
 
 from posttrain import cli
 from posttrain.bench.child import Child, ChildFailed
@@ -200,12 +201,7 @@ def test_nothing_that_a_process_started_outlives_it(tmp_path: Path):
     assert parent.process.stdout is not None
     grandchild = int(parent.process.stdout.readline())
     parent.close()
-    state = Path(f"/proc/{grandchild}/stat")
-    for _ in range(200):  # a signal takes a moment
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.02)
-    pytest.fail(f"process {grandchild} is still there")
+    assert gone(grandchild)
 
 
 def test_a_bench_that_is_told_to_end_leaves_no_system_behind(tmp_path: Path):
@@ -241,9 +237,4 @@ def test_a_system_that_is_held_still_ends_with_a_bench_that_is_killed(tmp_path: 
         os.write(told, str(child.process.pid).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(bench, 0)
-    number = int(os.read(made, 20))
-    until = time.monotonic() + 5
-    with suppress(FileNotFoundError, ProcessLookupError):  # it is gone
-        while Path(f"/proc/{number}/stat").read_text().split()[2] != "Z":
-            assert time.monotonic() < until, "it waits for somebody who is gone"
-            time.sleep(0.01)
+    assert gone(int(os.read(made, 20))), "it waits for somebody who is gone"

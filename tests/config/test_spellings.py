@@ -376,3 +376,20 @@ def test_the_last_value_of_a_key_counts_also_where_a_script_uses_two_spellings()
     assert load_config([*script, *behind]).value("data.max_response_length") == 8
     with pytest.raises(ConfigError, match="two spellings"):
         load_config([*script, behind[0]])
+
+
+@pytest.mark.parametrize("first", ["multi_turn", "tools"])
+def test_tools_and_turns_of_a_file_are_one_dict_in_any_order(load, tmp_path, monkeypatch, first):
+    monkeypatch.chdir(tmp_path)
+    given = {"multi_turn": "{enable: true, max_parallel_calls: 2}", "tools": "[calculator]"}
+    lines = [f"    {name}: {given[name]}" for name in sorted(given, key=lambda name: name != first)]
+    text = "actor_rollout_ref:\n  rollout:\n" + "\n".join(lines) + "\n    tool_config: {search: {corpus: a.jsonl}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    found = load("--config-path", ".", "--config-name", "mine", "rollout.max_turns=3").config.actor_rollout_ref.rollout
+    assert found.multi_turn == {
+        "enable": True,
+        "max_parallel_calls": 2,
+        "tools": ["calculator"],
+        "tool_config": {"search": {"corpus": "a.jsonl"}},
+        "max_assistant_turns": 3,
+    }

@@ -105,6 +105,9 @@ SPECIAL: dict[str, str] = {
     "optim.lr_scheduler_type": "linear",
     "data.train_batch_size": "2048",
     "trainer.logger": "[console,tensorboard]",
+    "actor_rollout_ref.rollout.multi_turn.enable": "True",
+    "actor_rollout_ref.rollout.multi_turn.format": "hermes",
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
     "trainer.device": "cpu",
     "trainer.resume_mode": "resume_path",
 }

@@ -167,7 +167,7 @@ def test_M_33_a_warm_up_over_all_steps_is_noted(load):
         (["reward_model.reward_manager=mine"], "custom_reward_function.path=FILE"),
         (["reward_model.model.paht=x"], "did you mean `reward_model.model.path`"),
         ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "Megatron engine is not built"),
-        ([f"{ROLLOUT}.multi_turn=True"], "multi-turn rollout is not built"),
+        ([f"{ROLLOUT}.multi_turn=True"], "there is no tool that the model could call"),
         (["training.learning_rate=2e-5"], f"{ACTOR}.optim.lr"),
         pytest.param(["trainer.device=npu"], "torch_npu", id="S2-20"),
         (["trainer.logger=[wandbb]"], "did you mean `wandb`"),

@@ -59,7 +59,7 @@ def test_S2_09_the_architecture_page_names_the_files_of_the_loop_and_they_exist(
 def test_S2_17_the_tuning_page_has_the_settings_of_plan_and_diagnosis_and_no_others():
     strings = re.findall(r'"[^"]*"', inspect.getsource(diagnosis))
     named = set(_LOWER) | settings_in(strings)
-    assert {"actor_rollout_ref.actor.optim.lr", "reward.timeout_s", "actor_rollout_ref.rollout.n"} <= named
+    assert {"actor_rollout_ref.actor.optim.lr", "tracking.samples_freq", "actor_rollout_ref.rollout.n"} <= named
     assert settings_in(quoted(page("tuning.md"))) == named
 
 

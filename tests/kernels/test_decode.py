@@ -1,5 +1,6 @@
 """The compiled CPU kernels against their torch twins, and attention over the paged cache against the plain formula."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -182,3 +183,19 @@ print(compiled._library().name)
     first, second = [process.communicate()[0] for process in both]
     assert first == second and first.startswith(b"cpu-")
     assert (tmp_path / "calls").read_text() == "one "
+
+
+def test_a_process_that_stopped_while_it_compiled_is_told_of_and_not_waited_for_for_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compiled, "TELL_S", 0.1)
+    monkeypatch.setattr(compiled, "WAIT_S", 0.3)
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        with compiled._alone_in(tmp_path):
+            pass
+    finally:
+        os.close(holder)
+    assert capsys.readouterr().err == "Waiting for another process that compiles the CPU kernels ...\n"
+    with compiled._alone_in(tmp_path):  # nobody has it
+        pass
+    assert capsys.readouterr().err == ""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from textwrap import dedent
 
 import pytest
-from patience import until
+from patience import alive, gone, until
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, crew, resolve_reward
@@ -66,21 +66,6 @@ def run(spec, texts, **options):
             pool.submit(key, RewardItem("", solution, truth))
         results = pool.wait_all()
     return [results[key] for key in range(len(texts))]
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it may end between the two
-        return False
-
-
-def gone(pid, seconds=5.0):
-    end = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_hanging_reward_gets_the_failure_score_at_its_deadline_and_only_it(spec):

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from patience import alive, gone, until
 
 from posttrain.sandbox import Sandbox
 from tests.machine import warm
@@ -52,25 +52,11 @@ def below(pid: int) -> set[int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
-
-
-def until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return bool(condition())
 
 
 # worker + guardian + sleep; worker + guardian + launcher + template + job's first process + program and its child
@@ -82,9 +68,9 @@ def test_kill_9_of_the_trainer_leaves_no_process(tmp_path, work, processes):
     script.write_text(dedent(VICTIM).format(work=dedent(work)))
     victim = subprocess.Popen([sys.executable, str(script)])
     try:
-        assert until(lambda: len(below(victim.pid)) >= processes, 60), [command(pid) for pid in below(victim.pid)]
+        until(lambda: len(below(victim.pid)) >= processes, "for its processes")
         started = below(victim.pid)
     finally:
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait()
-    assert until(lambda: not any(map(alive, started)), 10), [command(pid) for pid in started if alive(pid)]
+    assert gone(*started, seconds=10), [command(pid) for pid in started if alive(pid)]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import gone
 from sandbox_tools import SMALL, opened
 
 from posttrain.config.sandbox import SandboxConfig
@@ -143,22 +144,12 @@ def test_everything_dies_with_the_process_that_owns_it(box):
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    end = time.monotonic() + 5
-    while any(is_running(pid) for pid in [launcher, *family]) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(is_running(pid) for pid in [launcher, *family])
+    assert gone(launcher, *family)
 
 
 def below(pid):
     children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
     return children + [one for child in children for one in below(child)]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_an_ordinary_user_is_isolated_as_well_as_root(box):

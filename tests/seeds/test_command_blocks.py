@@ -56,10 +56,6 @@ REFUSED = {
         ],
         [
             f"`{ROLLOUT}.name=sglang`: this engine is not built",
-            f"`{ROLLOUT}.multi_turn=True`: multi-turn rollout is not built",
-            f"`{ROLLOUT}.max_turns` cannot be used",
-            f"`{ROLLOUT}.tools`",
-            f"`{ROLLOUT}.tool_config.search.api_key` cannot be used",
         ],
     ),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from light_rewards import out_of_range
+from patience import gone
 from runs import metrics_of, run, settings
 
 from posttrain.errors import UserError
@@ -64,15 +65,7 @@ def test_reward_workers_do_not_outlive_a_killed_run(tiny_model, sums, tmp_path, 
     ended = forked.run(code)
     assert ended.returncode == -9, ended.stderr[-2000:]
     pids = [int(word) for line in ended.stdout.splitlines() if line.startswith("worker") for word in line.split()[1:]]
-    assert pids
-    for pid in pids:
-        for _ in range(100):
-            if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-                break
-            os.sched_yield()
-            signal.sigtimedwait([], 0.05)
-        else:
-            raise AssertionError(f"reward worker {pid} is still alive")
+    assert pids and gone(*pids)
 
 
 def test_steps_with_updates_that_are_not_finite_are_counted_and_stop_the_run(
@@ -175,6 +168,15 @@ def test_out_of_memory_names_the_stage_its_tenants_and_the_settings(
         run(tiny_model, sums, tmp_path)
     said = str(found.value).splitlines()
     assert said[1].startswith("  The largest in ") and re.search(r"actor \w+ [\d.]+ MiB.*all together", said[1])
+
+
+def test_a_full_host_is_not_told_of_as_a_full_gpu(monkeypatch):
+    from posttrain.doctor import memory as plans
+    from posttrain.trainer.run.memory import out_of_memory_words
+
+    monkeypatch.setattr(plans, "find_device", lambda config: plans.Device("cuda", 80 * plans.GIB, "a GPU"))
+    said = out_of_memory_words(None, HOST_IS_FULL).splitlines()
+    assert len(said) == 2 and said[1].startswith("  This is the host's memory, not the GPU's")
 
 
 def test_a_reward_that_fails_is_recorded_with_its_sample_and_the_run_goes_on(tiny_model, sums, tmp_path):

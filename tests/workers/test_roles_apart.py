@@ -22,7 +22,7 @@ from posttrain.trainer.ppo.making_workers import _apart
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers import buckets
 from posttrain.workers.apart import ActorRolloutApart
-from posttrain.workers.buckets import SyncError, in_buckets
+from posttrain.workers.buckets import SyncError, in_buckets, tied_once
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.spread import in_row_order
 
@@ -159,6 +159,34 @@ def test_a_bucket_is_no_larger_than_it_may_be_and_all_weights_are_in_one(monkeyp
     assert [bucket.last for bucket in made] == [False] * 5 + [True]
     empty = list(in_buckets(weights.items(), keep=False))  # another rank, which only helps to gather
     assert len(empty) == len(made) and not any(bucket.tensors for bucket in empty) and empty[-1].last
+
+
+def test_tied_weights_travel_once():
+    whole = torch.arange(8.0)
+    weights = {
+        "embed": whole,
+        "q": whole[:4],
+        "k": whole[4:],
+        "none": whole[:0],
+        "head": whole.detach(),
+        "nil": whole[:0],
+    }
+    assert [name for name, _ in tied_once(weights.items())] == ["embed", "q", "k", "none", "nil"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_checksum_sees_a_change_anywhere_and_parts_that_changed_places(dtype):
+    count = 3 * 8 * buckets.WORDS + 5  # some blocks and a rest, whatever the type's size
+    tensor = torch.arange(count).remainder(100).to(dtype)
+    sums = {buckets.checksum(tensor)}
+    for place in (0, 1, 7, count // 2, count - 6, count - 1):
+        changed = tensor.clone()
+        changed[place] += 1
+        sums.add(buckets.checksum(changed))
+    block = 8 * buckets.WORDS // tensor.element_size()
+    sums.add(buckets.checksum(torch.cat([tensor[block : 2 * block], tensor[:block], tensor[2 * block :]])))
+    assert len(sums) == 8 and buckets.checksum(tensor.clone()) in sums
+    assert buckets.checksum(torch.tensor(1.0)) != buckets.checksum(torch.tensor(2.0))
 
 
 def test_the_number_of_workers_that_generate_is_a_setting_and_alone_it_brings_ray(monkeypatch):

@@ -100,6 +100,14 @@ def test_S4_106_a_head_that_never_answers_is_an_error_when_its_time_is_over(node
     assert node().made == []
 
 
+def test_a_head_that_torchruns_first_machine_told_of_and_that_never_answers_is_an_error_in_words(node, monkeypatch):
+    monkeypatch.setattr(ray_serving, "HEAD_S", 0.0)
+    for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"No Ray answers at 127\.0\.0\.1:1 .*first machine said that its Ray is"):
+        ray_serving.serve("127.0.0.1:1", print, "secret")
+
+
 def heads(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     """(options of heads that were started, connections to them)."""
     started: list[Any] = []

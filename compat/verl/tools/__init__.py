@@ -1,4 +1,4 @@
-"""Tools by verl's interface. They can be called; rollouts that call tools are not built."""
+"""Tools by verl's interface. A file of them is named by `actor_rollout_ref.rollout.multi_turn.tool_config_path`."""
 
 from verl._missing import not_given
 

@@ -12,7 +12,7 @@ __getattr__ = not_given(__name__)
 
 
 class BaseTool:
-    """A subclass overrides what it needs. Rollouts that call tools are not built; a tool can be tried by hand."""
+    """A subclass overrides what it needs."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         self.config = config

@@ -5,7 +5,6 @@ from __future__ import annotations
 from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_TOOLS = "tools and several turns are not built: each prompt gets one response turn"
 
 ENGINE: tuple[Rule, ...] = (
     not_needed(
@@ -104,13 +103,37 @@ ELSEWHERE: tuple[Rule, ...] = (
 AGENTS: tuple[Rule, ...] = (
     not_needed(f"{_ROLLOUT}.agent.num_workers", "one engine per worker serves all requests"),
     not_supported(
-        f"{_ROLLOUT}.agent.default_agent_loop", _TOOLS, "set it to single_turn_agent", off=("single_turn_agent",)
+        f"{_ROLLOUT}.agent.default_agent_loop",
+        "one loop serves all: the model's calls are answered where multi_turn.enable is True",
+        "set it to single_turn_agent or tool_agent",
+        off=("single_turn_agent", "tool_agent"),
     ),
-    not_supported(f"{_ROLLOUT}.agent.*", _TOOLS, "remove it"),
-    not_supported(f"{_ROLLOUT}.multi_turn.enable", _TOOLS, "set it to False"),
-    not_supported(f"{_ROLLOUT}.multi_turn.*", _TOOLS, "remove it", switch="multi_turn.enable"),
-    not_supported("data.{tool_config_path,function_tool_path,mcp_config_path}", _TOOLS, "remove it"),
-    not_supported("data.continuous_token.*", _TOOLS, "remove it", switch="continuous_token.enable"),
+    not_supported(f"{_ROLLOUT}.agent.*", "agent loops of your own are not built: tools are", "remove it"),
+    not_supported(
+        f"{_ROLLOUT}.multi_turn.max_user_turns",
+        "the model's own turns are counted",
+        f"set {_ROLLOUT}.multi_turn.max_assistant_turns to one more",
+    ),
+    not_needed(
+        f"{_ROLLOUT}.multi_turn.{{tokenization_sanity_check_mode,use_inference_chat_template}}",
+        "tokens that were sampled are never rendered and cut again",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.multi_turn.{{function_tool_path,mcp_config_path}}",
+        "tools are named one by one",
+        f"name your functions in {_ROLLOUT}.tools as FILE.py:NAME",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.multi_turn.{{interaction_config_path,num_repeat_rollouts}}",
+        "only tools speak between the model's turns",
+        "remove it",
+    ),
+    not_supported(
+        "data.{function_tool_path,mcp_config_path}",
+        "tools are named one by one",
+        f"name your functions in {_ROLLOUT}.tools as FILE.py:NAME",
+    ),
+    not_needed("data.continuous_token.*", "tokens that were sampled are never rendered and cut again"),
 )
 
 ROLLOUT_RULES: tuple[Rule, ...] = (*ENGINE, *ELSEWHERE, *AGENTS)

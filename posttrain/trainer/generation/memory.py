@@ -31,6 +31,7 @@ def settle_generation(settings: Settings, model: ModelConfig, device: torch.devi
     config.actor_rollout_ref.model = model
     config.actor_rollout_ref.rollout.n, config.data.train_batch_size = settings.n, prompts
     config.trainer.n_gpus_per_node = config.trainer.nnodes = 1  # a checkpoint's run may have had more
+    config.actor_rollout_ref.rollout.n_workers = 0
     try:
         free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))
         settle_cache(config, free, plan_generation, Counter())

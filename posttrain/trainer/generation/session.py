@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from posttrain.config.turns import turn_settings
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import RowTable
 from posttrain.errors import UserError
@@ -62,6 +63,11 @@ class Session:
 
     def __init__(self, name: str, table: RowTable, settings: Settings, *, rewards: bool = False) -> None:
         self.settings, self.config = settings, settings.config
+        if turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable:
+            raise UserError(
+                "actor_rollout_ref.rollout.multi_turn.enable=True: here a response has one turn, and no tool is "
+                "called. Leave it out; a training run validates with tools (trainer.val_only=True only validates)."
+            )
         self.source: ModelSource = find_model(name, settings, say)
         self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
         fit_lengths(self.source, settings)

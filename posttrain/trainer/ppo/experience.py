@@ -15,7 +15,7 @@ what is sampled depends neither on the step, nor on the size of batches, nor on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
+from posttrain.rollout.turns.loop import Turns
+from posttrain.rollout.turns.rows import begin_all, facts_for_rewards, fields_of_turns
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.reward import (
     Key,
@@ -52,15 +54,19 @@ class Experience:
         rewards: RewardManager,
         *,
         model_reward: ModelReward | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self.rollout, self.rewards, self.model_reward = rollout, rewards, model_reward
+        self.rollout, self.rewards, self.model_reward, self.turns = rollout, rewards, model_reward, turns
         self.serial = 0
         self._prompts: dict[Key, Sequence[int]] = {}
         self._outputs: dict[Key, Output] = {}
         self._scores: dict[Key, RewardResult] = {}
         self._advancing: dict[int, Future] = {}
         self._busy: set[int] = set()
+        self._asked_meanwhile: set[int] = set()
+        """Ranks that got requests while they were at work: that they had none left, as they say next, is no news."""
+        self._told: list[Future] = []
 
     def number(self, prompts: DataProto) -> DataProto:
         """Gives each prompt its serial number, its uid (the same as text)."""
@@ -90,9 +96,15 @@ class Experience:
         asked.meta_info = dict(how)
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
+        if self.turns:
+            begin_all(self.turns, keys_of(rows), asked, rows)
         self.rollout.submit(asked)
-        self._busy = set(range(self.rollout.world_size))
+        self._have_work(range(self.rollout.world_size))
         return rows
+
+    def _have_work(self, ranks: Iterable[int]) -> None:
+        self._busy |= set(ranks)
+        self._asked_meanwhile |= self._advancing.keys() & set(ranks)
 
     # -- waiting --------------------------------------------------------------------------------------------------
     def generated(self, rows: DataProto) -> DataProto:
@@ -106,6 +118,8 @@ class Experience:
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts = [self._prompts.pop(key) for key in keys]
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
+        if self.turns:
+            outputs.union(fields_of_turns(self.turns, keys))
         return rows.union(outputs).set_decoder(self.decode)  # `response` is there for whoever reads it
 
     def scored(self, rows: DataProto) -> DataProto:
@@ -138,19 +152,36 @@ class Experience:
     def poll(self) -> list[Output]:
         """Moves everything that is under way: responses that ended go to the rewards, and are given."""
         self._advance()
-        self.rollout.wait_any(list(self._advancing.values()))
+        if self._advancing:
+            self.rollout.wait_any(list(self._advancing.values()))
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
                 outputs, busy = self._advancing.pop(rank).result()
-                ended += outputs
-                if not busy:
+                ended += self.turns.took(rank, outputs) if self.turns else outputs
+                if not busy and rank not in self._asked_meanwhile:
                     self._busy.discard(rank)
+                self._asked_meanwhile.discard(rank)
+        if self.turns:
+            ended += self._go_on(self.turns)
         if self.rollout.overlaps:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
-        self.rewards.feed([(output.id, output.token_ids) for output in ended])  # pyright: ignore
+        more = facts_for_rewards(self.turns, [output.id for output in ended]) if self.turns else None  # pyright: ignore
+        self.rewards.feed([(output.id, output.token_ids) for output in ended], more)  # pyright: ignore
         return ended
+
+    def _go_on(self, turns: Turns) -> list[Output]:
+        """Conversations that were answered have their next turn; gives those that have no room for one."""
+        at_rest = not self._busy
+        following, full = turns.next(wait=at_rest) if at_rest or not turns.in_rounds else ({}, [])
+        self._told += [self.rollout.on(rank).go_on(own) for rank, own in following.items()]
+        self._told += [self.rollout.on(rank).end(keys) for rank, keys in turns.ended().items()]
+        for call in [call for call in self._told if call.done()]:
+            self._told.remove(call)
+            call.result()  # what went wrong there is raised here
+        self._have_work(following)
+        return full
 
     def _advance(self) -> None:
         """Have every rank that has work, and is not at it, go on."""

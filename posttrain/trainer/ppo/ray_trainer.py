@@ -21,6 +21,7 @@ from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.protocol import DataProto
+from posttrain.rollout.turns.loop import Turns
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.batch_advantage import compute_advantage
@@ -85,6 +86,7 @@ class RayPPOTrainer:
         explicit: set[str] | None = None,
         stored_config: PPOConfig | None = None,
         workers: Workers | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.workers = workers or LocalWorkers()
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
@@ -117,7 +119,9 @@ class RayPPOTrainer:
         self.recorder.traces.workers = self.workers
         self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
         self.init_workers()
-        self.experience = Experience(config, tokenizer, self.rollout_wg, reward_fn, model_reward=self.model_reward)
+        self.experience = Experience(
+            config, tokenizer, self.rollout_wg, reward_fn, model_reward=self.model_reward, turns=turns
+        )
         self.validator = None
         if val_dataset is not None:
             self.validator = Validator(config, tokenizer, val_dataset, self.experience, self.recorder)

@@ -6,7 +6,7 @@ Shapes: B rows, R response width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,11 @@ class RewardManager:
         for key, uid, *facts in zip(keys_of(rows), *columns, strict=True):
             self._expected[key] = (uid, size[uid], *facts)
 
-    def feed(self, responses: Sequence[tuple[Key, Sequence[int]]]) -> None:
-        """Score responses, each with its row's key and its token ids; returns at once."""
+    def feed(
+        self, responses: Sequence[tuple[Key, Sequence[int]]], more: Mapping[Key, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Score responses, each with its row's key and its token ids; returns at once. `more` is added to the
+        `extra_info` of some."""
         expected = [self._expected.pop(key) for key, _ in responses]
         if self.pool is None:
             self._unscored += [(key, RewardResult(0.0)) for key, _ in responses]
@@ -58,6 +61,8 @@ class RewardManager:
         texts = self._texts([ids for _, ids in responses])
         items: list[tuple[Key, RewardItem]] = []
         for (key, ids), text, (uid, size, source, truth, extra_info) in zip(responses, texts, expected, strict=True):
+            if more and key in more:
+                extra_info = {**(extra_info or {}), **more[key]}
             item = RewardItem(source or self.default_source, text, truth, extra_info, uid, size, len(ids))
             items.append((key, item))
         self.pool.submit_many(items)

@@ -27,6 +27,7 @@ from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.trainer.ppo.tools import opened_turns
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
 from posttrain.trainer.run.result import RunResult
@@ -92,9 +93,11 @@ def _build(
     prepare_torch(config, device)
     _fill_embedded(config, data)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    train = PromptDataset(data if data is not None else config.data.train_files, tokenizer, config.data)
+    turns = stack.enter_context(opened_turns(config, tokenizer, device))
+    tools = turns.schemas if turns else ()
+    train = PromptDataset(data if data is not None else config.data.train_files, tokenizer, config.data, tools=tools)
     held_out = val_data if val_data is not None else config.data.val_files
-    val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val")
+    val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
     limits = config.reward
@@ -116,6 +119,7 @@ def _build(
         explicit=resolved.explicit,
         stored_config=stored,
         workers=workers,
+        turns=turns,
     )
     return trainer
 

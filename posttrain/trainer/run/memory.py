@@ -24,6 +24,12 @@ PLANNED = {
 }
 """Stages of a run -> those of the plan."""
 TENANTS, REMEDIES = 4, 4  # named when memory ran out
+HOST = (
+    "This is the host's memory, not the GPU's (`free -g` shows it). There lie what settings move off the GPU "
+    "(param_offload, optimizer_offload), reward workers (reward.num_workers), and the model while it is read; "
+    "each worker of a machine (trainer.n_gpus_per_node) has its own."
+)
+"""Of a run on a GPU, whose memory alone the plan counts."""
 _STAGE = "stage_of_the_run"  # of an error
 
 
@@ -50,18 +56,21 @@ def out_of_memory_words(config: Any, error: BaseException) -> str:
     stage = getattr(error, _STAGE, None)
     lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {first_line(error)}"]
     try:
-        lines += _by_the_plan(config, stage)
+        lines += _by_the_plan(config, stage, of_host=not isinstance(error, torch.OutOfMemoryError))
     except Exception as failed:  # what ended the run matters more
         lines.append(f"No memory plan could be made ({first_line(failed)}); `posttrain plan` takes the same settings.")
     return "\n  ".join(lines)
 
 
-def _by_the_plan(config: Any, stage: str | None) -> list[str]:
+def _by_the_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
     from posttrain.doctor.memory import find_device, shown
     from posttrain.doctor.remedies import find_remedies
 
+    device = find_device(config)
+    if of_host and device.kind == "cuda":
+        return [HOST]
     levers, counter = _of_kind(config)
-    plan = levers.plan(config, find_device(config), counter)
+    plan = levers.plan(config, device, counter)
     planned = stage if stage in plan.stages else PLANNED.get(stage or "")
     stage = planned if planned in plan.stages else plan.worst
     parts = sorted(plan.stages[stage].items(), key=lambda part: -part[1])[:TENANTS]

@@ -1,0 +1,77 @@
+"""One response of several turns: what the model wrote and what it was told, as one row of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.rollout.base import Output
+from posttrain.rollout.turns.next_turn import Key
+
+
+@dataclass
+class Conversation:
+    """Grows by a model's turn (`wrote`) and by what it hears (`heard`) in turn; ends with one of the model's."""
+
+    key: Key
+    prompt_ids: Sequence[int]
+    seed: int
+    how: dict[str, bool]
+    """`validate`, `greedy`: as the rows were asked for."""
+    rank: int = 0
+    """Where its cache is."""
+    turns: int = 0
+    reward: float = 0.0
+    """What tools gave of their own."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """For samples: turn, name, arguments, answer and error of each call."""
+    tool_seconds: float = 0.0
+    _tokens: list[int] = field(default_factory=list)
+    _written: list[bool] = field(default_factory=list)
+    _log_probs: list[np.ndarray] = field(default_factory=list)
+    _drawn: list[np.ndarray] = field(default_factory=list)
+    _filtered: bool = False
+    _versions: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """Everything so far, the prompt in front."""
+        return [*self.prompt_ids, *self._tokens]
+
+    def wrote(self, output: Output) -> None:
+        drawn = output.sampling_log_probs
+        self._add(output.token_ids, output.log_probs, output.log_probs if drawn is None else drawn, written=True)
+        self._filtered |= drawn is not None
+        self._versions += output.versions
+        self.turns += 1
+
+    def heard(self, ids: Sequence[int]) -> None:
+        nothing = np.zeros(len(ids), np.float32)
+        self._add(ids, nothing, nothing, written=False)
+        version, tokens = self._versions[-1] if self._versions else (0, 0)
+        self._versions[-1:] = [(version, tokens + len(ids))]
+
+    def _add(self, ids: Sequence[int], log_probs: Any, drawn: Any, *, written: bool) -> None:
+        self._tokens += ids
+        self._written += [written] * len(ids)
+        self._log_probs.append(np.asarray(log_probs, np.float32))
+        self._drawn.append(np.asarray(drawn, np.float32))
+
+    def output(self, finish_reason: str) -> Output:
+        """The whole response."""
+        return Output(
+            self.key,
+            self._tokens,
+            np.concatenate(self._log_probs),
+            finish_reason,
+            self._versions,
+            np.concatenate(self._drawn) if self._filtered else None,  # pyright: ignore
+            written=self._written,
+        )

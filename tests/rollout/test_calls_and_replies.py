@@ -1,0 +1,85 @@
+"""Calls as models write them, and what tools say as tokens behind a turn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from posttrain.config.turns import FORMATS as NAMED
+from posttrain.models.embedded import byte_tokenizer
+from posttrain.rollout.tools.base import ToolCall
+from posttrain.rollout.turns.calls import FORMATS, Unreadable, hermes_calls
+from posttrain.rollout.turns.replies import NoToolsInTemplate, Replies, check_shown
+
+CHATML = (  # with tools as Qwen2.5 shows them: their answers are a user's turn, several of them one
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m['content'] + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SCHEMA = {"type": "function", "function": {"name": "add", "description": "The sum.", "parameters": {}}}
+
+
+def chatml(template: str = CHATML):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_calls_are_read_in_order_with_their_arguments_also_as_text_and_without_an_end():
+    text = (
+        'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> and '
+        f"<tool_call>{json.dumps({'name': 'b', 'arguments': json.dumps({'x': [2]})})}</tool_call>"
+        '<tool_call>{"name": "c"}'
+    )
+    assert hermes_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("b", {"x": [2]}), ToolCall("c", {})]
+    assert hermes_calls("no call") == [] and tuple(FORMATS) == NAMED
+
+
+@pytest.mark.parametrize("inside", ["", "[]", "7", "{}", '{"name": 3}', '{"name": "a", "arguments": []}', "[" * 10_000])
+def test_what_is_no_call_is_said_to_be_none(inside):
+    (found,) = hermes_calls(f"<tool_call>{inside}</tool_call>")
+    assert isinstance(found, Unreadable) and "tool call" in str(found)
+
+
+@pytest.mark.parametrize("answers", [["5"], ["5", "six"]])
+def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_once(answers):
+    tokenizer = chatml()
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    first = tokenizer.apply_chat_template(asked, tools=[SCHEMA], tokenize=False, add_generation_prompt=True)
+    said = [*asked, {"role": "assistant", "content": "a call"}, *({"role": "tool", "content": one} for one in answers)]
+    whole = tokenizer.apply_chat_template(said, tools=[SCHEMA], tokenize=False, add_generation_prompt=True)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    written = [*encode(first), *encode("a call")]
+    replies = Replies(tokenizer)
+    assert [*written, end, *replies.ids(answers, end)] == encode(whole)
+    assert [*written, *replies.ids(answers, written[-1])] == encode(whole), "a turn that a stop text cut is ended"
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        (None, "has no chat template"),
+        (CHATML.replace("m['content'] + '\n</tool_response>'", "'</tool_response>'"), "leaves out what a tool answers"),
+        ("{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+         "{{ m['content'] }}{% endfor %}", "refuses messages of the role `tool`"),
+        ("{{ messages | length }}" + CHATML, "in another way once a tool has answered"),
+    ],
+    ids=["none", "deaf", "refuses", "rewrites"],
+)  # fmt: skip
+def test_templates_that_tools_cannot_be_used_with_are_refused_in_words(template, words):
+    with pytest.raises(NoToolsInTemplate, match=words):
+        Replies(chatml(template))
+
+
+def test_a_template_that_hides_a_tool_is_refused():
+    check_shown(chatml(), [SCHEMA], {})
+    with pytest.raises(NoToolsInTemplate, match="does not show add"):
+        check_shown(chatml(CHATML.replace("{% if tools %}", "{% if false %}")), [SCHEMA], {})

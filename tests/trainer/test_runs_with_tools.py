@@ -1,0 +1,218 @@
+"""Runs whose responses have several turns: calls are answered, what was told is read and not trained, limits hold."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import scripted
+from runs import metrics_of, run
+
+from posttrain.errors import UserError
+from posttrain.models.embedded import byte_tokenizer
+from posttrain.rollout.tools.registry import TOOLS as KNOWN
+from posttrain.rollout.tools.registry import register_tool
+from posttrain.trainer.ppo import runner
+
+TOOLS = {
+    "actor_rollout_ref__rollout__name": "scripted",
+    "actor_rollout_ref__rollout__multi_turn": True,
+    "actor_rollout_ref__rollout__tools": ["add"],
+    "data__max_prompt_length": 240,
+    "data__max_response_length": 240,
+}
+
+
+def call(first: object, second: object, name: str = "add") -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'a': first, 'b': second}})}</tool_call>"
+
+
+@pytest.fixture(autouse=True)
+def add():
+    """The tool of these runs, and what it was asked."""
+    asked = []
+
+    @register_tool("add")
+    def add(a: int, b: int) -> str:
+        """The sum."""
+        asked.append((a, b))
+        return str(a + b)
+
+    return asked
+
+
+def asks_once(read: str, seed: int) -> str:
+    """Every other response asks the tool and says what it heard."""
+    if "<tool_response>" in read:
+        return read.rpartition("<tool_response>")[2].partition("</tool_response>")[0]
+    return call(2, seed % 5) if seed % 2 else "7"
+
+
+def samples(result, step: int = 1) -> list[dict]:
+    return pq.read_table(Path(result.path) / "samples" / f"step_{step}.parquet").to_pylist()
+
+
+def test_S2_19_S4_72_S4_74_turns_are_one_row_and_only_what_the_model_wrote_is_trained(
+    tiny_model, sums, tmp_path, add, capsys
+):
+    made = scripted.use(asks_once)
+    result = run(tiny_model, sums, tmp_path, **TOOLS)
+    said, tokenizer = capsys.readouterr().out, byte_tokenizer()
+    assert "Tools: add; a response has any number of turns." in said
+    assert "the ratio is 1 within" in said, "log-probs of all turns are those of the trainer"
+    rows = samples(result)
+    several = [row for row in rows if row["num_turns"] == 2]
+    assert 0 < len(several) < len(rows) == 12
+    assert len(add) == len(several) + sum(row["num_turns"] == 2 for row in samples(result, 2))
+    for row in rows:
+        assert '"name": "add"' in row["prompt"] and row["finish_reason"] == "stop"
+        ids, mask = row["response_ids"], row["response_mask"]
+        written = tokenizer.decode([one for one, own in zip(ids, mask, strict=True) if own])
+        told = tokenizer.decode([one for one, own in zip(ids, mask, strict=True) if not own])
+        calls = json.loads(row["tool_calls"])
+        if row["num_turns"] == 1:
+            assert (written, told, calls) == ("7<|end|>", "", [])
+            continue
+        (made_call,) = calls
+        answer = str(sum(made_call["arguments"].values()))
+        assert made_call["answer"] == answer and made_call["error"] is None
+        assert written == call(*made_call["arguments"].values()) + f"<|end|>{answer}<|end|>"
+        assert told == f"<|user|><tool_response>{answer}</tool_response><|end|><|assistant|>"
+        assert [value for value, own in zip(row["rollout_log_probs"], mask, strict=True) if not own] == [
+            0.0
+        ] * mask.count(0)
+        assert row["length"] == sum(mask) < len(ids)
+    lines = metrics_of(result.path)
+    assert lines[0]["num_turns/max"] == 2 and 0 < lines[0]["tools/calls"] < 1 and lines[0]["tools/errors"] == 0
+    (engine,) = made
+    turns = [request for request in engine.seen if len(request.id) == 3]
+    assert turns and all(request.parent == request.id[:2] and request.keep for request in turns)
+    assert {request.id for request in engine.seen if request.id not in {t.parent for t in turns}} == set(
+        engine.released
+    )
+
+
+def test_S4_73_no_response_has_more_turns_than_allowed_and_one_that_wanted_more_is_marked(tiny_model, sums, tmp_path):
+    scripted.use(lambda read, seed: call(1, 1) if seed % 3 else "2")
+    result = run(tiny_model, sums, tmp_path, **TOOLS, actor_rollout_ref__rollout__max_turns=2)
+    rows = samples(result)
+    assert {(row["num_turns"], row["finish_reason"]) for row in rows} >= {(1, "stop"), (2, "turns")}
+    assert max(row["num_turns"] for row in rows) == 2
+    cut = [row["finish_reason"] == "turns" for row in rows]
+    assert metrics_of(result.path)[0]["num_turns/limit"] == sum(cut) / len(cut)
+    assert all(len(json.loads(row["tool_calls"])) == 1 for row, one in zip(rows, cut, strict=True) if one)
+
+
+def test_a_response_without_room_for_what_a_tool_says_ends_with_the_models_own_words(tiny_model, sums, tmp_path):
+    scripted.use(lambda read, seed: call(1, 1))
+    more = {"data__max_response_length": 90, "trainer__total_training_steps": 1}
+    result = run(tiny_model, sums, tmp_path, **TOOLS | more)
+    for row in samples(result):
+        assert row["finish_reason"] == "length" and row["num_turns"] == 1 and 0 not in row["response_mask"]
+        assert [one["answer"] for one in json.loads(row["tool_calls"])] == ["2"]
+
+
+WRONG = [
+    ("<tool_call>{not json}</tool_call>", "A tool call must be one JSON object"),
+    ("<tool_call>7", "A tool call must be one JSON object"),
+    (call(1, "x"), "b must be"),
+    (call(1, 2, name="subtract"), "There is no tool 'subtract'; there are: add."),
+    (call(1, 2) + call(3, 4), "Only 1 call(s) in a turn are answered; this one was not."),
+]
+
+
+def test_calls_that_cannot_be_answered_are_told_to_the_model_and_the_run_goes_on(tiny_model, sums, tmp_path):
+    scripted.use(lambda read, seed: "7" if "<tool_response>" in read else WRONG[seed % len(WRONG)][0])
+    more = {"data__max_prompt_length": 230, "data__max_response_length": 280, "trainer__total_training_steps": 1}
+    result = run(tiny_model, sums, tmp_path, **TOOLS | more, actor_rollout_ref__rollout__n=6)
+    seen = set()
+    for row in samples(result):
+        written, told = WRONG[row["seed"] % len(WRONG)]
+        assert row["response"].startswith(written) and told in row["response"] and row["num_turns"] == 2
+        seen.add(written)
+    assert len(seen) == len(WRONG)
+    assert metrics_of(result.path)[0]["tools/errors"] > 0.5
+
+
+def test_rewards_know_of_the_turns_and_of_what_tools_gave(tiny_model, sums, tmp_path):
+    scripted.use(asks_once)
+    seen = []
+
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        return {
+            "score": 0.5,
+            "turns": extra_info["num_turns"],
+            "calls": extra_info["tool_calls"],
+            "more": extra_info["tool_reward"],
+        }
+
+    result = run(tiny_model, sums, tmp_path, reward=reward, **TOOLS, trainer__total_training_steps=1)
+    for row in samples(result):
+        parts = json.loads(row["reward_parts"])
+        seen.append(parts["turns"])
+        assert (parts["turns"], parts["calls"], parts["more"]) == (row["num_turns"], row["num_turns"] - 1, 0.0)
+    assert set(seen) == {1, 2}
+
+
+def test_three_steps_and_three_more_are_six_to_the_bit_whenever_tools_answer(tiny_model, sums, tmp_path, monkeypatch):
+    scripted.use(asks_once)
+    whole = run(tiny_model, sums, tmp_path / "whole", **TOOLS, trainer__total_training_steps=4)
+
+    monkeypatch.delitem(KNOWN, "add")
+
+    @register_tool("add")
+    def add(a: int, b: int) -> str:
+        """The sum."""
+        time.sleep(0.02 * (b % 3))
+        return str(a + b)
+
+    for steps in (2, 4):
+        parts = run(
+            tiny_model, sums, tmp_path / "parts", **TOOLS, trainer__total_training_steps=steps, trainer__save_freq=2
+        )
+    left, right = (
+        [{k: v for k, v in line.items() if k != "tools/seconds"} for line in metrics_of(one.path)]
+        for one in (whole, parts)
+    )
+    assert left == right and len(left) == 4
+
+
+def test_S4_74_a_tool_that_is_not_known_and_a_template_that_shows_none_are_refused_before_a_model_is_loaded(
+    tiny_model, sums, tmp_path, monkeypatch
+):
+    scripted.use(asks_once)
+    with pytest.raises(UserError, match=r"serch.*calculator"):
+        run(tiny_model, sums, tmp_path / "a", **{**TOOLS, "actor_rollout_ref__rollout__tools": ["serch"]})
+    plain = runner.load_tokenizer
+
+    def deaf(*args):
+        tokenizer = plain(*args)
+        tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
+        return tokenizer
+
+    monkeypatch.setattr(runner, "load_tokenizer", deaf)
+    with pytest.raises(UserError, match="does not show add to the model"):
+        run(tiny_model, sums, tmp_path / "b", **TOOLS)
+
+
+def test_S4_75_a_tools_secret_reaches_the_tool_and_nothing_else(tiny_model, sums, tmp_path, capsys):
+    keys = []
+
+    @register_tool("ask")
+    def ask(a: int, b: int, *, api_key: str = "") -> str:
+        """Tells its secret."""
+        keys.append(api_key)
+        return f"by {api_key}"
+
+    scripted.use(lambda read, seed: "7" if "<tool_response>" in read else call(1, 2, name="ask"))
+    more = {"actor_rollout_ref__rollout__tools": ["ask"], "trainer__total_training_steps": 1}
+    more["actor_rollout_ref__rollout__tool_config__ask__api_key"] = "sk-very-secret"
+    result = run(tiny_model, sums, tmp_path, **TOOLS | more)
+    assert set(keys) == {"sk-very-secret"} and result.status == "finished"
+    files = [path for path in Path(result.path).rglob("*") if path.is_file()]
+    assert len(files) > 5 and not [path for path in files if b"sk-very-secret" in path.read_bytes()]
+    assert "sk-very-secret" not in "".join(capsys.readouterr())
+    assert not any("sk-very-secret" in str(row) for row in samples(result))
