@@ -35,7 +35,7 @@ def chatml(template: str = CHATML):
 def test_calls_are_read_in_order_with_their_arguments_also_as_text_and_without_an_end():
     text = (
         'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> and '
-        f'<tool_call>{json.dumps({"name": "b", "arguments": json.dumps({"x": [2]})})}</tool_call>'
+        f"<tool_call>{json.dumps({'name': 'b', 'arguments': json.dumps({'x': [2]})})}</tool_call>"
         '<tool_call>{"name": "c"}'
     )
     assert hermes_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("b", {"x": [2]}), ToolCall("c", {})]
