@@ -105,6 +105,15 @@ def test_batches_under_way_together_get_their_own_rows_and_scores(experience):
     assert not (experience._outputs or experience._scores or experience._prompts)
 
 
+def test_requests_that_come_while_a_worker_is_at_its_last_ones_are_not_forgotten(experience):
+    experience.rollout.overlaps = True
+    one = experience.ask(experience.number(prompts(10, 20)), 1)
+    experience.poll()  # the worker is at the second one now, and will say that it has nothing left
+    two = experience.ask(experience.number(prompts(30)), 1)
+    assert experience.generated(one).batch["responses"].tolist() == [[10, 1], [20, 1]]
+    assert experience.generated(two).batch["responses"].tolist() == [[30, 1]]
+
+
 def test_a_samples_seed_follows_from_its_prompts_serial_number_and_its_own_whatever_it_is_asked_with(experience):
     seed = experience.config.trainer.seed
     experience.ask(experience.number(prompts(1, 2, 3)), 2)
