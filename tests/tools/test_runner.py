@@ -320,6 +320,21 @@ def test_secrets_are_taken_out_and_a_tool_whose_secrets_are_none_is_broken_and_h
     assert answer.error is not None and answer.error.startswith("unknown: There is no tool")
 
 
+def test_a_conversation_that_is_being_closed_is_waited_for_at_the_end(runner_of):
+    closed = []
+
+    class Slow(Counter):
+        async def close(self, conversation):
+            await asyncio.sleep(0.3)
+            closed.append(conversation)
+
+    runner = runner_of(Slow())
+    runner.open("ending", {})
+    runner.close_conversation("ending")
+    runner.close()
+    assert closed == ["ending"]
+
+
 def test_tools_that_fail_or_hang_at_the_end_hold_up_neither_the_others_nor_the_run(runner_of, monkeypatch):
     monkeypatch.setattr("posttrain.rollout.tools.runner._CLOSING_S", 0.2)
     ended = []

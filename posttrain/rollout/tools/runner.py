@@ -35,6 +35,7 @@ class ToolRunner:
         self.tools, self.counts = dict(tools), Counts()
         self._timeout_s, self._max_chars, self._side = timeout_s, max_chars, side
         self._opened: dict[Hashable, dict[str, asyncio.Task[str | None]]] = {}
+        self._ending: set[asyncio.Task[Any]] = set()
         self._turns: dict[int, Hashable] = {}
         self._ready: dict[int, list[ToolAnswer]] = {}
         self._changed, self._number, self._closed = threading.Condition(), 0, False
@@ -233,13 +234,16 @@ class ToolRunner:
             except Exception as error:
                 self._count(name, "close", error)
 
-        opened = self._opened.pop(conversation, {})
+        opened, task = self._opened.pop(conversation, {}), asyncio.current_task()
+        assert task is not None
+        self._ending.add(task)  # whoever closes all waits for it too
+        task.add_done_callback(self._ending.discard)
         asked = [name for name, tool in self.tools.items() if _overrides(tool, "close")]
         await asyncio.gather(*(one(name, opened.get(name)) for name in asked))
 
     async def _close_all(self) -> None:
-        closing = [asyncio.create_task(self._close(conversation)) for conversation in list(self._opened)]
-        if closing:
+        closing = {asyncio.create_task(self._close(conversation)) for conversation in list(self._opened)}
+        if closing := closing | self._ending:
             await asyncio.wait(closing, timeout=_CLOSING_S)
 
 
