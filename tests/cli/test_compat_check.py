@@ -114,7 +114,6 @@ NOT_BY_POSTTRAIN_ALONE = {
     "batch_reward": "`batch` and managers of your own",
     "megatron": "the Megatron engine is not built",
     "own_algorithm": "a key added for an algorithm of your own",
-    "tools_multiturn": "tools and several turns are not built",
 }
 """Scripts with keys that the command for posttrain leaves out -> the reason that is told."""
 

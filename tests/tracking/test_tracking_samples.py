@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -116,7 +117,9 @@ def test_thinning_drops_whole_groups_oldest_first(tmp_path):
     assert len(pq.read_table(tmp_path / "step_9.parquet")) == 32 * N
     assert (tmp_path / "step_10.parquet").read_bytes() == newest
 
-    thin_samples(tmp_path, sizes[10] + 20_000)  # every old file keeps one group as long as there is room for it
+    small = write_samples(tmp_path / "small", 1, batch(1, groups=4, width=64)).stat().st_size
+    shutil.rmtree(tmp_path / "small")
+    thin_samples(tmp_path, sizes[10] + 2 * small)  # every old file keeps one group as long as there is room for it
     left = [len(pq.read_table(p)) for p in sample_files(tmp_path)]
     assert left[0] == N and N <= left[1] < 8 * N and left[2] == 32 * N
     thin_samples(tmp_path, 0)
