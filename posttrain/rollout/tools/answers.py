@@ -12,7 +12,6 @@ from posttrain.masking import MASK, mask_urls
 from posttrain.rollout.tools.base import ToolAnswer
 from posttrain.texts import well_formed
 
-SIDES = ("left", "middle", "right")
 _PATH = re.compile(r"""(['"])(?:~|[A-Za-z]:)?[/\\][^'"]+\1|(?<![\w/:.])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+-]+){2,}[/\\]?""")
 _LONGEST = 300
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from posttrain.rollout.tools.answers import SIDES, failure, presented, redacted, words_of
+from posttrain.config.turns import SIDES
+from posttrain.rollout.tools.answers import failure, presented, redacted, words_of
 from posttrain.rollout.tools.arguments import Misfit, fit
 from posttrain.rollout.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
 from posttrain.rollout.tools.counts import UNKNOWN, Counts

@@ -8,15 +8,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.config.turns import SIDES, TurnSettings
 from posttrain.config.values import parse_yaml
 from posttrain.errors import UserError
-from posttrain.rollout.tools.answers import SIDES
 from posttrain.rollout.tools.base import Tool, ToolAnswer, ToolCall
 from posttrain.rollout.tools.finding import called_name
 from posttrain.rollout.tools.registry import make_tools
 from posttrain.rollout.tools.runner import ToolRunner
 
 USAGE = "posttrain tool try NAME [ARGUMENTS] [options] [key=value ...]"
+USUAL = TurnSettings()
 _SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -57,9 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--given", default="{}", help="what a row gives its conversation (create_kwargs), as JSON")
     parser.add_argument("--config", metavar="FILE", help="a YAML file of tools in verl's form, which has NAME")
     parser.add_argument("--model", help="show what this model's chat template makes of it (folder or hub id)")
-    parser.add_argument("--timeout_s", type=float, default=30.0, help="seconds for the call (default 30)")
-    parser.add_argument("--max_chars", type=int, default=1024, help="longest answer (default 1024)")
-    parser.add_argument("--side", choices=SIDES, default="middle", help="where a longer one is cut (default middle)")
+    timeout, length, side = USUAL.tool_timeout_s, USUAL.max_tool_response_length, USUAL.tool_response_truncate_side
+    parser.add_argument("--timeout_s", type=float, default=timeout, help=f"seconds for the call (default {timeout:g})")
+    parser.add_argument("--max_chars", type=int, default=length, help=f"longest answer (default {length})")
+    parser.add_argument("--side", choices=SIDES, default=side, help=f"what is kept of a longer one (default {side})")
     return parser
 
 
