@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.protocol import DataProto as Batch
@@ -30,8 +30,13 @@ class ManagedRewards(RewardManager):
         for row, key in enumerate(keys_of(rows)):
             self._rows[key] = {name: values[row] for name, values in fields.items()}
 
-    def feed(self, responses: Sequence[tuple[Key, Sequence[int]]]) -> None:
+    def feed(
+        self, responses: Sequence[tuple[Key, Sequence[int]]], more: Mapping[Key, Mapping[str, Any]] | None = None
+    ) -> None:
         self._fed += responses
+        for key, facts in (more or {}).items():
+            row = self._rows[key]
+            row["extra_info"] = {**(row.get("extra_info") or {}), **facts}
 
     def poll(self) -> list[tuple[Any, RewardResult]]:
         """Nothing before somebody waits: then all are there, and the manager sees them together."""

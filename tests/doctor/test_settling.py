@@ -191,6 +191,7 @@ def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkey
         config.actor_rollout_ref.model.path, config.trainer.n_gpus_per_node = None, 8  # the run of a checkpoint
         settings = Settings(config, 4, 1.0, False, frozenset())
         monkeypatch.setattr(generating, "free_bytes", lambda device: 16 * GIB)
+        monkeypatch.setattr("posttrain.doctor.memory.is_hopper", lambda device: False)
         generating.settle_generation(settings, ModelConfig(path=model), torch.device("cuda"), 100, pytest.fail)
         return config.actor_rollout_ref.rollout.kv_cache_gb
 

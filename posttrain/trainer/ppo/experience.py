@@ -167,8 +167,11 @@ class Experience:
         if self.rollout.overlaps:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
-        more = facts_for_rewards(self.turns, [output.id for output in ended]) if self.turns else None  # pyright: ignore
-        self.rewards.feed([(output.id, output.token_ids) for output in ended], more)  # pyright: ignore
+        fed: list[tuple[Any, list[int]]] = [(output.id, output.token_ids) for output in ended]
+        if self.turns:
+            self.rewards.feed(fed, facts_for_rewards(self.turns, [key for key, _ in fed]))
+        else:
+            self.rewards.feed(fed)
         return ended
 
     def _go_on(self, turns: Turns) -> list[Output]:
