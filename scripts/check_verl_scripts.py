@@ -63,6 +63,11 @@ FURTHER: dict[str, list[str]] = {
     "sft_lora": ["model.partial_pretrain=embedded"],
     "megatron": ["critic.model.path=embedded", f"{_ACTOR}.strategy=fsdp2"],
     "gpg": ["reward_model.overlong_buffer.len=4"],
+    "tools_multiturn": [
+        f"{_ROLLOUT}.multi_turn.tool_config_path=null",
+        f"{_ROLLOUT}.tools=[calculator]",
+        "data.max_prompt_length=480",
+    ],
 }
 """What a script needs beside the common replacements: sizes and paths that it spells in its own way."""
 ARGUMENTS = {"sft": ["1", "runs"], "sft_lora": ["1", "runs"]}

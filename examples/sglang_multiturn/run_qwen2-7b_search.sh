@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # GRPO over several turns: Qwen2-7B-Instruct searches with a tool before it answers.
-#   waits    for rollouts with tools and several turns, and for the engine SGLang, which are not built: the script says so
-#            and ends with status 69. Conversations can be learnt already: examples/sft/multiturn.
+#   waits    for the engine SGLang, which is not built: the script says so and ends with status 69. The command below runs
+#            with actor_rollout_ref.rollout.name=native.
 #   needs    then: $HOME/data/nq_open/{train,validation}.parquet (`posttrain data nq_open` makes them), a CUDA GPU, and
 #            SEARCH_API_KEY; without it the tool searches a local index
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
 source "$ROOT/examples/smoke/settings.sh"
-not_yet "rollouts with tools and several turns are not built. examples/sft/multiturn learns conversations."
+not_yet "the engine SGLang is not built; actor_rollout_ref.rollout.name=native serves the same turns and tools (docs/tools.md)."
 use_checkout
 prepare_python
 smoke grpo

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # GRPO over several turns with a tool, on SGLang.
-# refused: tools and several turns are not built
 set -x
 ulimit -n 65535 || true
 PROJECT_DIR="$(pwd)"
