@@ -114,9 +114,9 @@ def test_tools_of_a_file_are_created_executed_rewarded_and_released(folder):
         assert (seen["c"][0].reward, seen["c"][0].metrics) == (0.5, {"right": 1.0})
         assert seen["d"][0].text.startswith("hello 0.0")
         assert [runner.reward(conversation) for conversation in "cd"] == [1.0, 0.0]
-        assert len(tools["judge"]._inner.instances) == 2  # type: ignore[attr-defined]
+        assert len(tools["judge"]._inner.instances) == 2
         runner.close_conversation("c")
-    assert tools["judge"]._inner.instances == {}  # type: ignore[attr-defined]
+    assert tools["judge"]._inner.instances == {}
     assert runner.counts.troubles() == []
 
 

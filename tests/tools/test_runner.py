@@ -374,7 +374,7 @@ class Broken(Counter):
     name = "broken"
 
     async def call(self, conversation, arguments):
-        return {"dict": 3, "reward": ToolAnswer("x", reward="much")}[arguments["what"]]  # type: ignore
+        return {"dict": 3, "reward": ToolAnswer("x", reward="much")}[arguments["what"]]
 
 
 @pytest.mark.parametrize("what", ["dict", "reward"])

@@ -160,8 +160,8 @@ def server():
             pass
 
     this = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    this.seen = []  # type: ignore[attr-defined]
-    this.url = f"http://127.0.0.1:{this.server_address[1]}"  # type: ignore[attr-defined]
+    this.seen = []
+    this.url = f"http://127.0.0.1:{this.server_address[1]}"
     threading.Thread(target=this.serve_forever, args=(0.02,), daemon=True).start()
     yield this
     this.shutdown()
@@ -201,7 +201,7 @@ def test_S4_75_a_server_that_gives_nothing_is_refused_before_a_run_without_its_k
 def test_a_server_that_ends_during_a_run_gives_an_answer_that_says_so(server, monkeypatch):
     monkeypatch.setattr("posttrain.rollout.tools.search.server._PAUSE_S", 0.001)
     tool = SearchTool(url=f"{server.url}/plain", api_key=KEY)
-    tool._server._url = "http://127.0.0.1:9/gone"  # type: ignore[union-attr]
+    tool._server._url = "http://127.0.0.1:9/gone"
     answer = ask(tool, "x")
     assert isinstance(answer, ToolAnswer) and answer.text.startswith("The search did not work")
     assert "tried 3 times" in (answer.error or "")

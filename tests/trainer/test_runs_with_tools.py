@@ -9,10 +9,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import scripted
-from runs import metrics_of, run
+from light_rewards import even_share as parity_reward
+from runs import metrics_of, run, settings
 
+import posttrain
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
+from posttrain.rollout.sampling import combine_seeds
 from posttrain.rollout.tools.registry import TOOLS as KNOWN
 from posttrain.rollout.tools.registry import register_tool
 from posttrain.trainer.ppo import runner
@@ -85,11 +88,14 @@ def test_S2_19_S4_72_S4_74_turns_are_one_row_and_only_what_the_model_wrote_is_tr
             0.0
         ] * mask.count(0)
         assert row["length"] == sum(mask) < len(ids)
+        assert sum(tokens for _, tokens in json.loads(row["policy_versions"])) == len(ids)
     lines = metrics_of(result.path)
     assert lines[0]["num_turns/max"] == 2 and 0 < lines[0]["tools/calls"] < 1 and lines[0]["tools/errors"] == 0
     (engine,) = made
     turns = [request for request in engine.seen if len(request.id) == 3]
     assert turns and all(request.parent == request.id[:2] and request.keep for request in turns)
+    seeds = {request.id: request.seed for request in engine.seen}
+    assert all(turn.seed == combine_seeds(seeds[turn.parent], 1) for turn in turns), "each turn draws anew"
     assert {request.id for request in engine.seen if request.id not in {t.parent for t in turns}} == set(
         engine.released
     )
@@ -97,7 +103,8 @@ def test_S2_19_S4_72_S4_74_turns_are_one_row_and_only_what_the_model_wrote_is_tr
 
 def test_S4_73_no_response_has_more_turns_than_allowed_and_one_that_wanted_more_is_marked(tiny_model, sums, tmp_path):
     scripted.use(lambda read, seed: call(1, 1) if seed % 3 else "2")
-    result = run(tiny_model, sums, tmp_path, **TOOLS, actor_rollout_ref__rollout__max_turns=2)
+    more = {"actor_rollout_ref__rollout__max_turns": 2, "trainer__total_training_steps": 1}
+    result = run(tiny_model, sums, tmp_path, **TOOLS | more)
     rows = samples(result)
     assert {(row["num_turns"], row["finish_reason"]) for row in rows} >= {(1, "stop"), (2, "turns")}
     assert max(row["num_turns"] for row in rows) == 2
@@ -158,7 +165,7 @@ def test_rewards_know_of_the_turns_and_of_what_tools_gave(tiny_model, sums, tmp_
 
 
 def test_three_steps_and_three_more_are_six_to_the_bit_whenever_tools_answer(tiny_model, sums, tmp_path, monkeypatch):
-    scripted.use(asks_once)
+    engines = scripted.use(asks_once)
     whole = run(tiny_model, sums, tmp_path / "whole", **TOOLS, trainer__total_training_steps=4)
 
     monkeypatch.delitem(KNOWN, "add")
@@ -178,6 +185,8 @@ def test_three_steps_and_three_more_are_six_to_the_bit_whenever_tools_answer(tin
         for one in (whole, parts)
     )
     assert left == right and len(left) == 4
+    at_once, *later = ([request.id for request in engine.seen] for engine in engines)
+    assert at_once == [one for ids in later for one in ids], "conversations go on in the same rounds"
 
 
 def test_S4_74_a_tool_that_is_not_known_and_a_template_that_shows_none_are_refused_before_a_model_is_loaded(
@@ -216,3 +225,42 @@ def test_S4_75_a_tools_secret_reaches_the_tool_and_nothing_else(tiny_model, sums
     assert len(files) > 5 and not [path for path in files if b"sk-very-secret" in path.read_bytes()]
     assert "sk-very-secret" not in "".join(capsys.readouterr())
     assert not any("sk-very-secret" in str(row) for row in samples(result))
+
+
+def test_limits_of_answers_what_a_row_brings_and_validations_sampling_hold_in_every_turn(tiny_model, sums, tmp_path):
+    @register_tool("tell")
+    def tell(slow: bool, *, unit: str) -> str:
+        """Tells something long."""
+        time.sleep(1.0 if slow else 0.0)
+        return f"in {unit}: " + "0123456789" * 3
+
+    def script(read: str, seed: int) -> str:
+        slow = json.dumps({"name": "tell", "arguments": {"slow": bool(seed % 2)}})
+        return "7" if "<tool_response>" in read else f"<tool_call>{slow}</tool_call>"
+
+    engines = scripted.use(script)
+    own = {"tools_kwargs": {"tell": {"create_kwargs": {"unit": "cm"}}}}
+    rows = [{"prompt": f"{n}?", "ground_truth": "1", "data_source": "x", "extra_info": own} for n in range(4)]
+    more = {
+        "actor_rollout_ref__rollout__tools": ["tell"],
+        "actor_rollout_ref__rollout__multi_turn__tool_timeout_s": 0.2,
+        "actor_rollout_ref__rollout__multi_turn__max_tool_response_length": 9,
+        "actor_rollout_ref__rollout__multi_turn__tool_response_truncate_side": "left",
+        "trainer__total_training_steps": 1,
+    }
+    given = settings(tiny_model, sums, tmp_path, **TOOLS | more)
+    given.pop("data.train_files")
+    result = posttrain.train(given, reward=parity_reward, data=rows, val_data=rows)
+    (engine,) = engines
+    for row in samples(result):
+        (answered,) = json.loads(row["tool_calls"])
+        if answered["arguments"]["slow"]:
+            assert answered["error"].startswith("timeout") and "within 0.2 seconds" in answered["error"]
+        else:
+            assert answered["error"] is None and answered["answer"].startswith("in cm: 01")
+            assert "2345" not in row["response"]
+    turns = [request for request in engine.seen if len(request.id) == 3]
+    assert {(request.id[0].startswith("val-"), request.sampling.greedy) for request in turns} == {
+        (False, False),
+        (True, True),
+    }

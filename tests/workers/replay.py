@@ -122,11 +122,15 @@ class Counting(EngineWorker):
         return Counting.calls
 
 
-class Policy(Counting, ActorRolloutRefWorker):
+class FromRecording:
+    """Holds where recorded rollouts are, if there are some."""
+
     def __init__(self, *args: Any, recording: Path | None = None, **named: Any) -> None:
         super().__init__(*args, **named)
         self.recording = recording
 
+
+class Policy(FromRecording, Counting, ActorRolloutRefWorker):
     @register(to_all)
     def init_model(self) -> None:
         super().init_model()
@@ -141,12 +145,8 @@ class Trained(Counting, ActorRefWorker):
         return os.getpid(), {name for name in ("optimizer", "module") if getattr(self.engine, name, None) is not None}
 
 
-class Generating(RolloutWorker):
+class Generating(FromRecording, RolloutWorker):
     """The same of a worker that only generates."""
-
-    def __init__(self, *args: Any, recording: Path | None = None, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.recording = recording
 
     @register(to_all)
     def init_model(self) -> None:

@@ -15,21 +15,10 @@ from posttrain.sandbox import Result, Sandbox, SandboxError
 from posttrain.sandbox.results import LIMITS
 
 
-def python(code: str) -> str:
-    """Runs a Python program and gives what it prints, and its error if it has one. Every call starts anew: nothing is
-    kept from earlier programs. There is no network.
-
-    Args:
-        code: The program; use print() to see results
-    """
-    raise NotImplementedError("this function is the schema; PythonTool runs programs")
-
-
 class PythonTool(Tool):
     """One program per core at a time. UserError at once where the kernel does not let programs be isolated."""
 
     name = "python"
-    schema = schema_of(python, "python")
 
     def __init__(self, timeout_s: float | None = None, memory_mb: int | None = None) -> None:
         """Seconds and megabytes of one program; None for the sandbox's own limits."""
@@ -38,12 +27,21 @@ class PythonTool(Tool):
         if config.timeout_s <= 0 or config.memory_mb < 16:
             raise UserError("the tool python needs timeout_s above 0 and memory_mb of at least 16.")
         self.at_once, self._config, self._threads = usable(), config, Threads()
-        self._sandbox = self._started()
+        self.schema, self._sandbox = schema_of(self.run, self.name), self._started()
 
     async def call(self, conversation: Hashable, arguments: dict[str, Any]) -> ToolAnswer:
+        return await self.run(**arguments)
+
+    async def run(self, code: str) -> ToolAnswer:
+        """Runs a Python program and gives what it prints, and its error if it has one. Every call starts anew: nothing
+        is kept from earlier programs. There is no network.
+
+        Args:
+            code: The program; use print() to see results
+        """
         if self._sandbox is None:
             self._sandbox = self._started()
-        return said(await self._threads.run(self._sandbox.run, arguments["code"]), self._config)
+        return said(await self._threads.run(self._sandbox.run, code), self._config)
 
     def shutdown(self) -> None:
         sandbox, self._sandbox = self._sandbox, None

@@ -12,7 +12,7 @@ from posttrain.errors import UserError
 
 TEXTS = ("contents", "text", "content", "snippet", "passage")
 _TEXT_FILES = (".txt", ".md")
-_TODO = "give a .jsonl, .json, .parquet or .txt file, a folder of text files, or `embedded`"
+_KINDS = "give a .jsonl, .json, .parquet or .txt file, a folder of text files, or `embedded`"
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ def read_corpus(place: str) -> list[Passage]:
     """The passages of a file or folder; UserError in words."""
     path = Path(place).expanduser()
     if not path.exists():
-        raise UserError(f"the corpus {place} does not exist.\n  to do:  {_TODO}")
+        raise UserError(f"the corpus {place} does not exist.\n  to do:  {_KINDS}")
     try:
         passages = [one for one in _passages(path) if one.text.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the corpus {place} cannot be read: {error}") from error
     if not passages:
-        raise UserError(f"the corpus {place} has no passages in it.\n  to do:  {_TODO}")
+        raise UserError(f"the corpus {place} has no passages in it.\n  to do:  {_KINDS}")
     return passages
 
 
@@ -74,7 +74,7 @@ def _passages(path: Path) -> Iterator[Passage]:
         kept = [name for name in table.column_names if name in (*TEXTS, "title")]
         yield from _from_rows(path, table.select(kept).to_pylist())
     else:
-        raise UserError(f"the corpus {path} is of no kind that is known here.\n  to do:  {_TODO}")
+        raise UserError(f"the corpus {path} is of no kind that is known here.\n  to do:  {_KINDS}")
 
 
 def _paragraphs(path: Path) -> list[str]:

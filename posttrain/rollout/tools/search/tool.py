@@ -15,33 +15,23 @@ from posttrain.rollout.tools.settings import PLACE
 from posttrain.rollout.tools.threads import Threads
 
 _MOST = 20
-_TODO = (
+_SETTINGS = (
     f"{PLACE}.search.corpus=FILE (.jsonl, .json, .parquet, .txt, or a folder of text files), "
     f"{PLACE}.search.corpus=embedded (a few facts, to try it), or {PLACE}.search.url=http://HOST/retrieve (a server)"
 )
-
-
-def search(query: str, top_k: int = 3) -> str:
-    """Searches a collection of texts and gives the passages that fit the query best.
-
-    Args:
-        query: What to look for: names and words that the passage should have
-        top_k: How many passages to give, at most 20
-    """
-    raise NotImplementedError("this function is the schema; SearchTool searches")
 
 
 class SearchTool(Tool):
     """With `url` a server is asked, unless `api_key` is given and empty; otherwise an index over `corpus`."""
 
     name = "search"
-    schema = schema_of(search, "search")
 
     def __init__(self, corpus: str | None = None, url: str | None = None, api_key: str | None = None) -> None:
+        self.schema = schema_of(self.search, self.name)
         keyless = api_key is not None and not api_key.strip()
         if not corpus and not url and not keyless:
             what = "a key, which is for a server, but no url" if api_key else "neither a corpus nor a server"
-            raise UserError(f"the tool search was given {what}.\n  to do:  {_TODO}")
+            raise UserError(f"the tool search was given {what}.\n  to do:  {_SETTINGS}")
         self.secrets = [api_key] if api_key and not keyless else []
         self._threads, self._server, self._local = Threads(), None, None
         if url and not keyless:
@@ -54,11 +44,19 @@ class SearchTool(Tool):
             self.note = f"{PLACE}.search.api_key is empty: {self.note}" + (", and no server" if url else "")
 
     async def call(self, conversation: Hashable, arguments: dict[str, Any]) -> str | ToolAnswer:
-        query, most = arguments["query"], arguments.get("top_k", 3)
-        if not query.strip() or not 1 <= most <= _MOST:
+        return await self.search(**arguments)
+
+    async def search(self, query: str, top_k: int = 3) -> str | ToolAnswer:
+        """Searches a collection of texts and gives the passages that fit the query best.
+
+        Args:
+            query: What to look for: names and words that the passage should have
+            top_k: How many passages to give, at most 20
+        """
+        if not query.strip() or not 1 <= top_k <= _MOST:
             raise ToolFault(f"A query has words, and top_k is from 1 to {_MOST}.")
         try:
-            found = await self._threads.run((self._server or self._local).best, query, most)  # pyright: ignore
+            found = await self._threads.run((self._server or self._local).best, query, top_k)  # pyright: ignore
         except Unanswered as error:
             return ToolAnswer("The search did not work: its server gave no passages.", error=f"server: {error}")
         return shown(found)
