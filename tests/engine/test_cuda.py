@@ -24,8 +24,8 @@ def cuda_engine(tiny_model):
         config = ModelConfig(path=str(tiny_model), lora_rank=rank, lora_alpha=2 * rank)
         module = load_causal_lm(config, dtype=dtype, device=device)
         if rank:
+            torch.manual_seed(0)  # the same adapters, whichever engine was made first
             module = with_adapters(module, config)
-            torch.manual_seed(0)
             for name, weight in module.named_parameters():
                 if ".lora_B." in name:  # zero at first, and then A has no gradient
                     weight.data.normal_(std=0.1)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _add_rms_norm(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_row(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     real = at < size
@@ -25,14 +25,24 @@ def _add_rms_norm(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, B
     tl.store(OUT + row + at, (wide * inverse * weight).to(x.dtype), mask=real)
 
 
+@triton.jit
+def _add_rms_norm(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr):
+    _norm_row(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD, BLOCK)
+
+
+def norm_shape(size: int) -> tuple[int, int]:
+    """(columns, warps) of a program that norms a row of this size."""
+    block = triton.next_power_of_2(size)
+    return block, 4 if block <= 2048 else 8
+
+
 def add_rms_norm(
     residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """The norm of `residual + added`; the sum stays in `residual`."""
     out = torch.empty_like(residual_TE)
     tokens, size = residual_TE.shape
-    block = triton.next_power_of_2(size)
-    warps = 4 if block <= 2048 else 8
+    block, warps = norm_shape(size)
     if tokens:
         _add_rms_norm[(tokens,)](
             residual_TE, added_TE, weight_E, out, size, epsilon, added_TE is not None, block, num_warps=warps

@@ -84,11 +84,11 @@ def _gate(gate, up, KIND: tl.constexpr):
 def _gated_tile(X, W, OUT, tile, rows, size, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     tiles_m = tl.cdiv(rows, BM)
     m, n = tile % tiles_m, tile // tiles_m
-    gate, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    acc = tl.zeros([BM, 2 * BN], tl.float32)  # gate and up side by side: what is read of X serves both
     for k in range(0, E, BK):
-        x = X.load([m * BM, k])
-        gate = tl.dot(x, W.load([n * BN, k]).T, gate)
-        up = tl.dot(x, W.load([size + n * BN, k]).T, up)
+        weight = tl.reshape(W.load([0, n * BN, k]), [2 * BN, BK])
+        acc = tl.dot(X.load([m * BM, k]), weight.T, acc)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [BM, 2, BN]), [0, 2, 1]))
     OUT.store([m * BM, n * BN], _gate(gate, up, X.dtype))
 
 
@@ -119,8 +119,10 @@ def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:
     size = len(weight_2IE) // 2
     out = x_BE.new_empty(rows, size)
     tile = (128, 128) if width >= WIDE else (128, 64)
+    across = weight_2IE.stride(0)
+    both = TensorDescriptor(weight_2IE, [2, size, width], [size * across, across, 1], [2, tile[1], DEPTH])
     into = TensorDescriptor(out, [rows, size], [size, 1], list(tile))
-    given = (_tiles(x_BE, tile[0]), _tiles(weight_2IE, tile[1]), into, rows, size, width, *tile, DEPTH)
+    given = (_tiles(x_BE, tile[0]), both, into, rows, size, width, *tile, DEPTH)
     if width >= WIDE:
         programs = _processors(x_BE.device)
         _gated_in_turn[(programs,)](*given, programs, num_warps=8, num_stages=4)
