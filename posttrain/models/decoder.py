@@ -178,12 +178,11 @@ class FastDecoder:
     def next_hidden(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
         """Final hidden states of each row's newest token, which enters the cache; all that is called is captured."""
         from posttrain.kernels.cuda.decode_attention import decode_attention
-        from posttrain.kernels.cuda.fetch_ahead import add_rms_norm_ahead
 
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
         how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
-            x_BE = add_rms_norm_ahead(residual_BE, added_BE, layer.before, self.epsilon, cache, rows)
+            x_BE = add_rms_norm(residual_BE, added_BE, layer.before, self.epsilon)
             qkv_BC = layer.qkv(x_BE)
             added_BE = layer.out(decode_attention(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
             x_BE = add_rms_norm(residual_BE, added_BE, layer.between, self.epsilon)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.kernels.cuda.early import _wait, comes_early
 from posttrain.kernels.cuda.elementwise import _heads
 
 PROGRAMS = 1024  # programs that keep the device busy; fewer rows than that are cut into pieces
@@ -43,7 +44,10 @@ def _decode(
     Q_NORM, K_NORM, epsilon, scale, columns, width, window,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        _wait()
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d, n = tl.arange(0, GP)[:, None], tl.arange(0, DP)[None, :], tl.arange(0, BLOCK)
     real, one = (g < G) & (d < D), d < D
@@ -158,7 +162,7 @@ def decode_attention(
     assert qkv_BC.is_contiguous()
     out = qkv_BC.new_empty(count, heads * size)
     group, two = heads // key_heads, triton.next_power_of_2
-    exact = qkv_BC.dtype is torch.float32
+    exact, early = qkv_BC.dtype is torch.float32, comes_early(qkv_BC.device)
     part = best = total = None
     if splits > 1:
         part = qkv_BC.new_empty(count, splits, heads, size, dtype=torch.float32)
@@ -168,7 +172,8 @@ def decode_attention(
         qkv_BC, *cache, out, part, best, total, *seen, *(rotation or (None, None)), *(norms or (None, None)),
         epsilon, scale, columns, rows.table.shape[1], window or 0,
         key_heads, group, max(16, two(group)), size, max(16, two(size)), block,
-        splits, window is not None, norms is not None, rotation is not None, exact, **_how(size, exact),
+        splits, window is not None, norms is not None, rotation is not None, exact, early,
+        **_how(size, exact), launch_pdl=early,
     )  # fmt: skip
     if splits > 1:
         _join[(count, heads)](part, best, total, out, heads, size, two(size), splits, num_warps=1)

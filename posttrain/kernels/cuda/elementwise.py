@@ -9,9 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.kernels.cuda.early import _wait, comes_early
+
 
 @triton.jit
-def _norm_row(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        _wait()
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     real = at < size
@@ -25,28 +31,19 @@ def _norm_row(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, BLOCK
     tl.store(OUT + row + at, (wide * inverse * weight).to(x.dtype), mask=real)
 
 
-@triton.jit
-def _add_rms_norm(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr):
-    _norm_row(RES, ADD, WEIGHT, OUT, size, epsilon, HAS_ADD, BLOCK)
-
-
-def norm_shape(size: int) -> tuple[int, int]:
-    """(columns, warps) of a program that norms a row of this size."""
-    block = triton.next_power_of_2(size)
-    return block, 4 if block <= 2048 else 8
-
-
 def add_rms_norm(
     residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """The norm of `residual + added`; the sum stays in `residual`."""
     out = torch.empty_like(residual_TE)
     tokens, size = residual_TE.shape
-    block, warps = norm_shape(size)
+    block = triton.next_power_of_2(size)
+    warps, early = 4 if block <= 2048 else 8, comes_early(residual_TE.device)
     if tokens:
         _add_rms_norm[(tokens,)](
-            residual_TE, added_TE, weight_E, out, size, epsilon, added_TE is not None, block, num_warps=warps
-        )
+            residual_TE, added_TE, weight_E, out, size, epsilon, added_TE is not None, block, early,
+            num_warps=warps, launch_pdl=early,
+        )  # fmt: skip
     return out
 
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from posttrain.kernels.cuda.early import _wait, comes_early
 from posttrain.kernels.cuda.sizes import DEPTH, FINE
 
-LEAST_GATED = 768  # rows; below them torch's products are as fast
+LEAST_GATED = 512  # rows; below them torch's products are as fast
 NARROW, WIDE = 1024, 3072  # widths up to which, and from which on, gating inside pays; each has its own tiles
 
 
@@ -93,7 +94,11 @@ def _gated_tile(X, W, OUT, tile, rows, size, E: tl.constexpr, BM: tl.constexpr, 
 
 
 @triton.jit
-def _gated(X, W, OUT, rows, size, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _gated(
+    X, W, OUT, rows, size, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        _wait()
     _gated_tile(X, W, OUT, tl.program_id(0), rows, size, E, BM, BN, BK)
 
 
@@ -127,8 +132,17 @@ def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:
         programs = _processors(x_BE.device)
         _gated_in_turn[(programs,)](*given, programs, num_warps=8, num_stages=4)
     else:
-        _gated[(triton.cdiv(rows, tile[0]) * triton.cdiv(size, tile[1]),)](*given, num_warps=4, num_stages=3)
+        programs, early = triton.cdiv(rows, tile[0]) * triton.cdiv(size, tile[1]), comes_early(x_BE.device)
+        stages = _stages(programs, _processors(x_BE.device))
+        _gated[(programs,)](*given, early, num_warps=4, num_stages=stages, launch_pdl=early)
     return out
+
+
+def _stages(programs: int, processors: int) -> int:
+    """Three tiles of a product on their way let two programs run on a processor, two let three: whichever is over
+    first, if a program takes as much longer as there are more beside it."""
+    two, three = (triton.cdiv(programs, beside * processors) * beside for beside in (2, 3))
+    return 3 if two < three else 2
 
 
 def _tiles(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
