@@ -36,7 +36,7 @@ class NativeEngine(RolloutEngine):
         pool: Pool,
         *,
         max_num_seqs: int = 1024,
-        max_num_batched_tokens: int = 8192,
+        max_num_batched_tokens: int,
         tokens_per_step: int = 1,
         tokens_unseen: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
