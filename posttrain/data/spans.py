@@ -126,8 +126,8 @@ class SpanFinder:
         if missing is not None:
             raise DataError(
                 f"The chat template leaves out the tool call of {name}: {missing[:60]!r} does not stand in "
-                f"{written[:60]!r}. Take the template of a model that was made for tools (model.tokenizer_path), or write "
-                "the calls into the content as the model is to write them."
+                f"{written[:60]!r}. Take the template of a model that was made for tools (model.tokenizer_path), or "
+                "write the calls into the content as the model is to write them."
             )
 
     # -- tokens ---------------------------------------------------------------------------------------------------
