@@ -11,6 +11,8 @@ cd "$ROOT"
 # deadline. What is named runs in one, as plain pytest does.
 if [[ $# -eq 0 ]]; then
   export OMP_NUM_THREADS=1
+  # Each of the many programs that tests start would compile all modules anew, and each of the three all tests.
+  unset PYTHONDONTWRITEBYTECODE
   set -- -n 3 --dist loadfile
 fi
 exec "$RUN_PYTHON" -m pytest "$@"

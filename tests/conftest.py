@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,9 @@ bound_waits_for_programs()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it puts in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SHARED = pytest.StashKey[Forked]()
+FORKED = "PYTHON_FORKED_FOR_TESTS"
+"""Holds the path of the `python` that the processes of a divided suite share."""
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -26,6 +30,27 @@ TINY = {
     "num_key_value_heads": 2,
     "initializer_range": 0.02,
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes among which the suite is divided share one that is forked. In each of them nothing of what is imported
+    and collected becomes garbage: the collector looks at it neither now nor later."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        config.stash[SHARED] = server = Forked()
+        os.environ[FORKED] = server.python
+    else:
+        gc.disable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (server := config.stash.get(SHARED, None)) is not None:
+        server.close()
+        del os.environ[FORKED]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 DEADLINE_S = 320
@@ -80,6 +105,9 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
     """Runs code that is to be killed, in a fork of a process that has imported everything."""
+    if shared := os.environ.get(FORKED):
+        yield Forked(shared)
+        return
     server = Forked()
     yield server
     server.close()

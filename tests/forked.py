@@ -34,13 +34,16 @@ sys.exit(status)
 """
 
 SERVER = """
-import json, os, runpy, select, signal, socket, sys
+import gc, json, os, runpy, select, signal, socket, sys
 
+gc.disable()
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(sys.argv[1])
 listening.listen(100)
 import posttrain.models.fused_layer, posttrain.rollout.native.engine, posttrain.trainer.generation.command
 import posttrain.trainer.ppo.runner, posttrain.trainer.supervised.runner, transformers.models.qwen2.modeling_qwen2
+gc.freeze()  # forks need not walk through what was imported
+gc.enable()
 
 
 def job_of_a_fork():
@@ -101,9 +104,13 @@ else:
 
 
 class Forked:
-    """`python` is the path of the command; the process behind it lives until `close`."""
+    """`python` is the path of the command; the process behind it lives until `close`. With the command of another one,
+    that is used, and left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str | None = None) -> None:
+        self.server, self.python = None, python or ""
+        if python is not None:
+            return
         self.folder = tempfile.TemporaryDirectory()
         address, client = Path(self.folder.name, "socket"), Path(self.folder.name, "python")
         client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
@@ -118,7 +125,7 @@ class Forked:
 
     def close(self) -> None:
         """Its input is closed; a process that a test has left behind may hold it open too, and is not waited for."""
-        assert self.server.stdin is not None
+        assert self.server is not None and self.server.stdin is not None
         self.server.stdin.close()
         try:
             self.server.wait(END_S)
