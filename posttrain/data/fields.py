@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.rows import DataError, RowTable
+from posttrain.data.tool_calls import tool_calls_of
 
 Messages = list[dict[str, Any]]
 
@@ -134,7 +135,7 @@ def is_messages(value: Any) -> bool:
 
 
 def _message(table: RowTable, row: int, number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message without the nulls that parquet fills in, its text parts joined."""
+    """The message without the nulls that parquet fills in, its text parts joined, the arguments of its calls read."""
     message = {name: value for name, value in message.items() if value is not None}
     if not isinstance(message.get("role"), str):
         advice = f" These are ShareGPT's names: {_SHAREGPT}." if _is_sharegpt(message) else ""
@@ -149,7 +150,11 @@ def _message(table: RowTable, row: int, number: int, message: dict[str, Any]) ->
                 kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
                 raise DataError(_media_message(table, row, f"a part of type '{kind}'"))
         message["content"] = "".join(part["text"] for part in parts)
-    elif content is None and "tool_calls" not in message:
+    if message.get("tool_calls") == []:  # parquet again: other messages have some
+        del message["tool_calls"]
+    if "tool_calls" in message:
+        message["tool_calls"] = tool_calls_of(message["tool_calls"], f"message {number} of {table.where(row)}")
+    elif content is None:
         raise DataError(f"Message {number} of the prompt of {table.where(row)} has no 'content'.")
     return message
 

@@ -19,6 +19,7 @@ from typing import Any
 from posttrain.data.chat import TemplateError
 from posttrain.data.fields import Messages
 from posttrain.data.rows import DataError
+from posttrain.data.tool_calls import left_out
 
 Span = tuple[int, int]
 ASSISTANT = "assistant"
@@ -106,6 +107,7 @@ class SpanFinder:
                 "data.apply_chat_template_kwargs, or take another template by model.tokenizer_path."
             )
         self._same_words(str(messages[turn].get("content") or ""), text[len(prompt) :], name)
+        self._same_calls(messages[turn].get("tool_calls") or [], text[len(prompt) :], name)
         return prompt, text
 
     def _same_words(self, content: str, written: str, name: str) -> None:
@@ -118,6 +120,15 @@ class SpanFinder:
                 "template does."
             )
         self.reworded += 1
+
+    def _same_calls(self, calls: list[dict[str, Any]], written: str, name: str) -> None:
+        missing = left_out(calls, written)
+        if missing is not None:
+            raise DataError(
+                f"The chat template leaves out the tool call of {name}: {missing[:60]!r} does not stand in "
+                f"{written[:60]!r}. Take the template of a model that was made for tools (model.tokenizer_path), or "
+                "write the calls into the content as the model is to write them."
+            )
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def _row(self, text: str, spans: Sequence[Span]) -> TrainedRow:

@@ -14,6 +14,7 @@ from posttrain.data.fields import Messages, is_messages, is_missing, prompt_of, 
 from posttrain.data.limits import Limit
 from posttrain.data.rows import DataError, RowTable, read_table
 from posttrain.data.spans import ASSISTANT, SpanFinder, TrainedRow
+from posttrain.data.tool_calls import without_nulls
 
 PROGRESS_FROM_ROWS = 5_000
 MESSAGES_KEY = "data.multiturn.messages_key"
@@ -151,7 +152,7 @@ def _tools(table: RowTable, row: int, key: str) -> Any:
             raise DataError(f"Column '{key}' of {table.where(row)} is not valid JSON: {error}") from error
     if not is_messages(value):
         raise DataError(f"Column '{key}' of {table.where(row)} must be a list of tools (mappings).")
-    return value
+    return without_nulls(value)
 
 
 def _text_at(table: RowTable, row: int, what: str, key: str, inner: list[str] | None) -> str:

@@ -27,7 +27,7 @@ from posttrain.tracking.progress import Progress
 from posttrain.trainer.sft import fit_pairs, greedy_accuracy
 
 RECIPE: dict[str, Any] = {
-    "version": 4,
+    "version": 5,
     "shape": SHAPE,
     "max_operand": 50,
     "val_size": 200,
