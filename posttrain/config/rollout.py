@@ -48,8 +48,9 @@ class RolloutConfig(Section):
     """Go on past the end-of-sequence token up to the length limit."""
     max_num_seqs: int = 1024
     """Responses decoded side by side."""
-    max_num_batched_tokens: int = 8192
-    """Tokens computed in one step of the engine; longer prompts are computed in pieces."""
+    max_num_batched_tokens: int | None = None
+    """Tokens computed in one step of the engine; longer prompts are computed in pieces. null is 16384 on a GPU, which
+    fewer would leave waiting for the host, and 8192 elsewhere."""
     kv_cache_gb: float | None = None
     """Most memory that the native engine's key/value cache may take, in GiB; null is what the memory plan
     leaves of a GPU, and 30% of the memory elsewhere."""

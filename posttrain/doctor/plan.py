@@ -28,7 +28,7 @@ from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
 from posttrain.rollout.base import Sampling
-from posttrain.rollout.native.build import cache_limit
+from posttrain.rollout.native.build import cache_limit, step_limit
 from posttrain.rollout.native.engine import MANY
 from posttrain.rollout.native.pool import KEPT_SHARE, blocks_for, with_slack
 
@@ -208,7 +208,7 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
     blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(data.max_response_length)
     cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
-    tokens = max(shape.wave, min(rollout.max_num_batched_tokens, shape.prefill * shape.prompt))
+    tokens = max(shape.wave, min(step_limit(rollout, device.kind), shape.prefill * shape.prompt))
     temporary = counter(config, device, "actor", counting.native_step_peak, tokens, shape.wave, _sampling(config))
     captured = 0
     if device.kind == "cuda":

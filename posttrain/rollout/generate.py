@@ -36,9 +36,9 @@ def generate(
     outputs: dict[Any, Output] = {}
     longest = max((sampling.max_tokens for sampling in samplings), default=0)
     try:
-        for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
-            engine.submit(Request(row, prompt, sampling, seed))
-        with pulse.work("responses", len(prompts), most_tokens=longest) as work:
+        with no_garbage_collection(), pulse.work("responses", len(prompts), most_tokens=longest) as work:
+            for row, (prompt, sampling, seed) in enumerate(zip(prompts, samplings, seeds, strict=True)):
+                engine.submit(Request(row, prompt, sampling, seed))
             while engine.has_work():
                 ended = advance(engine)
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)

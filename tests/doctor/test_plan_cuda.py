@@ -237,3 +237,13 @@ def test_captured_steps_are_counted_with_the_sizes_of_the_kernels():
 def test_a_model_that_the_kernels_do_not_serve_is_counted_by_its_own_code(tmp_path):
     plain, other = plan(tmp_path, "0.1b"), plan(tmp_path, "0.1b", actor_rollout_ref__model__dtype="float32")
     assert CAPTURED in plain.stages["update"] and CAPTURED not in other.stages["update"]
+
+
+def test_the_plan_counts_the_prompt_tokens_that_a_step_takes_on_a_gpu(tmp_path):
+    wide = {"data__max_prompt_length": 1024}
+
+    def temporary(**more: Any) -> int:
+        return plan(tmp_path, "0.5b", **wide, **more).stages["generate"]["temporary tensors"]
+
+    fewer, more = (temporary(actor_rollout_ref__rollout__max_num_batched_tokens=tokens) for tokens in (8192, 16384))
+    assert fewer < temporary() == more

@@ -149,6 +149,25 @@ def test_the_next_round_is_begun_before_the_last_one_is_waited_for(make, monkeyp
     assert seen == ["begin", "begin", "wait", "begin", "wait", "wait"]
 
 
+def test_when_rows_end_only_a_short_round_of_theirs_is_left_to_read(make, monkeypatch):
+    engine, steps, unread = make(), [], []
+    decode, outputs = engine.decoder.decode, engine.slots.outputs
+
+    def begin(rows, caches):
+        steps.append(rows.steps)
+        return decode(rows, caches)
+
+    def end(ended, version):
+        unread.extend(engine.slots.count[slot] - len(engine.slots.lists[slot]) for slot in ended)
+        return outputs(ended, version)
+
+    monkeypatch.setattr(engine.decoder, "decode", begin)
+    monkeypatch.setattr(engine.slots, "outputs", end)
+    settings = [Sampling(max_tokens=4 * ROUND)] * 2
+    same(generate(engine, PROMPTS[:2], settings, range(2)), oracle(PROMPTS[:2], settings, range(2)))
+    assert (steps, unread) == ([3 * ROUND - 1, ROUND, 0], [ROUND, ROUND])
+
+
 def test_rows_that_leave_are_replaced_while_the_others_go_on(make):
     """Three slots for seven requests, some of the same prompt; one is let in where another ended unseen."""
     prompts = [PROMPTS[at] for at in (0, 1, 0, 3, 1, 5, 0)]

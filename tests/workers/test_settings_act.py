@@ -17,7 +17,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
-from posttrain.rollout.native.build import cache_limit
+from posttrain.rollout.native.build import cache_limit, step_limit
 from posttrain.workers import roles
 
 KEYS = {
@@ -203,6 +203,11 @@ def test_no_more_responses_are_decoded_and_no_more_tokens_computed_at_a_time_tha
         decoded = max(decoded, running)
         engine.step()
     assert decoded == 2
+
+
+def test_a_gpu_computes_more_tokens_in_a_step_where_nothing_is_set():
+    assert (step_limit(RolloutConfig(), "cuda"), step_limit(RolloutConfig(), "cpu")) == (16384, 8192)
+    assert {step_limit(RolloutConfig(max_num_batched_tokens=100), kind) for kind in ("cuda", "cpu")} == {100}
 
 
 def test_S0_38_the_cache_may_take_the_share_of_the_device_that_is_set():

@@ -21,6 +21,7 @@ from posttrain.rollout.native.pool import Pool
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
 MOST = 64  # tokens of a row in one step; on a CUDA device the kernels' own number
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
+TOKENS, TOKENS_ON_CUDA = 8192, 16384  # of one step, where nothing is set: a GPU must be at it longer than the host
 
 
 def can_run_native(module: torch.nn.Module) -> bool:
@@ -50,7 +51,7 @@ def build_native(
         decoder,
         pool,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=step_limit(config, device.type),
         tokens_per_step=together,
         tokens_unseen=STEPS_UNSEEN if captured else None,
         decode=decode,
@@ -77,6 +78,13 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def step_limit(config: RolloutConfig, kind: str) -> int:
+    """Tokens that one step may compute."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return TOKENS_ON_CUDA if kind == "cuda" else TOKENS
 
 
 def cache_limit(config: RolloutConfig, kind: str, memory: int) -> int:

@@ -36,7 +36,7 @@ class NativeEngine(RolloutEngine):
         pool: Pool,
         *,
         max_num_seqs: int = 1024,
-        max_num_batched_tokens: int = 8192,
+        max_num_batched_tokens: int,
         tokens_per_step: int = 1,
         tokens_unseen: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
@@ -188,8 +188,7 @@ class NativeEngine(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.check_awake("weights")
         self.late |= self.rounds.catch_up()  # what is under way is made by the old weights, and counted as theirs
-        for slot in self.slots.active.tolist():
-            self.slots.note_version(slot, self.version)
+        self.slots.note_version(self.slots.active.tolist(), self.version)
         self.queue.forget()
         self.steady = False
         self.decoder.drop_fast_copies()

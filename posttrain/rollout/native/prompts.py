@@ -82,9 +82,10 @@ class Queue:
     def add(self, request: Request) -> None:
         ids = tuple(request.prompt_ids)
         self.pool.check(len(ids), request.sampling.max_tokens)
-        if ids not in self.prompts:
-            self.prompts[ids] = Prompt(ids, parent=request.parent)
-        self.prompts[ids].waiting.append(request)
+        prompt = self.prompts.get(ids)
+        if prompt is None:
+            prompt = self.prompts[ids] = Prompt(ids, parent=request.parent)
+        prompt.waiting.append(request)
 
     def remove(self, wanted: set[Hashable]) -> list[Request]:
         """Take these requests out; gives those that were waiting."""
@@ -158,7 +159,8 @@ class Queue:
         """A row has ended: its blocks are free, and its prompt's if it was the last to need them."""
         self.pool.give_back(own)
         prompt.rows -= 1
-        self._retire(prompt)
+        if not prompt.rows:
+            self._retire(prompt)
 
     def leave(self, id: Hashable, left: Left) -> None:
         """A row has ended, and what it wrote is kept for the next turn."""

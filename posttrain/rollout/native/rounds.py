@@ -6,6 +6,7 @@ then stay on the device, where it goes on with them, without having been read he
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -89,7 +90,12 @@ class Rounds:
         slots.last[decoding], slots.length[decoding], slots.count[decoding] = rows.last, rows.positions, rows.counts
         slots.history[decoding], slots.under_way[decoding] = rows.histories, rows.under_way
         slots.computed += int(slots.next_history[0]) - known  # each that was computed got a history
-        return ended | {int(decoding[place]): _REASONS[int(rows.ended[place])] for place in np.flatnonzero(rows.ended)}
+        if rows.under_way.any():  # the device is at the next ones
+            slots.read(decoding.tolist())
+            gc.collect(0)  # now, and not when rows end: it would walk through all that was read
+        over = np.flatnonzero(rows.ended)
+        reasons = (_REASONS[code] for code in rows.ended[over].tolist())
+        return ended | dict(zip(decoding[over].tolist(), reasons, strict=True))
 
     def _steps(self, decoding: np.ndarray) -> int:
         """How many tokens the rows may make before anybody looks."""
@@ -99,7 +105,10 @@ class Rounds:
         if self.tokens_unseen is None:
             return most
         may_stop = any(slots.stop_sets[kind] for kind in np.unique(slots.stops[decoding]))
-        return min(most, self.tokens_unseen if may_stop else max(self.tokens_unseen, int(left.min())))
+        if may_stop:
+            return min(most, self.tokens_unseen)
+        # The last round before an end is a short one: of what it makes nothing can be read while the device computes.
+        return min(most, max(self.tokens_unseen, int(left.min()) - self.tokens_unseen))
 
     # -- first tokens -----------------------------------------------------------------------------------------------
     def need_not_look(self, logits_NV: torch.Tensor) -> bool:

@@ -44,6 +44,7 @@ class Slots:
         self.prompts: list[Prompt | None] = []
         self.blocks: list[list[int]] = []
         self.spans: list[list[tuple[int, int]]] = []
+        self.lists: list[list[int]] = []  # what was read of their tokens
         self.drawn: dict[int, list[float]] = {}  # of special rows: log-probs of what they were sampled from
         self.stop_sets: list[tuple[int, ...]] = []
         self.free: list[int] = []
@@ -99,7 +100,8 @@ class Slots:
         for name, column in zip(_BY_SAMPLING, columns, strict=True):
             self.columns[name][slots] = column
         for slot, (request, prompt, own) in zip(slots.tolist(), rows, strict=True):
-            self.requests[slot], self.prompts[slot], self.blocks[slot], self.spans[slot] = request, prompt, own, []
+            self.requests[slot], self.prompts[slot], self.blocks[slot] = request, prompt, own
+            self.spans[slot], self.lists[slot] = [], []
         return slots
 
     def tell_apart(self, slots: np.ndarray) -> None:
@@ -113,11 +115,19 @@ class Slots:
     def drop(self, slot: int) -> None:
         self.requests[slot] = self.prompts[slot] = None
         self.drawn.pop(slot, None)
+        self.lists[slot] = []  # what was read is the output's
         self.free.append(slot)
 
     def written(self, slot: int) -> list[int]:
         """The response so far."""
         return self.tokens[slot, : self.count[slot]].tolist()
+
+    def read(self, slots: list[int]) -> None:
+        """Make lists of the tokens that are known of these rows. It is what takes longest when a row ends, and need not
+        wait for that."""
+        for slot, count in zip(slots, self.count[slots].tolist(), strict=True):
+            ids = self.lists[slot]
+            ids += self.tokens[slot, len(ids) : count].tolist()
 
     def _kind(self, sampling: Sampling) -> tuple:
         """A row's values in the columns `_BY_SAMPLING`."""
@@ -142,29 +152,29 @@ class Slots:
                 hit |= (kind == number) & np.isin(last, ids)
         return hit
 
-    def note_version(self, slot: int, version: int) -> None:
-        """Tokens generated since the last note were made by `version`."""
-        spans = self.spans[slot]
-        new = int(self.count[slot]) - sum(length for _, length in spans)
-        if not new:
-            return
-        if spans and spans[-1][0] == version:
-            spans[-1] = (version, spans[-1][1] + new)
-        else:
-            spans.append((version, new))
+    def note_version(self, slots: list[int], version: int) -> None:
+        """Tokens that these rows generated since the last note were made by `version`."""
+        for slot, count in zip(slots, self.count[slots].tolist(), strict=True):
+            spans = self.spans[slot]
+            new = count - sum(length for _, length in spans)
+            if not new:
+                continue
+            if spans and spans[-1][0] == version:
+                spans[-1] = (version, spans[-1][1] + new)
+            else:
+                spans.append((version, new))
 
     def outputs(self, ended: dict[int, str], version: int) -> list[Output]:
         """What these rows have made; each with the reason why it ended."""
         slots = list(ended)
-        counts = self.count[slots].tolist()
-        tokens, log_probs = self.tokens[slots, : max(counts)].tolist(), self.log_probs[slots, : max(counts)]
+        self.read(slots)
+        self.note_version(slots, version)
+        log_probs = self.log_probs[slots, : self.count[slots].max()]
         found = []
-        for slot, reason, count, ids, values in zip(slots, ended.values(), counts, tokens, log_probs, strict=True):
-            request = self.requests[slot]
+        for slot, reason, values in zip(slots, ended.values(), log_probs, strict=True):
+            request, ids = self.requests[slot], self.lists[slot]
             assert request is not None
-            self.note_version(slot, version)
-            drawn = self.drawn.get(slot)
-            found.append(Output(request.id, ids[:count], values[:count], reason, self.spans[slot], drawn))
+            found.append(Output(request.id, ids, values[: len(ids)], reason, self.spans[slot], self.drawn.get(slot)))
         return found
 
     def _grow(self, more: int) -> None:
@@ -178,7 +188,7 @@ class Slots:
         for name in ("table", "starts", "tokens", "log_probs"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((size - old, array.shape[1]), array.dtype)]))
-        for rows in (self.requests, self.prompts, self.blocks, self.spans):
+        for rows in (self.requests, self.prompts, self.blocks, self.spans, self.lists):
             rows.extend([None] * (size - old))  # pyright: ignore
         self.free.extend(range(size - 1, old - 1, -1))
 
