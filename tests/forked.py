@@ -116,9 +116,9 @@ class Forked:
         client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
         client.chmod(0o755)
         self.python = str(client)
-        self.server = subprocess.Popen([sys.executable, "-c", SERVER, str(address)], stdin=subprocess.PIPE)
-        until(lambda: address.exists() or self.server.poll() is not None, "for the process that is forked")
-        assert self.server.poll() is None, "the process that is forked did not start"
+        self.server = server = subprocess.Popen([sys.executable, "-c", SERVER, str(address)], stdin=subprocess.PIPE)
+        until(lambda: address.exists() or server.poll() is not None, "for the process that is forked")
+        assert server.poll() is None, "the process that is forked did not start"
 
     def run(self, code: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([self.python, "-c", code], capture_output=True, text=True)

@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
 # GRPO over several turns: Qwen2-7B-Instruct searches with a tool before it answers.
-#   waits    for the engine SGLang, which is not built: the script says so and ends with status 69. The command below runs
-#            with actor_rollout_ref.rollout.name=native.
-#   needs    then: $HOME/data/nq_open/{train,validation}.parquet (`posttrain data nq_open` makes them), a CUDA GPU, and
-#            SEARCH_API_KEY; without it the tool searches a local index
+#   needs    $HOME/data/nq_open/{train,validation}.parquet (`posttrain data nq_open` makes them), a CUDA GPU, and
+#            SEARCH_API_KEY with actor_rollout_ref.rollout.tool_config.search.url=http://HOST/retrieve; without a key the
+#            tool searches a local index. The engine SGLang is not built: as it is, the run says so and ends. Add
+#              actor_rollout_ref.rollout.name=native
+#            which serves the same turns and tools (docs/tools.md).
+#   expect   responses of up to five turns; samples show each call with its answer (`posttrain samples RUN`), and
+#            num_turns/mean and tools/calls stand in the metrics, in outputs/verl_multiturn_example/qwen2_7b_search
+#   small    SMOKE=1 bash examples/sglang_multiturn/run_qwen2-7b_search.sh: the embedded model learns to call the tool by
+#            a short SFT, then two steps with rollout.name=native; a minute or two on a CPU
+# What is added to the command wins.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
 source "$ROOT/examples/smoke/settings.sh"
-not_yet "the engine SGLang is not built; actor_rollout_ref.rollout.name=native serves the same turns and tools (docs/tools.md)."
 use_checkout
-prepare_python
-smoke grpo
+prepare_python "$(wants_ray "$@")"
+smoke search
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   algorithm.adv_estimator=grpo \

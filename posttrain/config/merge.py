@@ -64,6 +64,10 @@ class Merged:
             self.notes.append(text)
 
 
+_TOOLS_OWN = ".tool_config."
+"""What is empty there is so on purpose: a tool without a key may do something else than one that was given none."""
+
+
 def merge_files(merged: Merged, composed: Composed) -> None:
     """Take in what the files say."""
     for key, value in composed.values.items():
@@ -97,7 +101,7 @@ def add(
     merged: Merged, spelling: str, value: Any, source: str, rank: int, *, explicit: bool, from_file: bool = False
 ) -> None:
     """Take in one value under any spelling."""
-    if isinstance(value, str) and value == "" and not from_file:
+    if isinstance(value, str) and value == "" and not from_file and _TOOLS_OWN not in spelling:
         merged.note(f"`{spelling}=` ({source}) is empty and counts as not given.")
         return
     if spelling in merged.extra:
@@ -177,7 +181,7 @@ def _inside(merged: Merged, leaf_key: str, key: str, value: Any) -> dict[str, An
     for part in path:
         inner[part] = dict(inner.get(part) or {})
         inner = inner[part]
-    inner[last] = parse_yaml(value) if isinstance(value, str) and not value.startswith("$") else value
+    inner[last] = parse_yaml(value) if isinstance(value, str) and value and not value.startswith("$") else value
     return whole
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from posttrain.config import load_config
@@ -50,6 +51,11 @@ def name_of(script: Path) -> str:
 
 
 def started(script: Path, folder: Path, *more: str, smoke: bool) -> list[str]:
+    """What the script starts at last."""
+    return all_started(script, folder, *more, smoke=smoke)[-1]
+
+
+def all_started(script: Path, folder: Path, *more: str, smoke: bool) -> list[list[str]]:
     """What the script starts: an interpreter that shows the arguments of `-m` stands for Python."""
     shim = folder / "python"
     shim.write_text(SHOWS.format(python=sys.executable))
@@ -60,7 +66,8 @@ def started(script: Path, folder: Path, *more: str, smoke: bool) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
-    return words[len(words) - words[::-1].index("-m") - 1 :]
+    starts = [place for place, word in enumerate(words) if word == "-m"]
+    return [words[begin:end] for begin, end in zip(starts, [*starts[1:], len(words)], strict=True)]
 
 
 def test_S4_01_S4_108_S4_110_S4_111_S4_115_the_folders_of_the_document_are_there():
@@ -91,12 +98,13 @@ def test_S4_10_S4_107_an_example_resolves_as_it_is_and_small_and_what_is_added_w
         resolved = load_config([*settings], tree=tree)
         assert resolved.value("trainer.experiment_name") == "added_behind"
         model = "model.path" if tree is SFT else "actor_rollout_ref.model.path"
-        assert (resolved.value(model) == "embedded") == smoke
+        small = resolved.value(model)
+        assert (small == "embedded" or small.startswith(f"{tmp_path}/out/sft/")) == smoke, "itself, or taught by SFT"
         assert (resolved.value("trainer.total_training_steps") == 2) == smoke
 
 
 @pytest.mark.parametrize("script", [path for path in SHELL if path not in RUNNING], ids=name_of)
-def test_S4_07_S4_56_an_example_that_waits_says_so_in_one_sentence_with_a_status_of_its_own(script, tmp_path):
+def test_S4_56_an_example_that_waits_says_so_in_one_sentence_with_a_status_of_its_own(script, tmp_path):
     done = subprocess.run(["bash", str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == check_examples.WAITS == 69
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not built" in done.stderr
@@ -168,6 +176,47 @@ def test_S4_03_S4_04_S4_05_S4_10_S4_104_the_small_form_trains(name, tiny_model, 
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["step"] for line in lines][-2:] == [1, 2] and lines[-1]["actor/optimizer_steps"] == 2
     assert ("remax/baseline_mean" in lines[-1]) == (name == "remax")
+
+
+SEARCH = EXAMPLES / "sglang_multiturn" / "run_qwen2-7b_search.sh"
+DOCUMENT_4_TURNS = {  # §6.1
+    "actor_rollout_ref.rollout.name": "sglang",
+    "actor_rollout_ref.rollout.multi_turn": {
+        "enable": True,
+        "max_assistant_turns": 5,
+        "tools": ["search"],
+        "tool_config": {"search": {"api_key": "of-a-server"}},
+    },
+}
+
+
+def test_S4_07_S4_70_S4_113_the_small_form_learns_to_call_the_tool_and_samples_have_calls_of_several_turns(
+    tmp_path, monkeypatch, capfd
+):
+    """SFT and RL as the script starts them under SMOKE=1, in this process, with a tiny model and a single question."""
+    from posttrain import cli
+    from posttrain.models.embedded import write_model
+    from posttrain.trainer import main_ppo
+
+    monkeypatch.setenv("SEARCH_API_KEY", "of-a-server")
+    resolved = load_config(started(SEARCH, tmp_path, smoke=False)[2:])
+    assert {key: resolved.value(key) for key in DOCUMENT_4_TURNS} == DOCUMENT_4_TURNS
+    monkeypatch.delenv("SEARCH_API_KEY")
+    own = ["data.train_max_samples=1", "data.train_batch_size=1", "data.val_max_samples=1", "trainer.export_hf=none"]
+    teach, learn = all_started(SEARCH, tmp_path, *own, "data.val_files=null", smoke=True)
+    monkeypatch.chdir(tmp_path)
+    tiny = write_model(tmp_path / "tiny", hidden_size=64, intermediate_size=256)
+    taught = [f"model.path={tiny}", *own[:2], "optim.lr=1e-2", "trainer.total_training_steps=50"]
+    assert cli.main([*teach[2:], *taught]) == 0
+    model = tmp_path / "out/sft/search/checkpoints/global_step_50/huggingface"
+    more = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.ppo_mini_batch_size=1"]
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *learn[2:], *more])
+    assert main_ppo.cli() == 0
+    assert "api_key is empty: search uses a local index over 40 passages" in capfd.readouterr().out
+    samples = tmp_path / "out/verl_multiturn_example/qwen2_7b_search/samples/step_1.parquet"
+    rows = pyarrow.parquet.read_table(samples).to_pylist()
+    found = [call for row in rows if row["num_turns"] > 1 for call in json.loads(row["tool_calls"])]
+    assert any("Port Ellery is the capital" in call["answer"] and call["error"] is None for call in found), rows
 
 
 SHAPES = {  # hidden, layers, heads, key heads, feed-forward, tokens, tied
