@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-IMPORT_NAMES = {"hydra-core": "hydra", "pytest-xdist": "xdist"}  # where the import name is not the distribution's with `-` as `_`
+IMPORT_NAMES = {"hydra-core": "hydra", "pytest-xdist": "xdist"}  # other than `-` as `_`
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(.*)$")
 BOUND = re.compile(r"^(>=|<=|==|!=|>|<)\s*([0-9][0-9.]*)$")
 
