@@ -167,9 +167,26 @@ def differences(one: Path, other: Path) -> list[str]:
     for left_line, right_line in zip(*kept, strict=False):
         keys = sorted(key for key in left_line if left_line[key] != right_line.get(key))
         if keys:
-            found.append(f"metrics of step {left_line['step']} differ: {', '.join(keys[:4])}")
+            step = left_line["step"]
+            found.append(f"metrics of step {step} differ: {', '.join(keys[:4])}")
+            found.append(f"of its samples: {differing_columns(one, other, step)}")
             break
     return found
+
+
+def differing_columns(one: Path, other: Path, step: int) -> str:
+    """How many rows differ in each column of a step's samples: tokens, log-probs of rollout and trainer, scores. Which
+    of them is the first to differ says where to look."""
+    import pyarrow.parquet as pq
+
+    left, right = (pq.read_table(run / "samples" / f"step_{step}.parquet") for run in (one, other))
+    rows = {
+        name: sum(a != b for a, b in zip(left[name].to_pylist(), right[name].to_pylist(), strict=True))
+        for name in left.column_names
+    }
+    return (
+        ", ".join(f"{name} in {count} of {len(left)} rows" for name, count in rows.items() if count) or "none differs"
+    )
 
 
 def tensors_of(run: Path) -> dict[str, Any]:
