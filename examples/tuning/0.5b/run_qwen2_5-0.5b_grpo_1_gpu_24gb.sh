@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with all weights of Qwen2.5-0.5B-Instruct on one GPU of 24 GB: 10.6 GiB (`posttrain plan`).
+# GRPO with all weights of Qwen2.5-0.5B-Instruct on one GPU of 24 GB: 10.9 GiB (`posttrain plan`).
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them)
 #   expect   1,740 steps (15 epochs of 116 batches of 64 questions, 8 answers each); into outputs/tuning
 #   small    SMOKE=1 bash examples/tuning/0.5b/run_qwen2_5-0.5b_grpo_1_gpu_24gb.sh: two steps of the embedded model, seconds on a CPU

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with LoRA of rank 32 on Qwen2.5-7B-Instruct, one GPU of 80 GB: 33.7 GiB (`posttrain plan`).
+# GRPO with LoRA of rank 32 on Qwen2.5-7B-Instruct, one GPU of 80 GB: 34.9 GiB (`posttrain plan`).
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them)
 #   expect   870 steps (15 epochs of 58 batches of 128 questions, 5 answers each); into outputs/tuning
 #   small    SMOKE=1 bash examples/tuning/7b/run_qwen2_5-7b_grpo_lora_1_gpu_80gb.sh: two steps of the embedded model, seconds on a CPU
