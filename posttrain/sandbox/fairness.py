@@ -42,6 +42,6 @@ def _depth(proc: int) -> int:
 
 
 def _numbers(proc: int, name: str) -> list[int]:
-    """The numbers of a thread in all namespaces that it is in, the host's first."""
-    line = next(line for line in read_proc(proc, f"{name}/status").splitlines() if line.startswith(b"NSpid:"))
-    return [int(number) for number in line.split()[1:]]
+    """The numbers of a thread in all namespaces that it is in, the host's first; none when it has ended."""
+    lines = read_proc(proc, f"{name}/status").splitlines()
+    return [int(number) for line in lines if line.startswith(b"NSpid:") for number in line.split()[1:]]

@@ -97,7 +97,8 @@ with tempfile.NamedTemporaryFile("w") as file:
     found.append(int(subprocess.run(["cat", file.name], capture_output=True).stdout))
 print(found, getpass.getuser())
 """
-    assert box.run(code).stdout == "[1, 2, 3, 4, 5] user\n"
+    result = box.run(code)
+    assert (result.stdout, result.stderr, result.status) == ("[1, 2, 3, 4, 5] user\n", "", "ok")
 
 
 def test_a_program_does_the_same_in_every_job(box):
