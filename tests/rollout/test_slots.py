@@ -24,7 +24,7 @@ def test_a_row_gives_its_tokens_once_however_often_it_was_read_and_whose_weights
         slots.note_version([slot], 1)
     write(slots, slot, [8])
     [output] = slots.outputs({slot: "length"}, 2)
-    assert output.token_ids == [5, 6, 7, 8] and output.log_probs.tolist() == [-5.0, -6.0, -7.0, -8.0]
+    assert output.token_ids == [5, 6, 7, 8] and list(output.log_probs) == [-5.0, -6.0, -7.0, -8.0]
     assert output.versions == [(1, 3), (2, 1)]
     slots.drop(slot)
     [again] = slots.add([(request, prompt, [1])]).tolist()
