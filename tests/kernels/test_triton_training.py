@@ -182,6 +182,19 @@ def test_parts_of_an_attention_are_joined_by_their_sums(dtype):
     near(logsum, sums)
 
 
+@pytest.mark.skipif(not ON_CUDA, reason="the interpreter has no warps that could overtake each other")
+def test_a_warp_that_comes_late_joins_the_same_parts():
+    """Sums are replaced where they stand: a warp must not read one that another has replaced. Some of a million did."""
+    from posttrain.kernels.cuda.join_parts import join_parts
+
+    given, over = (draw(1 << 16, 9, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    sums, over_sums, places = draw(9, 1 << 16), draw(9, 1 << 16), torch.arange(1 << 16, device=DEVICE)
+    found = [given.clone() for _ in range(24)]
+    for out in found:
+        join_parts(out, sums.clone(), over, over_sums, places)
+    assert all(torch.equal(out, found[0]) for out in found[1:])
+
+
 @pytest.mark.skipif(not ON_CUDA, reason="torch's flash attention needs a CUDA device")
 def test_flash_attention_over_shared_prompts_equals_plain_rows():
     from posttrain.kernels.train import PackedAttention

@@ -38,7 +38,9 @@ def add_rms_norm(
     out = torch.empty_like(residual_TE)
     tokens, size = residual_TE.shape
     block = triton.next_power_of_2(size)
-    warps, early = 4 if block <= 2048 else 8, comes_early(residual_TE.device)
+    # A number in several warps would be read again by one where another has put the sum already.
+    warps = 1 if block <= 256 else 4 if block <= 2048 else 8
+    early = comes_early(residual_TE.device)
     if tokens:
         _add_rms_norm[(tokens,)](
             residual_TE, added_TE, weight_E, out, size, epsilon, added_TE is not None, block, early,

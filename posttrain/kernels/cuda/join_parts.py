@@ -20,6 +20,7 @@ def _join_parts(OUT, LOGSUM, OVER, OVER_LOGSUM, PLACES, tokens, parts, H: tl.con
     other = tl.load(OVER_LOGSUM + h * parts + part, mask=h < H, other=0.0)
     most = tl.maximum(mine, other)
     both = most + tl.log(tl.exp(mine - most) + tl.exp(other - most))
+    tl.debug_barrier()  # every warp reads what one of them is about to replace
     tl.store(LOGSUM + h * tokens + place, both, mask=h < H)
     at = h[:, None] * D + d[None, :]
     real = (h < H)[:, None] & (d < D)[None, :]
