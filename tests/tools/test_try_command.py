@@ -86,7 +86,8 @@ def test_what_cannot_be_tried_is_said_in_words(args, why):
         main(args)
 
 
-def test_a_models_own_template_shows_the_conversation(tiny_model, capsys):
-    assert main(["calculator", "2+3", "--model", str(tiny_model)]) == 0
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_models_own_template_shows_the_conversation(tiny_model, capsys, embedded):
+    assert main(["calculator", "2+3", "--model", "embedded" if embedded else str(tiny_model)]) == 0
     shown = capsys.readouterr().out
     assert "by the chat template of" in shown and "<|assistant|>" in shown and "5" in shown

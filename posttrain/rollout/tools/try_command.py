@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--given", default="{}", help="what a row gives its conversation (create_kwargs), as JSON")
     parser.add_argument("--config", metavar="FILE", help="a YAML file of tools in verl's form, which has NAME")
-    parser.add_argument("--model", help="show what this model's chat template makes of it (folder or hub id)")
+    parser.add_argument("--model", help="show what this model's chat template makes of it (folder, hub id or embedded)")
     timeout, length, side = USUAL.tool_timeout_s, USUAL.max_tool_response_length, USUAL.tool_response_truncate_side
     parser.add_argument("--timeout_s", type=float, default=timeout, help=f"seconds for the call (default {timeout:g})")
     parser.add_argument("--max_chars", type=int, default=length, help=f"longest answer (default {length})")
@@ -136,9 +136,10 @@ _QUESTION = {"role": "user", "content": "(the question)"}
 
 def _rendered(model: str, tool: Tool, turns: list[dict[str, Any]]) -> str:
     from posttrain.config.model import ModelConfig
+    from posttrain.models.embedded import byte_tokenizer
     from posttrain.models.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(ModelConfig(path=model))
+    tokenizer = byte_tokenizer() if model == "embedded" else load_tokenizer(ModelConfig(path=model))
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {model} has no chat template.")
     try:
