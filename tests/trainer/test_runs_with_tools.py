@@ -264,3 +264,5 @@ def test_limits_of_answers_what_a_row_brings_and_validations_sampling_hold_in_ev
         (False, False),
         (True, True),
     }
+    kept = json.loads((Path(result.path) / "before.json").read_text())
+    assert "<tool_response>" in str(kept), "a validation's texts are those that were scored: what tools said is in them"

@@ -76,6 +76,7 @@ class Validator:
         columns["parts"] += list(fields["reward_parts"])
         columns["error"] += list(fields["reward_error"])
         columns["prompt"] += [messages[-1]["content"] for messages in fields["raw_prompt"]]
-        masks = batch.batch["response_mask"].bool()
-        ids = [row[mask].tolist() for row, mask in zip(batch.batch["responses"], masks, strict=True)]
+        responses = batch.batch["responses"]
+        there = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # what tools said too, as rewards read it
+        ids = [row[mask].tolist() for row, mask in zip(responses, there, strict=True)]
         columns["response"] += texts_of(ids, self.tokenizer)
