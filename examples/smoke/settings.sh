@@ -1,7 +1,7 @@
 # Sourced by the examples, after scripts/env.sh. `smoke KIND` sets the array `small`, which stands behind a script's own
 # settings: empty, or with SMOKE=1 two steps of the embedded model on the embedded data by a CPU, into a new folder
 # ($SMOKE_OUT if it is set). KIND: grpo, ppo (with a critic), ppo_rm (and a reward model), search (with
-# a tool), sft or chats.
+# a tool), lookup (the embedded model itself, taught by SFT: into $folder, of $taught steps), sft or chats.
 # `not_yet SENTENCE` ends a script whose run waits for a part of posttrain that is not built, with status 69.
 small=()
 SMOKE_SETTINGS="$ROOT/examples/smoke"
@@ -19,6 +19,11 @@ smoke() {
       "$RUN_PYTHON" "$SMOKE_SETTINGS/chats.py" "$out/chats.jsonl"
       small+=(data.train_files="$out/chats.jsonl" data.val_files="$out/chats.jsonl" data.train_batch_size=8)
     fi
+    return
+  fi
+  if [[ "$1" == lookup ]]; then
+    folder="$out" taught=2
+    small+=(data.val_max_samples=16)
     return
   fi
   small+=(actor_rollout_ref.model.path=embedded data.train_files=embedded data.val_files=embedded data.val_max_samples=16

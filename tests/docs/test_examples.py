@@ -32,6 +32,7 @@ FOLDERS = {  # S4-01, and the table of §12
     "sft/gsm8k": 1,
     "sft/multiturn": 1,
     "sglang_multiturn": 1,
+    "tools": 1,
     "tuning/0.5b": 1,
     "tuning/7b": 1,
     "tuning/32b": 1,
@@ -217,6 +218,36 @@ def test_S4_07_S4_70_S4_113_the_small_form_learns_to_call_the_tool_and_samples_h
     rows = pyarrow.parquet.read_table(samples).to_pylist()
     found = [call for row in rows if row["num_turns"] > 1 for call in json.loads(row["tool_calls"])]
     assert any("Port Ellery is the capital" in call["answer"] and call["error"] is None for call in found), rows
+
+
+LOOKUP = EXAMPLES / "tools" / "run_lookup.sh"
+
+
+def test_the_run_with_a_tool_that_learns_pays_for_asking_and_reading_only_and_its_small_form_trains(
+    tiny_model, tmp_path, monkeypatch
+):
+    """The tool's answer is in no prompt and differs between equal questions; who does not say it earns nothing. Then
+    the two commands of the small form, with a tiny model."""
+    import runpy
+
+    from posttrain import cli
+    from posttrain.trainer import main_ppo
+
+    score = runpy.run_path(str(LOOKUP.with_name("where.py")))["compute_score"]
+    call = '<tool_call>{"name": "where", "arguments": {"is": "hat"}}</tool_call><tool_response>den</tool_response>'
+    said = ["unknown", "", call, f"{call}barn", f"{call}den"]
+    assert [score("where", words, "den") for words in said] == [0, 0, 0, 0, 1]
+    teach, learn = all_started(LOOKUP, tmp_path, smoke=True)
+    rows = [json.loads(line) for line in (tmp_path / "out/tools/train.jsonl").read_text().splitlines()]
+    assert len({row["ground_truth"] for row in rows if row["prompt"] == "hat"}) == 6
+    assert not any(row["ground_truth"] in row["prompt"] for row in rows)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*teach[2:], f"model.path={tiny_model}", "data.train_max_samples=16"]) == 0
+    quick = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.export_hf=none"]
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *learn[2:], *quick, "data.max_response_length=16"])
+    assert main_ppo.cli() == 0
+    found = pyarrow.parquet.read_table(tmp_path / "out/tools/lookup/samples/step_2.parquet").to_pylist()
+    assert len(found) == 16 and all('"name": "where"' in row["prompt"] for row in found)
 
 
 SHAPES = {  # hidden, layers, heads, key heads, feed-forward, tokens, tied

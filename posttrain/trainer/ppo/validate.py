@@ -77,6 +77,6 @@ class Validator:
         columns["error"] += list(fields["reward_error"])
         columns["prompt"] += [messages[-1]["content"] for messages in fields["raw_prompt"]]
         responses = batch.batch["responses"]
-        there = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # what tools said too, as rewards read it
-        ids = [row[mask].tolist() for row, mask in zip(responses, there, strict=True)]
+        real = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # with what tools said, as it was scored
+        ids = [row[mask].tolist() for row, mask in zip(responses, real, strict=True)]
         columns["response"] += texts_of(ids, self.tokenizer)
