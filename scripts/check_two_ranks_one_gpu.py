@@ -88,7 +88,7 @@ class Check:
         """Print how far a run is from the first one."""
         begun = time.monotonic()
         with self.quiet():
-            other = self.runs.started("grpo", "float32", count, name, 10, **more)
+            other = self.runs.started("grpo", "float32", count, name, **more)
         apart = {
             **apart_in_metrics(self.one, other),
             "weights": furthest(weights_of(self.one.path), weights_of(other.path)),

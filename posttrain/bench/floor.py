@@ -75,12 +75,13 @@ def decoding_floor(
     return max(flops / peak, read / bandwidth)
 
 
-def update_flops(shape: Shape, lengths: list[int]) -> float:
+def update_flops(shape: Shape, lengths: list[int], *, frozen: bool = False) -> float:
     """Of an update over rows of these lengths: (6 N + 6 L H T) a token, N the weights in matrices with the head, H the
-    width of all query heads, T the mean length seen by a token; look-up and recomputation are not counted."""
+    width of all query heads, T the mean length seen by a token; look-up and recomputation are not counted. Of weights
+    that are `frozen` beside adapters there is no gradient: 4 N, and what the adapters take is not counted."""
     tokens = sum(lengths)
-    mean = sum(n * n for n in lengths) / tokens
-    return tokens * (6 * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)
+    mean = sum(n * n for n in lengths) / max(1, tokens)
+    return tokens * ((4 if frozen else 6) * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)
 
 
 def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

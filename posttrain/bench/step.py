@@ -47,7 +47,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def floor(bench: Prepared) -> float | None:
-    """Seconds of decoding and of the update below which the chip cannot go, with rows of full length."""
+    """Seconds of decoding and of the update below which the chip cannot go, with rows of full length; the responses of
+    a group share one pass over their prompt."""
     chip, shape, options = bench.place.chip, bench.shape, bench.options
     if chip is None or shape is None or options.lengths != "fixed":
         return None
@@ -56,7 +57,9 @@ def floor(bench: Prepared) -> float | None:
     decoding = decoding_floor(
         shape, prompts, [options.tokens] * rows, slots=None, peak=chip.flops, bandwidth=chip.bandwidth
     )
-    return decoding + update_flops(shape, [options.prompt_tokens + options.tokens] * rows) / chip.flops
+    frozen, again = bool(options.lora_rank), [options.prompt_tokens] * (rows - options.prompts)
+    update = update_flops(shape, [options.prompt_tokens + options.tokens] * rows, frozen=frozen)
+    return decoding + (update - update_flops(shape, again, frozen=frozen)) / chip.flops
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -74,7 +77,7 @@ def _check(options: argparse.Namespace) -> None:
 def make_job(system: System, model: Model, folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """What a runner reads: a fresh set of prompts for every step, the same for all systems."""
     draw = random.Random(0)
-    rows = options.prompts * (options.steps + 1)
+    rows = options.prompts * options.steps
     size = options.prompt_tokens - FRAME
     return {
         "model": folder,

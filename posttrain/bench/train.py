@@ -1,7 +1,8 @@
 """`posttrain bench train`: seconds of one GRPO update on packed rows, and its share of the chip's arithmetic.
 
-The share (MFU) counts (6 N + 6 L H T) floating-point operations for every token of every row (`floor.update_flops`);
-`counted` takes the tokens that were really computed, as a prompt that its responses share is computed once.
+The share (MFU) counts (6 N + 6 L H T) floating-point operations for every token of every row (`floor.update_flops`;
+4 N beside adapters, as the base has no gradient). `counted` takes the tokens that were really computed, as a prompt
+that its responses share is computed once.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def total(work: Workload) -> int:
 def floor(bench: Prepared, work: Workload) -> float | None:
     """Seconds of the update's arithmetic at the chip's rate."""
     chip, shape = bench.place.chip, bench.shape
-    return None if chip is None or shape is None else update_flops(shape, row_lengths(work)) / chip.flops
+    if chip is None or shape is None:
+        return None
+    return update_flops(shape, row_lengths(work), frozen=bool(bench.options.lora_rank)) / chip.flops
 
 
 def figures(bench: Prepared, work: Workload, entry: Entry) -> dict[str, float]:

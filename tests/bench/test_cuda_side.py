@@ -88,6 +88,7 @@ def test_the_floors_of_decoding_and_of_an_update():
     assert decoding_floor(shape, prompts, lengths, slots=None, peak=1.0, bandwidth=1e30) == flops
     assert update_flops(shape, [5, 5]) == 10 * (6 * shape.weights + 6 * 3 * 4 * 5)
     assert update_flops(shape, [2, 6]) == 8 * 6 * shape.weights + 6 * 3 * 4 * (4 + 36)
+    assert update_flops(shape, [2, 6], frozen=True) == 8 * 4 * shape.weights + 6 * 3 * 4 * (4 + 36)
 
 
 def test_the_share_of_the_chip_is_that_of_the_best_update_and_of_the_tokens_computed(monkeypatch):

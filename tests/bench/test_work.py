@@ -54,7 +54,7 @@ def test_the_steps_of_all_trainers_see_the_same_prompts(tiny: Path):
     )  # fmt: skip
     jobs = [make_job(system, find_model(str(tiny)), "m", options) for system in STEP]
     assert len({json.dumps({**job, "engine": None}) for job in jobs}) == 1
-    assert len(jobs[0]["texts"]) == 4 * 31 and {len(text) for text in jobs[0]["texts"]} == {29}
+    assert len(jobs[0]["texts"]) == 4 * 30 and {len(text) for text in jobs[0]["texts"]} == {29}
 
 
 def test_the_presets_have_the_sizes_that_they_are_called_by(own_cache: Path):

@@ -3,12 +3,14 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_tools import gradient, objective, ragged_batch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
 
 
 @pytest.fixture
@@ -65,6 +67,34 @@ def test_matrices_and_adapters_in_bfloat16_get_their_gradients_added_up_by_the_p
     assert any(".lora_A." in name if rank else "proj.weight" in name for name in left)
     off = [float((found.float() - exact).norm() / exact.norm()) for found in (added, rounded)]
     assert off[0] < 1.05 * off[1] < 0.1
+
+
+def test_log_probs_of_many_rows_are_the_same_to_the_bit_each_time(tmp_path):
+    """With a real model's heads and enough rows for the device's units to overtake each other."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from posttrain.config.model import ModelConfig
+    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+    from posttrain.engine.packing import plan_passes
+    from posttrain.models.loading import load_causal_lm
+    from posttrain.rollout.base import Output
+    from posttrain.rollout.generate import to_batch
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 512}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_hidden_layers=6, **sizes)).save_pretrained(tmp_path)
+    device = torch.device(DEVICE)
+    module = load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=torch.bfloat16, device=device)
+    engine = FSDPEngine(module, EngineSettings(device=device))
+    draw = torch.randint(512, (64, 384)).tolist()
+    outputs = [Output(number, row[128:], [0.0] * 256, "length") for number, row in enumerate(draw)]
+    batch = to_batch([row[:128] for row in draw[::8] for _ in range(8)], outputs, pad_token_id=0)
+    batch.non_tensor_batch["uid"] = np.repeat(np.array(list("abcdefgh"), dtype=object), 8)
+    assert any(len(unit.rows) > 1 for units in plan_passes(batch, engine.facts()) for unit in units), (
+        "prompts are shared"
+    )
+    found = [engine.log_probs(batch)["log_probs"] for _ in range(6)]
+    assert all(torch.equal(again, found[0]) for again in found[1:])
 
 
 def test_S4_20_S4_21_S3_56_offload_frees_the_device_and_changes_no_number(cuda_engine):

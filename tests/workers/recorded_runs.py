@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft": {},
     "reward model": {},
 }
+SAVED = 7
+GOES_ON = [(kind, "float64", 4) for kind in ("ppo", "sft")]
+"""These save after so many of their steps too: others go on from there."""
 
 
 # Clocks; and what is divided by the variance of the returns, which is rounding where no response had a reward.
@@ -110,17 +114,24 @@ class Runs:
     def __call__(self, kind: str, dtype: str, count: int | tuple[int, int]) -> Ran:
         key = (kind, dtype, count)
         if key not in self.made:
-            self.made[key] = self.started(kind, dtype, count, f"{kind} {dtype} {count}", 10)
+            between = {"trainer__save_freq": SAVED} if key in GOES_ON else {}
+            self.made[key] = self.started(kind, dtype, count, f"{kind} {dtype} {count}", **between)
         return self.made[key]
 
-    def started(self, kind: str, dtype: str, count: int | tuple[int, int], name: str, steps: int, **more: Any) -> Ran:
+    def unsaved(self, kind: str, dtype: str, count: int | tuple[int, int], name: str) -> Path:
+        """The checkpoints of a copy in the folder `name`: of a run that ended before its last steps were saved."""
+        copied = shutil.copytree(self(kind, dtype, count).path, self.folder / name / "test" / "run")
+        shutil.rmtree(copied / "checkpoints" / "global_step_10")
+        return copied / "checkpoints"
+
+    def started(self, kind: str, dtype: str, count: int | tuple[int, int], name: str, **more: Any) -> Ran:
         """A run in the folder `name`, which goes on from what lies there; `more` holds keys with __ for the dots."""
         workers = Watched(self.ranks(count), self.recording)
+        more = {key.replace("__", "."): value for key, value in more.items()}
         if kind in ("sft", "reward model"):
-            result = self._supervised(kind, name, workers, dtype, steps)
+            result = self._supervised(kind, name, workers, dtype, more)
         else:
-            more = {key.replace("__", "."): value for key, value in more.items()}
-            more |= {**RUN, **RUNS[kind], "actor_rollout_ref.model.dtype": dtype, "trainer.total_training_steps": steps}
+            more |= {**RUN, **RUNS[kind], "actor_rollout_ref.model.dtype": dtype}
             if (self.folder / name).exists():  # what was recorded is of the first weights
                 more["trainer.rollout_mismatch_tol"] = 100.0
             result = self._rl(name, workers, more)
@@ -143,11 +154,11 @@ class Runs:
         """The same, of workers whose groups are looked at."""
         return self._rl(name, workers, more, even_share)
 
-    def _supervised(self, kind: str, name: str, workers: Watched, dtype: str, steps: int) -> Any:
+    def _supervised(self, kind: str, name: str, workers: Watched, dtype: str, more: dict[str, Any]) -> Any:
         given = sft_settings(
             self.model, self.folder / name, model__dtype=dtype, data__max_length=256, data__max_token_len_per_gpu=300
         )
-        given |= {"trainer.total_training_steps": steps, "data.train_batch_size": 4, "trainer.export_hf": "last"}
+        given |= {"trainer.total_training_steps": 10, "data.train_batch_size": 4, "trainer.export_hf": "last", **more}
         given |= {"optim.lr_scheduler_type": "constant", "optim.lr_warmup_steps": 0}  # whatever the number of steps
         given["trainer.n_gpus_per_node"] = workers.world_size
         tree, run = {"sft": (SFT, run_sft), "reward model": (REWARD_MODEL, run_reward_model)}[kind]

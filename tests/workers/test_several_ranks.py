@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from left_behind import KILLED, check_nothing_is_left
-from recorded_runs import RUNS, UNSTEADY, Runs, exported, furthest, token_loss, weights_of
+from recorded_runs import GOES_ON, RUNS, SAVED, UNSTEADY, Runs, exported, furthest, token_loss, weights_of
 from replay import Watched
 from runs import metrics_of, settings
 from textbook import ACTOR, CPU
@@ -42,8 +42,10 @@ RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEE
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    made = RayCluster(4, load_config(RAYS_OWN).value("trainer.ray_init"))
+def cluster(forked):
+    """A Ray whose processes are forks: each would import all of posttrain for itself."""
+    forks = f"ray_kwargs.ray_init.runtime_env.py_executable={forked.python}"
+    made = RayCluster(4, load_config([*RAYS_OWN, forks]).value("trainer.ray_init"))
     made.start()
     yield made
     made.stop()
@@ -206,8 +208,7 @@ def runs(ranks, tiny_model, sums, tmp_path_factory):
     return Runs(ranks, tiny_model, sums, tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("count", [4, 2])
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind, count", [*((kind, 2) for kind in RUNS), ("grpo", 4)])
 def test_ten_steps_on_recorded_rollouts_are_those_of_one_process(runs, kind, count):
     one, many = runs(kind, "float32", 1), runs(kind, "float32", count)
     assert len(one.metrics) == len(many.metrics) == 10
@@ -237,16 +238,15 @@ def test_an_adapter_that_a_run_begins_with_is_in_what_several_processes_generate
     assert runs.free("adapted", 2, given).metrics[0]["mismatch/logp_max"] < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["ppo", "sft"])
-def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs, kind):
+@pytest.mark.parametrize("kind", [kind for kind, *_ in GOES_ON])
+def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs, kind, capsys):
     straight = runs(kind, "float64", 1)
-    half = runs.started(kind, "float64", 4, f"{kind} half", 7)
-    roles = (half.path / "checkpoints" / "global_step_7").glob("*/.metadata")
-    assert {len(list(role.parent.glob("*.distcp"))) for role in roles} == {4}
     for count in (2, 1):
-        name = f"{kind} on {count}"
-        shutil.copytree(runs.folder / f"{kind} half", runs.folder / name)
-        ended = runs.started(kind, "float64", count, name, 10)
+        checkpoints = runs.unsaved(kind, "float64", 4, f"{kind} on {count}")
+        roles = (checkpoints / f"global_step_{SAVED}").glob("*/.metadata")
+        assert {len(list(role.parent.glob("*.distcp"))) for role in roles} == {4}
+        ended = runs.started(kind, "float64", count, f"{kind} on {count}")
+        assert f"Resumed from {checkpoints / f'global_step_{SAVED}'}" in capsys.readouterr().out
         assert [line["step"] for line in metrics_of(ended.path) if "step" in line][-10:] == [*range(1, 11)]
         assert furthest(weights_of(straight.path), weights_of(ended.path)) < 1e-9
         assert furthest(exported(straight.path), exported(ended.path)) < 1e-9

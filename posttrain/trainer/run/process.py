@@ -37,7 +37,6 @@ def seed_and_determinism(config: Any, device: torch.device) -> None:
     if config.trainer.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over all memory that is asked for
         torch.use_deterministic_algorithms(True)
 
 
@@ -48,12 +47,10 @@ def determinism_ends_with_it() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    filled = torch.utils.deterministic.fill_uninitialized_memory
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warns)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def seed_all(seed: int) -> None:
