@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with a tool that raises the reward on a CPU: the embedded model learns to ask where things are.
-#   needs    nothing: two cores and about four minutes; what it makes lies in outputs/tools
+#   needs    nothing: two cores and a few minutes; what it makes lies in outputs/tools
 #   expect   a short SFT shows calls of the tool and, as often, giving up. Then GRPO: only who asks for the right thing and
 #            says what the tool answered earns a reward; it rises step by step, as do the calls (tools/calls), to one in
 #            nearly every response. docs/tools.md has the curve; `posttrain samples outputs/tools/lookup` has the words
