@@ -64,7 +64,7 @@ case $PART in
   8)
     bench sync-0.5b sync --model 0.5b
     bench step-0.5b-32k step --model 0.5b --work 32k --only native --steps 1
-    "$PYTHON" scripts/check_deterministic.py --device "$DEVICE" --json "$OUTPUT/deterministic.json" || STATUS=1
+    "$PYTHON" scripts/check_deterministic.py --device "$DEVICE" --model "${MODEL:-0.1b}" --json "$OUTPUT/deterministic.json" || STATUS=1
     ;;
   9)
     export PYTHON TRL=${TRL:-120}

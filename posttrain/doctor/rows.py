@@ -211,7 +211,8 @@ def _shared(case: Case) -> Iterator[Finding]:
 
 
 def _prompt_key(case: Case, row: Row) -> str | None:
-    """A text that is the same for the same prompts; None where the row has none, which is told elsewhere."""
+    """A text that is the same for the same prompts, with the same things for their tools; None where the row has no
+    prompt, which is told elsewhere."""
     data = case.config.data
     value = row.get(data.prompt_key)
     if value is None and hasattr(data, "multiturn"):
@@ -222,7 +223,11 @@ def _prompt_key(case: Case, row: Row) -> str | None:
     if isinstance(value, list) and len(value) == 1:
         only: Any = value[0]
         value = only["content"] if _role(only) == "user" and "content" in only else value  # the same as the text alone
-    return None if is_missing(value) else _key(value)
+    if is_missing(value):
+        return None
+    info = row.get("extra_info")
+    for_tools = info.get("tools_kwargs") if isinstance(info, dict) else None
+    return f"{_key(value)} {_key(for_tools)}" if for_tools else _key(value)
 
 
 def _target(case: Case, row: Row) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from forked import Forked
 
 from posttrain import cli
+from posttrain.bench import bench_folder
 from posttrain.rollout.base import Output
 
 
@@ -104,6 +105,8 @@ def test_step_times_whole_steps_of_ours(tmp_path: Path, capsys):
     (answer,) = json.loads(file.read_text())["systems"]["hf"]["runs"]
     assert len(answer["wall"]) == len(answer["inside"]) == 6
     assert all(wall > inside for wall, inside in zip(answer["wall"], answer["inside"], strict=True))
+    log = (bench_folder() / "logs" / "step-hf.log").read_text()
+    assert "step 6/6" in log and "saved" not in log, "a checkpoint would be in the last step's time"
 
 
 def test_step_with_a_long_tail_ends_responses_early(tmp_path: Path, capsys):

@@ -91,6 +91,22 @@ def test_the_floors_of_decoding_and_of_an_update():
     assert update_flops(shape, [2, 6], frozen=True) == 8 * 4 * shape.weights + 6 * 3 * 4 * (4 + 36)
 
 
+@pytest.mark.parametrize(("rank", "factor"), [(None, 6), (32, 4)])
+def test_a_frozen_base_has_no_gradient_in_the_floors_and_a_groups_prompt_is_updated_once(rank, factor):
+    from posttrain.bench import step, train
+
+    config = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 3, "num_key_value_heads": 1}
+    shape = shape_of({**config, "intermediate_size": 8, "vocab_size": 10}, "bfloat16")
+    sizes = {"prompts": 2, "n": 3, "prompt_tokens": 4, "tokens": 5, "lengths": "fixed", "lora_rank": rank}
+    bench = argparse.Namespace(place=H200, shape=shape, options=argparse.Namespace(**sizes))
+    rates = {"peak": H200.chip.flops, "bandwidth": H200.chip.bandwidth}
+    decoding = decoding_floor(shape, [[row // 3] * 4 for row in range(6)], [5] * 6, slots=None, **rates)
+    whole = 6 * 9 * factor * shape.weights + 6 * 3 * 4 * 6 * 9**2
+    assert train.floor(bench, Workload([[1] * 4] * 6, [5] * 6)) == pytest.approx(whole / rates["peak"])
+    once = 2 * (4 + 3 * 5) * factor * shape.weights + 6 * 3 * 4 * (6 * 9**2 - 4 * 4**2)
+    assert step.floor(bench) == pytest.approx(decoding + once / rates["peak"])
+
+
 def test_the_share_of_the_chip_is_that_of_the_best_update_and_of_the_tokens_computed(monkeypatch):
     from posttrain.bench import train
 
