@@ -176,7 +176,7 @@ def _repeated(case: Case) -> Iterator[Finding]:
     """The same rows many times; one prompt with several truths."""
     if case.is_pairs:
         return
-    keyed = [(_prompt_key(case, row), _key(_target(case, row))) for row in case.rows.get("train", [])]
+    keyed = [(_question_key(case, row), _key(_target(case, row))) for row in case.rows.get("train", [])]
     rows = [(prompt, truth) for prompt, truth in keyed if prompt is not None]
     if not rows:
         return
@@ -200,9 +200,9 @@ def _repeated(case: Case) -> Iterator[Finding]:
 
 def _shared(case: Case) -> Iterator[Finding]:
     """Validation rows among the training rows."""
-    seen = {_prompt_key(case, row) for row in case.rows.get("train", [])} - {None}
+    seen = {_question_key(case, row) for row in case.rows.get("train", [])} - {None}
     val = case.rows.get("val", [])
-    shared = sum(_prompt_key(case, row) in seen for row in val)
+    shared = sum(_question_key(case, row) in seen for row in val)
     if shared:
         what = f"{shared} of {len(val)} validation prompts are training prompts too: validation would show what was "
         what += "learnt by heart."
@@ -211,8 +211,7 @@ def _shared(case: Case) -> Iterator[Finding]:
 
 
 def _prompt_key(case: Case, row: Row) -> str | None:
-    """A text that is the same for the same prompts, with the same things for their tools; None where the row has no
-    prompt, which is told elsewhere."""
+    """A text that is the same for the same prompts; None where the row has none, which is told elsewhere."""
     data = case.config.data
     value = row.get(data.prompt_key)
     if value is None and hasattr(data, "multiturn"):
@@ -223,11 +222,14 @@ def _prompt_key(case: Case, row: Row) -> str | None:
     if isinstance(value, list) and len(value) == 1:
         only: Any = value[0]
         value = only["content"] if _role(only) == "user" and "content" in only else value  # the same as the text alone
-    if is_missing(value):
-        return None
-    info = row.get("extra_info")
+    return None if is_missing(value) else _key(value)
+
+
+def _question_key(case: Case, row: Row) -> str | None:
+    """The same for the same prompts with the same things for their tools: what is right may depend on both."""
+    prompt, info = _prompt_key(case, row), row.get("extra_info")
     for_tools = info.get("tools_kwargs") if isinstance(info, dict) else None
-    return f"{_key(value)} {_key(for_tools)}" if for_tools else _key(value)
+    return f"{prompt} {_key(for_tools)}" if prompt is not None and for_tools else prompt
 
 
 def _target(case: Case, row: Row) -> Any:
