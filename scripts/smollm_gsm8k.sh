@@ -15,18 +15,20 @@ PYTHON=${PYTHON:-python3}
 FILES=(data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet")
 PLACE=(trainer.project_name=smollm trainer.default_local_dir="$OUT")
 [[ -z ${TRL:-} ]] || "$PYTHON" scripts/smollm_trl.py --check # not after hours
+GRPO=(posttrain.trainer.main_ppo algorithm.adv_estimator=grpo "${FILES[@]}" "${PLACE[@]}"
+  actor_rollout_ref.model.path="$MODEL" actor_rollout_ref.model.dtype=bfloat16
+  data.train_batch_size=64 data.max_prompt_length=512 data.max_response_length=300 actor_rollout_ref.rollout.n=16
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768
+  actor_rollout_ref.actor.optim.lr=2e-5 actor_rollout_ref.actor.use_kl_loss=False
+  trainer.total_training_steps=60 trainer.test_freq=20 trainer.val_before_train=True)
+"$PYTHON" -m "${GRPO[@]}" "$@" --cfg job >/dev/null # a mistyped key is said now, not after SFT
 mkdir -p "$OUT"
 
 grpo() { # grpo NAME MODEL key=value...
   local name=$1 model=$2
   shift 2
-  "$PYTHON" -m posttrain.trainer.main_ppo algorithm.adv_estimator=grpo "${FILES[@]}" "${PLACE[@]}" \
-    actor_rollout_ref.model.path="$model" actor_rollout_ref.model.dtype=bfloat16 \
-    data.train_batch_size=64 data.max_prompt_length=512 data.max_response_length=300 actor_rollout_ref.rollout.n=16 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 \
-    actor_rollout_ref.actor.optim.lr=2e-5 actor_rollout_ref.actor.use_kl_loss=False \
-    trainer.total_training_steps=60 trainer.test_freq=20 trainer.val_before_train=True \
-    trainer.experiment_name="$name" "$@" >"$OUT/$name.log" 2>&1
+  "$PYTHON" -m "${GRPO[@]}" actor_rollout_ref.model.path="$model" trainer.experiment_name="$name" "$@" \
+    >"$OUT/$name.log" 2>&1
 }
 
 finished() { # finished PID NAME: waits for it; a run that failed ends this

@@ -20,7 +20,7 @@ use_checkout
 prepare_python
 smoke ppo_rm
 
-exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
+start posttrain.trainer.main_ppo \
   algorithm.adv_estimator=gae \
   algorithm.gamma=1.0 \
   algorithm.lam=0.95 \

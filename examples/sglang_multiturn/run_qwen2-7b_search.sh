@@ -18,7 +18,7 @@ use_checkout
 prepare_python "$(wants_ray "$@")"
 smoke search
 
-exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
+start posttrain.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$HOME/data/nq_open/train.parquet" \
   data.val_files="$HOME/data/nq_open/validation.parquet" \

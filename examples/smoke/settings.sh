@@ -2,8 +2,11 @@
 # settings: empty, or with SMOKE=1 two steps of the embedded model on the embedded data by a CPU, into a new folder
 # ($SMOKE_OUT if it is set). KIND: grpo, ppo (with a critic), ppo_rm (and a reward model), search (with
 # a tool), lookup (the embedded model itself, taught by SFT: into $folder, of $taught steps), sft or chats.
+# `start MODULE key=value ...` runs a trainer after what must be made for it (`first`, a command; empty if nothing). Its
+# settings are read before that, so that a mistyped key is said at once.
 # `not_yet SENTENCE` ends a script whose run waits for a part of posttrain that is not built, with status 69.
 small=()
+first=()
 SMOKE_SETTINGS="$ROOT/examples/smoke"
 
 smoke() {
@@ -30,8 +33,25 @@ smoke() {
     data.train_batch_size=8 data.max_prompt_length=32 data.max_response_length=8
     actor_rollout_ref.actor.ppo_mini_batch_size=4 reward.num_workers=1)
   if [[ "$1" == ppo* ]]; then small+=(critic.model.path=embedded); fi
-  if [[ "$1" == ppo_rm ]]; then smoke_reward_model "$out"; fi
-  if [[ "$1" == search ]]; then smoke_search "$out"; fi
+  if [[ "$1" == ppo_rm ]]; then
+    first=(smoke_reward_model "$out")
+    small+=(reward_model.model.path="$out/rm/sums/checkpoints/global_step_2/huggingface" trainer.critic_warmup=1)
+  fi
+  if [[ "$1" == search ]]; then
+    first=(smoke_search "$out" 100)
+    small+=(actor_rollout_ref.model.path="$out/sft/search/checkpoints/global_step_100/huggingface"
+      actor_rollout_ref.rollout.name=native data.train_files="$out/questions.jsonl" data.val_files="$out/questions.jsonl"
+      data.train_batch_size=4 data.max_prompt_length=560 data.max_response_length=400
+      actor_rollout_ref.rollout.tool_config.search.corpus=embedded)
+  fi
+}
+
+start() {
+  if ((${#first[@]})); then
+    "$RUN_PYTHON" -m "$@" --cfg job >/dev/null
+    "${first[@]}"
+  fi
+  exec "$RUN_PYTHON" -m "$@"
 }
 
 # A reward model of two steps, trained on pairs of right and wrong sums.
@@ -40,20 +60,14 @@ smoke_reward_model() {
   "$RUN_PYTHON" -m posttrain reward-model model.path=embedded data.train_files="$1/pairs.jsonl" data.train_batch_size=8 \
     trainer.total_training_steps=2 trainer.device=cpu trainer.default_local_dir="$1" trainer.project_name=rm \
     trainer.experiment_name=sums
-  small+=(reward_model.model.path="$1/rm/sums/checkpoints/global_step_2/huggingface" trainer.critic_warmup=1)
 }
 
 # The embedded model never called a tool: a short SFT shows it how, on a few of the tool's embedded facts.
 smoke_search() {
-  local steps=100
   "$RUN_PYTHON" "$SMOKE_SETTINGS/searches.py" "$1"
   "$RUN_PYTHON" -m posttrain sft model.path=embedded data.train_files="$1/searches.jsonl" data.train_batch_size=2 \
-    data.max_length=1024 optim.lr=3e-3 trainer.total_training_steps="$steps" trainer.total_epochs=50 trainer.device=cpu \
+    data.max_length=1024 optim.lr=3e-3 trainer.total_training_steps="$2" trainer.total_epochs=50 trainer.device=cpu \
     trainer.default_local_dir="$1" trainer.project_name=sft trainer.experiment_name=search
-  small+=(actor_rollout_ref.model.path="$1/sft/search/checkpoints/global_step_$steps/huggingface"
-    actor_rollout_ref.rollout.name=native data.train_files="$1/questions.jsonl" data.val_files="$1/questions.jsonl"
-    data.train_batch_size=4 data.max_prompt_length=560 data.max_response_length=400
-    actor_rollout_ref.rollout.tool_config.search.corpus=embedded)
 }
 
 not_yet() {

@@ -16,12 +16,15 @@ folder=outputs
 taught=140
 smoke lookup
 
-"$RUN_PYTHON" "$ROOT/examples/tools/rows.py" "$folder/tools"
-"$RUN_PYTHON" -m posttrain sft model.path=embedded data.train_files="$folder/tools/talks.jsonl" data.max_length=512 \
-  data.train_batch_size=16 optim.lr=3e-3 trainer.total_training_steps="$taught" trainer.device=cpu \
-  trainer.default_local_dir="$folder" trainer.project_name=sft trainer.experiment_name=lookup
+teach() {
+  "$RUN_PYTHON" "$ROOT/examples/tools/rows.py" "$folder/tools"
+  "$RUN_PYTHON" -m posttrain sft model.path=embedded data.train_files="$folder/tools/talks.jsonl" data.max_length=512 \
+    data.train_batch_size=16 optim.lr=3e-3 trainer.total_training_steps="$taught" trainer.device=cpu \
+    trainer.default_local_dir="$folder" trainer.project_name=sft trainer.experiment_name=lookup
+}
+first=(teach)
 
-exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
+start posttrain.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$folder/tools/train.jsonl" \
   data.val_files="$folder/tools/test.jsonl" \

@@ -250,6 +250,27 @@ def test_the_run_with_a_tool_that_learns_pays_for_asking_and_reading_only_and_it
     assert len(found) == 16 and all('"name": "where"' in row["prompt"] for row in found)
 
 
+TWO_STAGES = (LOOKUP, SEARCH, EXAMPLES / "ppo_trainer" / "run_qwen2-7b_rm.sh")
+
+
+@pytest.mark.parametrize("script", TWO_STAGES, ids=name_of)
+def test_a_mistyped_key_is_said_before_the_model_of_the_first_stage_is_trained(script, tmp_path):
+    shim, calls = tmp_path / "python", tmp_path / "calls"
+    shim.write_text(
+        f'#!/usr/bin/env bash\ncase "$*" in -c* | */requirements.py*) ;; *"--cfg job"*) exec {sys.executable} "$@" ;;\n'
+        f'*) echo "$*" >>{calls} ;; esac\n'
+    )
+    shim.chmod(0o755)
+    own = {"PYTHON": str(shim), "PYTHONPATH": str(ROOT), "SMOKE": "1", "SMOKE_OUT": str(tmp_path / "out")}
+    given = {"env": {**os.environ, **own}, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", str(script), "trainer.total_trainin_steps=4"], **given)
+    assert done.returncode == 2 and "did you mean `trainer.total_training_steps`?" in done.stderr
+    assert not calls.exists(), calls.read_text()
+    assert subprocess.run(["bash", str(script)], **given).returncode == 0
+    first, second = [line for line in calls.read_text().splitlines() if line.startswith("-m")]
+    assert "trainer.total_training_steps=" in first and second.startswith("-m posttrain.trainer.main_ppo ")
+
+
 SHAPES = {  # hidden, layers, heads, key heads, feed-forward, tokens, tied
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "7b": (3584, 28, 28, 4, 18944, 152064, False),

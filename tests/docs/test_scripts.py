@@ -59,3 +59,16 @@ def test_the_comparison_with_trl_ends_when_a_part_of_it_cannot_be_had(failing: s
     calls = (tmp_path / "calls").read_text()
     assert "smollm_trl.py --check" in calls and "--seconds" not in calls
     assert ("main_ppo" in calls) == (failing != "--check")
+
+
+def test_a_mistyped_key_ends_the_run_on_gsm8k_before_anything_is_trained(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\n[[ "$*" == *"--cfg job"* ]] && exec {sys.executable} "$@"\necho "$*" >>{tmp_path}/calls\n'
+    )
+    python.chmod(0o755)
+    given = {**os.environ, "PYTHON": str(python), "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(SCRIPTS / "smollm_gsm8k.sh"), "model", "data", str(tmp_path / "out"), "trainer.tset_freq=2"]
+    done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean `trainer.test_freq`?" in done.stderr
+    assert not (tmp_path / "calls").exists() and not (tmp_path / "out").exists()
