@@ -69,11 +69,14 @@ def test_matrices_and_adapters_in_bfloat16_get_their_gradients_added_up_by_the_p
     assert off[0] < 1.05 * off[1] < 0.1
 
 
-def test_log_probs_of_many_rows_are_the_same_to_the_bit_each_time(tmp_path):
-    """With a real model's heads and enough rows for the device's units to overtake each other."""
+@pytest.fixture
+def many_rows(tmp_path):
+    """An engine with a real model's heads, and enough rows that share prompts for the device's units to overtake each
+    other."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from posttrain.config.model import ModelConfig
+    from posttrain.config.optim import OptimConfig
     from posttrain.engine.fsdp import EngineSettings, FSDPEngine
     from posttrain.engine.packing import plan_passes
     from posttrain.models.loading import load_causal_lm
@@ -85,7 +88,7 @@ def test_log_probs_of_many_rows_are_the_same_to_the_bit_each_time(tmp_path):
     Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_hidden_layers=6, **sizes)).save_pretrained(tmp_path)
     device = torch.device(DEVICE)
     module = load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=torch.bfloat16, device=device)
-    engine = FSDPEngine(module, EngineSettings(device=device))
+    engine = FSDPEngine(module, EngineSettings(device=device, optim=OptimConfig()))
     draw = torch.randint(512, (64, 384)).tolist()
     outputs = [Output(number, row[128:], [0.0] * 256, "length") for number, row in enumerate(draw)]
     batch = to_batch([row[:128] for row in draw[::8] for _ in range(8)], outputs, pad_token_id=0)
@@ -93,7 +96,31 @@ def test_log_probs_of_many_rows_are_the_same_to_the_bit_each_time(tmp_path):
     assert any(len(unit.rows) > 1 for units in plan_passes(batch, engine.facts()) for unit in units), (
         "prompts are shared"
     )
+    return engine, batch
+
+
+def test_log_probs_of_many_rows_are_the_same_to_the_bit_each_time(many_rows):
+    engine, batch = many_rows
     found = [engine.log_probs(batch)["log_probs"] for _ in range(6)]
+    assert all(torch.equal(again, found[0]) for again in found[1:])
+
+
+def test_gradients_of_many_rows_are_the_same_to_the_bit_each_time_whatever_memory_held(many_rows, monkeypatch):
+    from posttrain.trainer.run.process import determinism_ends_with_it
+
+    engine, batch = many_rows
+    old = engine.log_probs(batch)["log_probs"]
+    batch.batch["old_log_probs"] = batch.batch["ref_log_prob"] = old
+    batch.batch["advantages"] = torch.randn_like(old)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with determinism_ends_with_it():
+        torch.use_deterministic_algorithms(True)
+        found = []
+        for filled in (False,) * 6 + (True,) * 2:  # with what was there before, or with NaN
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+            found.append(gradient(engine, batch, objective()))
+            engine.optimizer.clear_gradients()
+    assert bool(found[0].isfinite().all()) and float(found[0].norm()) > 0
     assert all(torch.equal(again, found[0]) for again in found[1:])
 
 

@@ -152,17 +152,12 @@ def test_pieces_of_shared_prompts_for_flash_attention():
     queries, keys, longest_query, longest_key = found.over
     assert queries.tolist() == [0, 2, 5, 6, 7] and keys.tolist() == [0, 3, 6, 8, 10]
     assert (longest_query, longest_key) == (3, 3)
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = Pieces.of(sight.unit_starts, sight.prompts, sight.first, torch.device(DEVICE))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert found.response_R.tolist() == [3, 4, 5, 6, 7, 14, 15] and found.prompt_P.tolist() == [0, 1, 2, 12, 13]
-    queries, keys, longest_query, longest_key = found.over
-    assert queries.tolist() == [0, 5, 7] and keys.tolist() == [0, 3, 5] and (longest_query, longest_key) == (5, 3)
+    wanted = [[0, 0, 3, 2], [1, 1, 3, 2], [2, 2, 3, 2], [12, 6, 2, 2], [13, 7, 2, 2]]
+    assert found.copies_N4.tolist() == wanted, "place, first copy, how far apart, how many"
     long = Sight.of([9], np.array([0] * 6 + [1, 1, 2]))
     found = Pieces.of(long.unit_starts, long.prompts, long.first, torch.device(DEVICE))
     assert found.prompt_P.tolist() == [*range(6)], "copies of 12 tokens would be more than the pass of 9"
+    assert found.copies_N4.tolist() == [[place, place, 6, 1] for place in range(6)]
     plain = Sight.of([3, 4], None)
     assert Pieces.of(plain.unit_starts, plain.prompts, plain.first, torch.device(DEVICE)).over is None
 
@@ -193,6 +188,34 @@ def test_a_warp_that_comes_late_joins_the_same_parts():
     for out in found:
         join_parts(out, sums.clone(), over, over_sums, places)
     assert all(torch.equal(out, found[0]) for out in found[1:])
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(2, 64), (4, 128), (14, 64), (28, 128), (3, 40), (33, 128), (1, 8)], ids=str)
+def test_gradients_of_tokens_in_two_parts_are_added_where_they_stand(dtype, shape):
+    """Against the plain formula, and to the bit against the twin: ragged prompts, of one response and of twelve."""
+    from posttrain.kernels.cuda.add_parts import add_copies, add_rows, plain_sums
+    from posttrain.kernels.cuda.flash import Pieces
+
+    units = [(5, [3, 1, 4]), (1, [2] * 12), (4, []), (3, [2]), (2, [1, 6])]  # a prompt, its responses
+    lengths = [prompt + sum(responses) for prompt, responses in units]
+    segment = [np.repeat(range(len(responses) + 1), [prompt, *responses]) for prompt, responses in units]
+    sight = Sight.of(lengths, np.concatenate(segment))
+    pieces = Pieces.of(sight.unit_starts, sight.prompts, sight.first, torch.device(DEVICE))
+    tokens, rows = sum(lengths), len(pieces.prompt_P)
+    own, more = ([draw(n, *shape, dtype=dtype, seed=n + k) for k in range(2)] for n in (tokens, rows))
+    sums = [x.double().index_add(0, pieces.prompt_P, y.double()) for x, y in zip(own, more, strict=True)]
+    twins = [plain_sums(x, y, pieces.copies_N4) for x, y in zip(own, more, strict=True)]
+    for found, twin, wanted in zip(add_copies(own, more, pieces.copies_N4), twins, sums, strict=True):
+        assert torch.equal(found, twin)
+        near(found, wanted)
+    own, more = (draw(n, *shape, dtype=dtype, seed=n) for n in (tokens, len(pieces.response_R)))
+    number = torch.arange(len(more), device=DEVICE)
+    single = torch.stack([pieces.response_R, number, number * 0, number * 0 + 1], 1)
+    wanted = own.double().index_add(0, pieces.response_R, more.double())
+    twin, found = plain_sums(own, more, single), add_rows(own, more, pieces.response_R)
+    assert torch.equal(found, twin) and found.data_ptr() == own.data_ptr(), "in place"
+    near(found, wanted)
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="torch's flash attention needs a CUDA device")

@@ -250,7 +250,8 @@ def _process() -> dict[str, Any]:
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     streams = (sys.stdout, sys.stderr, warnings.showwarning, list(warnings.filters))
     threads = sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")
-    of_torch = (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype())
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    of_torch = (torch.are_deterministic_algorithms_enabled(), fills, torch.get_num_threads(), torch.get_default_dtype())
     theirs = ("PYTEST", "TOKENIZERS_", "HF_")  # libraries set these
     place = (Path.cwd(), {k: v for k, v in os.environ.items() if not k.startswith(theirs)}, torch.is_grad_enabled())
     return {"signals": signals, "streams": streams, "threads": threads, "torch": of_torch, "place": place}

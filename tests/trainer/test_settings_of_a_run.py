@@ -25,7 +25,7 @@ from posttrain.trainer.evaluation.scoring import Scoring
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs, tolerance
-from posttrain.trainer.run.process import prepare_torch
+from posttrain.trainer.run.process import determinism_ends_with_it, prepare_torch
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 from posttrain.workers.roles import pick_device
 
@@ -211,10 +211,13 @@ def test_seed_and_determinism_reach_torch(capsys):
     config.trainer.seed, config.trainer.deterministic = 123, True
     before = torch.random.get_rng_state()
     try:
-        prepare_torch(config, torch.device("cpu"))
-        assert torch.initial_seed() == 123 and torch.are_deterministic_algorithms_enabled()
+        with determinism_ends_with_it():
+            prepare_torch(config, torch.device("cpu"))
+            assert torch.initial_seed() == 123 and torch.are_deterministic_algorithms_enabled()
+            assert not torch.utils.deterministic.fill_uninitialized_memory, "which takes time and changes no number"
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
     finally:
-        torch.use_deterministic_algorithms(False)
         torch.random.set_rng_state(before)
 
 

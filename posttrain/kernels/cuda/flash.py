@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import long_rows, to_device
+from posttrain.kernels.cuda.add_parts import add_copies, add_rows
 from posttrain.kernels.cuda.join_parts import join_parts
 
 _aten = torch.ops.aten
@@ -29,6 +30,7 @@ class Pieces:
     lengths: list[int]  # of what is between the ends
     response_R: torch.Tensor | None = None
     prompt_P: torch.Tensor | None = None
+    copies_N4: torch.Tensor | None = None  # of the prompts' tokens, as `add_copies` takes them
     over: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
 
     @classmethod
@@ -42,9 +44,9 @@ class Pieces:
         own = np.append(starts[keep], unit_starts[-1]).astype(np.int32)
         found = cls(to_device(torch.from_numpy(own), device), np.diff(own).tolist())
         if (over := _over_prompts(unit_starts, prompts, starts, unit, responses)) is not None:
-            response_R, prompt_P, queries, keys = over
-            found.response_R = to_device(torch.from_numpy(response_R), device)
-            found.prompt_P = to_device(torch.from_numpy(prompt_P), device)
+            *places, queries, keys = over
+            places = (to_device(torch.from_numpy(x), device) for x in places)
+            found.response_R, found.prompt_P, found.copies_N4 = places
             ends = (np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (queries, keys))
             ends = (to_device(torch.from_numpy(x), device) for x in ends)
             found.over = (*ends, int(queries.max()), int(keys.max()))  # pyright: ignore
@@ -64,28 +66,40 @@ class Pieces:
 
 
 def _over_prompts(unit_starts: np.ndarray, prompts: np.ndarray, starts: np.ndarray, unit: np.ndarray, responses):
-    """(places of all tokens of responses that share a prompt, of the prompts they see, lengths of both by sequence).
+    """(places of all tokens of responses that share a prompt, of the prompts they see, which of these are copies of the
+    same token, lengths of both by sequence).
 
     Every response is a sequence of its own over a copy of its prompt: the way back has a program for each block of keys
     of each sequence, and few would leave the device idle. Where prompts are so long that their copies would be more
-    than the pass itself, or sums must come in one order, the responses of a unit are one sequence.
+    than the pass itself, the responses of a unit are one sequence.
     """
     mine = (prompts[unit] > 0) & (responses[unit] > 1) & (starts > unit_starts[unit])
     if not mine.any():
         return None
     begin, of = starts[mine], unit[mine]
     end = np.append(starts, unit_starts[-1])[1:][mine]
-    whole = torch.are_deterministic_algorithms_enabled() or prompts[of].sum() > unit_starts[-1]
-    if whole:
+    if prompts[of].sum() > unit_starts[-1]:
         first = np.flatnonzero(np.diff(of, prepend=-1))
         begin, of = begin[first], of[first]
         end = unit_starts[of + 1]
     return (
         np.concatenate([np.arange(a, b) for a, b in zip(begin, end, strict=True)]),
         np.concatenate([np.arange(unit_starts[u], unit_starts[u] + prompts[u]) for u in of]),
+        _copies(unit_starts, prompts, of),
         end - begin,
         prompts[of],
     )
+
+
+def _copies(unit_starts: np.ndarray, prompts: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """By token of the prompts: its place, its first copy, and how far apart and how many copies are. `of` are the units
+    of the sequences, in order."""
+    units, first, counts = np.unique(of, return_index=True, return_counts=True)
+    before = np.append(0, np.cumsum(prompts[of]))[first]
+    sizes = prompts[units]
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    columns = [np.repeat(x, sizes) for x in (unit_starts[units], before, sizes, counts)]
+    return np.stack([columns[0] + within, columns[1] + within, *columns[2:]], 1).astype(np.int64)
 
 
 def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, scale):
@@ -130,11 +144,6 @@ def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_
     key, value = (x.index_select(0, pieces.prompt_P) for x in (key_TKD, value_TKD))
     logsum = logsum_HT.index_select(1, pieces.response_R).contiguous()
     over = back(grad, query, key, value, out, logsum, pieces.over, False)
-    grad_query, grad_key, grad_value = grads
-    grad_query.index_add_(0, pieces.response_R, over[0])
-    return grad_query, _added(grad_key, pieces.prompt_P, over[1]), _added(grad_value, pieces.prompt_P, over[2])
-
-
-def _added(own_TKD: torch.Tensor, prompt_P: torch.Tensor, more_PKD: torch.Tensor) -> torch.Tensor:
-    """Gradients of keys with those from the copies of prompts, in float32: a prompt may have many."""
-    return own_TKD.float().index_add_(0, prompt_P, more_PKD.float()).to(own_TKD.dtype)
+    assert pieces.copies_N4 is not None
+    grad_query = add_rows(grads[0], over[0], pieces.response_R)
+    return (grad_query, *add_copies(grads[1:], over[1:], pieces.copies_N4))

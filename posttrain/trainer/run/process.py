@@ -38,6 +38,8 @@ def seed_and_determinism(config: Any, device: torch.device) -> None:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Or every new tensor would be filled with NaN first: nothing here reads what it has not written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
 @contextmanager
@@ -47,10 +49,12 @@ def determinism_ends_with_it() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warns)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
 
 
 def seed_all(seed: int) -> None:

@@ -1,0 +1,91 @@
+"""Gradients of tokens that stand in two parts of an attention, added up where they stand, and always in one order.
+
+`index_add_` adds up by atomics, in any order, and sorts its rows first where torch is asked for one order. Here every
+token has a program of its own, and nobody else writes there. Sums are in float32 and rounded once.
+
+Shapes: T packed tokens, R rows of the other part, C numbers of a row, N tokens that have copies among those rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+TOGETHER = tl.constexpr(8)  # copies that are read before the first of them is added
+
+
+@triton.jit
+def _add_rows(OWN, MORE, PLACES, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < size
+    to = OWN + tl.load(PLACES + row) * size + at
+    own = tl.load(to, mask=real, other=0.0)
+    more = tl.load(MORE + row * size + at, mask=real, other=0.0)
+    tl.store(to, (own.to(tl.float32) + more.to(tl.float32)).to(own.dtype), mask=real)
+
+
+def add_rows(own_TC: torch.Tensor, more_RC: torch.Tensor, places_R: torch.Tensor) -> torch.Tensor:
+    """`own` with every row of the other part added at its place, in place; no two rows have the same one."""
+    own, size, block = own_TC.contiguous(), *_sizes(own_TC)
+    grid = (len(places_R), triton.cdiv(size, block))
+    _add_rows[grid](own, more_RC.contiguous(), places_R, size, block, num_warps=1 if block <= 256 else 4)
+    return own
+
+
+@triton.jit
+def _sum_of_copies(OWN, MORE, place, first, step, count, size, at, real):
+    own = tl.load(OWN + place * size + at, mask=real, other=0.0)
+    total = own.to(tl.float32)
+    for start in range(0, count, TOGETHER):
+        for number in tl.static_range(TOGETHER):
+            here = real & (start + number < count)
+            copy = tl.load(MORE + (first + (start + number) * step) * size + at, mask=here, other=0.0)
+            total += copy.to(tl.float32)
+    tl.store(OWN + place * size + at, total.to(own.dtype), mask=real)
+
+
+@triton.jit
+def _add_copies(KEY, KEY_MORE, VALUE, VALUE_MORE, COPIES, size, BLOCK: tl.constexpr):
+    token = tl.program_id(0)
+    place, first = tl.load(COPIES + 4 * token), tl.load(COPIES + 4 * token + 1)
+    step, count = tl.load(COPIES + 4 * token + 2), tl.load(COPIES + 4 * token + 3)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < size
+    if tl.program_id(2) == 0:
+        _sum_of_copies(KEY, KEY_MORE, place, first, step, count, size, at, real)
+    else:
+        _sum_of_copies(VALUE, VALUE_MORE, place, first, step, count, size, at, real)
+
+
+def add_copies(own: Sequence[torch.Tensor], more: Sequence[torch.Tensor], copies_N4: torch.Tensor):
+    """Keys and values (T, C), in place, with what their copies (R, C) have.
+
+    `copies`, int64: the place of a token, the first of its copies among the other part's rows, how many rows the next
+    one is behind it, and how many there are. They are added in that order.
+    """
+    key, key_more, value, value_more = (x.contiguous() for pair in zip(own, more, strict=True) for x in pair)
+    size, block = _sizes(key)
+    grid = (len(copies_N4), triton.cdiv(size, block), 2)
+    _add_copies[grid](key, key_more, value, value_more, copies_N4, size, block, num_warps=1 if block <= 256 else 4)
+    return [key, value]
+
+
+def plain_sums(own_TC: torch.Tensor, more_RC: torch.Tensor, copies_N4: torch.Tensor) -> torch.Tensor:
+    """The twin of both, and equal to the bit: a new tensor, its sums one token after the other."""
+    found = own_TC.clone()
+    for place, first, step, count in copies_N4.tolist():
+        total = own_TC[place].float()
+        for number in range(count):
+            total = total + more_RC[first + number * step].float()
+        found[place] = total.to(own_TC.dtype)
+    return found
+
+
+def _sizes(x: torch.Tensor) -> tuple[int, int]:
+    """Numbers of a row, and how many of them a program takes."""
+    size = x.shape[1:].numel()
+    return size, min(triton.next_power_of_2(size), 4096)
