@@ -32,7 +32,7 @@ SEEN = (
     *("reward_mean", "reward_std", "right/mean", "critic/score/max", "critic/score/min", "reward/failures"),
     *("groups/no_signal", "groups/all_right", "groups/all_wrong", "actor/entropy", "actor/grad_norm", "actor/ppo_kl"),
     *("actor/pg_clipfrac", "actor/bad_steps", "kl_loss", "mismatch/logp_mean", "response_length"),
-    *("response_length/clip_ratio", "response_length/right/mean", "response_length/wrong/mean"),
+    *("response_length/clip_ratio", "response_length/right/mean", "response_length/wrong/mean", "tools/failing"),
 )
 """Metrics that rules look at, besides the means of a reward's parts."""
 
@@ -110,6 +110,25 @@ def another_template() -> Iterator[None]:
         ChatRenderer.__init__ = before
 
 
+@contextmanager
+def calls_of_a_broken_tool() -> Iterator[None]:
+    """Whatever the model writes is taken for a call: the embedded model does not know how to write one."""
+    from posttrain.rollout.tools.base import ToolCall
+    from posttrain.rollout.turns.calls import FORMATS
+
+    before = FORMATS["hermes"]
+    FORMATS["hermes"] = lambda text: [ToolCall("broken", {})]
+    try:
+        yield
+    finally:
+        FORMATS["hermes"] = before
+
+
+def broken() -> str:
+    """Raises."""
+    raise ConnectionError("nobody answers")
+
+
 @dataclass
 class Trouble:
     """One run, and the rules of which one must speak."""
@@ -131,6 +150,18 @@ TROUBLES: dict[str, Trouble] = {
     "the reward pays for something else": Trouble(("parts_diverge",), {}, pays_for_a_nine),
     "the reward pays for being wrong": Trouble(("parts_diverge",), {}, pays_for_being_wrong),
     "the reward raises": Trouble(("reward_failures",), {}, stumbles),
+    "a tool fails": Trouble(
+        ("tools_fail",),
+        {
+            f"{R}.multi_turn": True,
+            f"{R}.tools": ["scripts/check_diagnosis.py:broken"],
+            f"{R}.max_turns": 2,
+            "data.max_prompt_length": 240,
+            "data.max_response_length": 160,
+        },
+        right,
+        calls_of_a_broken_tool,
+    ),
     "a learning rate far too high": Trouble(("update_unstable", "reward_falls"), {f"{A}.optim.lr": 2e-2}),
     "a learning rate far too low": Trouble(
         ("kl_out_of_range",), {f"{A}.optim.lr": 1e-8, f"{A}.use_kl_loss": True, f"{A}.kl_loss_coef": 0.001}

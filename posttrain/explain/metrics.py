@@ -43,6 +43,7 @@ FAMILIES: dict[str, str] = {
     ),
     "tools/calls": "Calls of tools per response. 0 for long: the model does not know how to call them; SFT first.",
     "tools/errors": "Share of calls that could not be answered; samples say why. High: see `posttrain tool try`.",
+    "tools/failing": "Tools that answered no call of this step. 0 in a healthy run; the diagnosis has the error.",
     "tools/seconds": "Seconds that a response waited for its tools, as a mean.",
     "right/mean": "Share of right responses: by the reward's part `acc`, else by a score of at least 0.5.",
     "groups/{all_right,all_wrong}": (

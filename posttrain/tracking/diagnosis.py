@@ -54,6 +54,18 @@ def reward_failures(known: Known) -> str | None:
     return f"The reward failed on {failures:.0f} responses{often}; {kept}."
 
 
+def tools_fail(known: Known) -> str | None:
+    """A tool answered none of this step's calls."""
+    failing = known.get("tools/failing") or 0
+    if not failing:
+        return None
+    said = known.tool_error or f"all calls of {failing:.0f} tools failed"
+    return (
+        f"{said[0].upper()}{said[1:]}. The model can learn nothing from asking. `posttrain tool try` calls a tool "
+        "alone; samples hold each call with its answer."
+    )
+
+
 def groups_without_signal(known: Known) -> str | None:
     """Most groups have equal rewards, so they teach nothing. That of a run which learns its prompts becomes high by
     itself, and is told when hardly a group is left."""
@@ -248,6 +260,7 @@ def parts_diverge(known: Known) -> str | None:
 
 METRIC_OF = {
     "reward_failures": "reward/failures",
+    "tools_fail": "tools/failing",
     "rewards_all_zero": "critic/score/max",
     "responses_run_on": "response_length/clip_ratio",
     "responses_empty": "response_length",
@@ -266,6 +279,7 @@ METRIC_OF = {
 
 RULES: tuple[Rule, ...] = (
     reward_failures,
+    tools_fail,
     rewards_all_zero,
     responses_run_on,
     responses_empty,
@@ -290,9 +304,10 @@ def diagnose(
     step: int | None = None,
     width: int = LINE,
     reward_error: str = "",
+    tool_error: str = "",
 ) -> tuple[str, list[str]]:
     """(the step in one line, sentences of advice); `history` holds the metrics of the steps before, oldest first."""
-    known = Known(metrics, history, facts or RunFacts(), reward_error)
+    known = Known(metrics, history, facts or RunFacts(), reward_error, tool_error)
     line = ("" if step is None else f"step {step}: ") + fitted(summary(known), width)
     return line, [advice.text for advice in findings(known)]
 

@@ -41,6 +41,8 @@ class Known:
     run: RunFacts = field(default_factory=RunFacts)
     reward_error: str = ""
     """The error that most of this step's rewards had that failed, in a line."""
+    tool_error: str = ""
+    """Tools whose calls of this step all failed, with their commonest errors."""
 
     def get(self, name: str) -> float | None:
         """The present value, None if it is absent or not finite."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.tracking.fields import Fields, groups_of
+from posttrain.tracking.tool_errors import failing_tools
 
 RIGHT_FROM = 0.5
 """A response whose score reaches this counts as right, unless its reward gave an `acc` part."""
@@ -169,6 +170,7 @@ def _turn_metrics(fields: Fields) -> dict[str, float]:
     }
     if all_calls:
         metrics["tools/errors"] = mean(float(call["error"] is not None) for call in all_calls)
+        metrics["tools/failing"] = float(len(failing_tools(calls)))
     return metrics
 
 

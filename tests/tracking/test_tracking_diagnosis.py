@@ -11,6 +11,7 @@ from posttrain.tracking import diagnosis
 from posttrain.tracking.diagnosis import RULES, Known, RunFacts, diagnose
 from posttrain.tracking.progress import Progress
 from posttrain.tracking.reward_errors import commonest
+from posttrain.tracking.tool_errors import FEW, failing_tools, words_on
 
 HEALTHY = {
     "reward_mean": 0.5,
@@ -286,6 +287,30 @@ def test_a_reward_that_fails_now_and_then_is_told_of_with_its_commonest_error_an
         _, (said,) = diagnose(now, [], RunFacts(samples_freq=freq), reward_error=commonest(ERRORS))
         assert said.startswith("The reward failed on 4 responses, most often: ValueError: cannot read 13 (mine.py")
         assert kept in said
+
+
+def test_a_tool_fails_when_no_call_is_answered_and_calls_that_are_asked_wrongly_count_when_they_are_several():
+    def calls(name, *errors):
+        return [{"name": name, "error": error} for error in errors]
+
+    assert failing_tools([]) == failing_tools([[]]) == {}
+    assert failing_tools([calls("search", "raised: KeyError: a"), calls("search", None)]) == {}
+    assert failing_tools([calls("search", "timeout: late")]) == {"search": ["timeout: late"]}
+    wrong = "arguments: b must be a number"
+    assert failing_tools([calls("add", wrong)] * (FEW - 1)) == {}
+    assert failing_tools([calls("add", wrong)] * FEW) == {"add": [wrong] * FEW}
+    nobodys = [*calls("sarch", *["unknown: There is no tool"] * FEW), *calls(None, *["unreadable"] * FEW)]
+    assert failing_tools([nobodys]) == {}, "names that a model makes up are no tools"
+    errors = ["raised: KeyError: a", "raised: ValueError: b", "raised: ValueError: c", "timeout: late"]
+    failing = failing_tools([calls("search", *errors), calls("add", "open: no.")])
+    assert words_on(failing) == (
+        "the only call of the tool add failed, most often: open: no; "
+        "all 4 calls of the tool search failed, most often: raised: ValueError: b"
+    )
+    now = HEALTHY | {"tools/failing": 2.0}
+    _, (told,) = diagnose(now, [], RunFacts(), tool_error=words_on(failing))
+    assert told.startswith("The only call of the tool add failed") and "`posttrain tool try`" in told
+    assert diagnose(HEALTHY | {"tools/failing": 0.0}, [], RunFacts())[1] == []
 
 
 def test_the_same_advice_with_another_error_is_no_news():

@@ -144,6 +144,30 @@ def test_calls_that_cannot_be_answered_are_told_to_the_model_and_the_run_goes_on
     assert metrics_of(result.path)[0]["tools/errors"] > 0.5
 
 
+def test_a_tool_that_answers_no_call_is_told_of_after_the_first_step_once_with_its_commonest_error(
+    tiny_model, sums, tmp_path, capsys
+):
+    @register_tool("lost")
+    def lost(a: int, b: int) -> str:
+        """Finds nothing."""
+        raise (KeyError if b == 4 else ConnectionError)(f"no way to {b}")
+
+    def script(read: str, seed: int) -> str:
+        return "7" if "<tool_response>" in read else call(2, seed % 5, name=("add", "lost")[seed % 4 > 0])
+
+    scripted.use(script)
+    more = {"actor_rollout_ref__rollout__tools": ["add", "lost"], "data__max_prompt_length": 480}
+    result = run(tiny_model, sums, tmp_path, **TOOLS | more)
+    said = capsys.readouterr().out
+    words = "calls of the tool lost failed, most often: raised: ConnectionError: no way to"
+    assert said.count(words) == 1 and said.index("step 1/") < said.index(words) < said.index("step 2/")
+    assert said.count("of the tool lost failed (") == 1, "and at the end, of the whole run"
+    assert "of the tool add failed" not in said
+    assert [line["tools/failing"] for line in metrics_of(result.path)] == [1, 1]
+    told = [json.loads(line) for line in (Path(result.path) / "diagnosis.jsonl").read_text().splitlines()]
+    assert all("tools_fail" in [advice["rule"] for advice in line["advice"]] for line in told)
+
+
 def test_rewards_know_of_the_turns_and_of_what_tools_gave(tiny_model, sums, tmp_path):
     scripted.use(asks_once)
     seen = []

@@ -22,6 +22,7 @@ from posttrain.tracking.redact import redact
 from posttrain.tracking.reward_errors import commonest
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
+from posttrain.tracking.tool_errors import failing_tools, words_on
 from posttrain.tracking.vocabulary import write_vocabulary
 from posttrain.trainer.run_writer import RunWriter
 
@@ -80,14 +81,16 @@ class Recorder(RunWriter):
         metrics = {**metrics, **validation, **self.peaks.take()}
         self.timing = {}
         error = commonest(batch.non_tensor_batch.get("reward_error", ()))
-        line, advice = diagnose(metrics, self.history, self.facts, width=self.progress.room, reward_error=error)
+        tools = words_on(failing_tools(batch.non_tensor_batch.get("tool_calls", ())))
+        seen = metrics, self.history, self.facts
+        line, advice = diagnose(*seen, width=self.progress.room, reward_error=error, tool_error=tools)
         if self.samples_are_due(step):
             table = sample_table(step, batch, sampling=sampling_words(self.config))
             self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
-        said = [one._asdict() for one in findings(Known(metrics, self.history, self.facts, error))]
+        said = [one._asdict() for one in findings(Known(*seen, error, tools))]
         if said:
             append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": said})
         self.loggers.log(step, metrics, said)
