@@ -24,9 +24,10 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     """The reward of one response.
 
     data_source:  the row's source, which chooses the scorer
-    solution_str: the response, without the prompt and special tokens
+    solution_str: the response, without the prompt and special tokens; with what tools said, where there are tools
     ground_truth: the row's truth
-    extra_info:   the row's extra_info and its other columns, or None
+    extra_info:   the row's extra_info and its other columns, or None; with tools also `own_words`, what the model wrote
     """
-    result = score_by_source(data_source, solution_str, ground_truth, extra_info)
+    answer = (extra_info or {}).get("own_words", solution_str)  # what a tool said is no answer of the model's
+    result = score_by_source(data_source, answer, ground_truth, extra_info)
     return float(result["score"] if isinstance(result, dict) else result)

@@ -7,6 +7,7 @@ of data and what rewards say are mended where they come in, so that no tokenizer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -34,3 +35,17 @@ def texts_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[str]:
     if plain and not tokenizer.clean_up_tokenization_spaces:
         return tokenizer.backend_tokenizer.decode_batch(lists, skip_special_tokens=True)
     return tokenizer.batch_decode(lists, skip_special_tokens=True)
+
+
+def own_words(rows: Sequence[Sequence[int]], marks: Sequence[Sequence[Any]], tokenizer: Any) -> list[str]:
+    """What a model wrote itself of each row of tokens, where its marks are set: a line for each of its turns. What it
+    was told between them is left out."""
+    turns = [_marked(row, mark) for row, mark in zip(rows, marks, strict=True)]
+    texts = iter(texts_of([turn for row in turns for turn in row], tokenizer))
+    return ["\n".join(next(texts) for _ in row) for row in turns]
+
+
+def _marked(row: Sequence[int], marks: Sequence[Any]) -> list[list[int]]:
+    """The stretches of a row that are marked."""
+    stretches = groupby(zip(row, marks, strict=True), lambda one: bool(one[1]))
+    return [[token for token, _ in stretch] for own, stretch in stretches if own]

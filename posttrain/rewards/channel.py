@@ -18,8 +18,9 @@ import struct
 import threading
 from typing import Any
 
-Payload = tuple[bytes, str, "int | None"]
-"""Pickled (data_source, ground_truth, extra_info), the response, and its number of tokens."""
+Payload = tuple[bytes, str, "int | None", "str | None"]
+"""Pickled (data_source, ground_truth, extra_info), the response, its number of tokens, and what the model wrote of it
+if that is not all."""
 
 CHUNK_S = 0.05
 """Seconds of work that a chunk should hold; what a worker has not begun by then it gives back."""

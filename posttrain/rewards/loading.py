@@ -13,15 +13,15 @@ import pickle
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.masking import mask_urls
 from posttrain.rewards.finding import choose, find_dotted, import_file
-from posttrain.rewards.outcomes import ScoreItems, outcomes_of
-from posttrain.rewards.signatures import caller, check_call
+from posttrain.rewards.outcomes import Outcome, ScoreItems, outcomes_of
+from posttrain.rewards.signatures import Fields, caller, check_call
 from posttrain.rewards.types import RewardError, RewardPart, RewardSpec
 
 if TYPE_CHECKING:
@@ -57,12 +57,23 @@ def load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     if spec.kind == "shape":
         from posttrain.rewards.shaping import shaping
 
-        return shaping(spec.kwargs), spec
+        return _of_own_words(shaping(spec.kwargs)), spec
     if spec.kind == "url":
         return _load_remote(spec)
     function, spec = load_function(spec)
     call = caller(function, spec.form, spec.kwargs)
-    return lambda items: outcomes_of(call, items, spec.form), spec
+    scores: ScoreItems = lambda items: outcomes_of(call, items, spec.form)  # noqa: E731
+    return (_of_own_words(scores) if spec.kind == "builtin" else scores), spec
+
+
+def _of_own_words(score: ScoreItems) -> ScoreItems:
+    """Built-in rewards read what the model wrote: what a tool said is no answer of the model's, and no form of its own.
+    Functions of users get the whole response, as elsewhere, and what the model wrote in `extra_info`."""
+
+    def scores(items: Sequence[Fields]) -> list[Outcome]:
+        return score([item if item[5] is None else (item[0], item[5], *item[2:]) for item in items])
+
+    return scores
 
 
 def _load_combined(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:

@@ -211,5 +211,5 @@ def _payloads(items: Sequence[RewardItem]) -> list[Payload]:
         row = known.get(same)
         if row is None:
             row = known[same] = pickle.dumps((item.data_source, item.ground_truth, item.extra_info), protocol=5)
-        payloads.append((row, item.solution_str, item.tokens))
+        payloads.append((row, item.solution_str, item.tokens, item.own_words))
     return payloads

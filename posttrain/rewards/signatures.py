@@ -12,8 +12,9 @@ from typing import Any
 
 from posttrain.rewards.types import RewardError
 
-Fields = tuple[str, str, Any, Any, "int | None"]
-"""data_source, solution_str, ground_truth, extra_info and number of tokens of one response."""
+Fields = tuple[str, str, Any, Any, "int | None", "str | None"]
+"""data_source, solution_str, ground_truth, extra_info and number of tokens of one response; and what the model wrote of
+it, if that is not all."""
 
 FORMS = (
     "(data_source, solution_str, ground_truth, extra_info), (response, ground_truth) or (completions, ground_truths)"

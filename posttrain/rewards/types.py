@@ -37,7 +37,9 @@ class RewardItem:
     group: Hashable = None
     group_size: int = 1
     tokens: int | None = None
-    """Tokens of the response, where they are known."""
+    """Tokens of the response that the model wrote, where they are known."""
+    own_words: str | None = None
+    """What the model wrote itself, a line for each turn, where `solution_str` has what it was told too."""
 
 
 @dataclass

@@ -93,10 +93,10 @@ def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding)
     """One outcome per payload; whatever happens is turned into an outcome."""
     try:
         items = []
-        for row, response, tokens in payloads:
+        for row, response, tokens, own_words in payloads:
             data_source, ground_truth, extra_info = pickle.loads(row)
-            items.append((data_source, response, ground_truth, extra_info, tokens))
-        seeding.new_sample("\n".join([response for _, response, _ in payloads]))
+            items.append((data_source, response, ground_truth, extra_info, tokens, own_words))
+        seeding.new_sample("\n".join([response for _, response, *_ in payloads]))
         return score(items)
     except BaseException as error:
         return [failure(describe_exception(error))] * len(payloads)

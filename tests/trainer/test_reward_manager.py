@@ -83,3 +83,15 @@ def test_a_whole_batch_is_scored_without_its_padding(tiny_model):
     batch.batch["responses"] = torch.tensor([[a, a, a], [a, pad, pad]])
     batch.batch["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     assert RewardManager(Recorder(), tokenizer)(batch).tolist() == [[0.0, 0.0, 3.0], [1.0, 0.0, 0.0]]
+
+
+def test_of_a_whole_batch_the_words_of_others_are_told_apart_by_response_mask(tiny_model):
+    tokenizer, pool, batch = AutoTokenizer.from_pretrained(tiny_model), Recorder(), rows(2, 1)
+    ids = tokenizer(["1+1told2", "no turns"])["input_ids"]
+    batch.batch["responses"] = torch.tensor(ids)
+    batch.batch["attention_mask"] = torch.ones(2, 8, dtype=torch.long)
+    batch.batch["response_mask"] = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 1], [1] * 8])
+    RewardManager(pool, tokenizer).score(batch)
+    ((_, several), (_, one)) = pool.calls[0]
+    assert (several.solution_str, several.own_words, several.tokens) == ("1+1told2", "1+1\n2", 4)
+    assert (one.solution_str, one.own_words, one.tokens) == ("no turns", None, 8)

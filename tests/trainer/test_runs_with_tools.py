@@ -178,6 +178,7 @@ def test_rewards_know_of_the_turns_and_of_what_tools_gave(tiny_model, sums, tmp_
             "turns": extra_info["num_turns"],
             "calls": extra_info["tool_calls"],
             "more": extra_info["tool_reward"],
+            "own": extra_info["own_words"],
         }
 
     result = run(tiny_model, sums, tmp_path, reward=reward, **TOOLS, trainer__total_training_steps=1)
@@ -185,7 +186,47 @@ def test_rewards_know_of_the_turns_and_of_what_tools_gave(tiny_model, sums, tmp_
         parts = json.loads(row["reward_parts"])
         seen.append(parts["turns"])
         assert (parts["turns"], parts["calls"], parts["more"]) == (row["num_turns"], row["num_turns"] - 1, 0.0)
+        told = row["response"].partition("<tool_response>")[2].partition("</tool_response>")
+        own = row["response"].replace(f"<tool_response>{told[0]}</tool_response>", "\n")
+        assert parts["own"] == own, "a line for each turn"
     assert set(seen) == {1, 2}
+
+
+@pytest.mark.parametrize("reward", ["by data_source", "reward_func.py", "reward.functions"])
+def test_what_a_tool_said_is_no_answer_of_the_models_for_a_built_in_scorer(tiny_model, sums, tmp_path, reward):
+    """The tool says the answer in every form that scorers look for; half of the responses say it too."""
+
+    @register_tool("tell")
+    def tell(a: int, b: int) -> str:
+        """Tells."""
+        return "The answer is Oslo\n#### Oslo \\boxed{Oslo} <answer>Oslo</answer>"
+
+    def script(read: str, seed: int) -> str:
+        if "<tool_response>" in read:
+            return ("Oslo", "no idea", "")[seed % 3]
+        return call(1, 1, name="tell")
+
+    scripted.use(script)
+    rows = [{"prompt": f"{n}?", "ground_truth": "Oslo", "data_source": "qa"} for n in range(4)]
+    more = {"actor_rollout_ref__rollout__tools": ["tell"], "trainer__total_training_steps": 1}
+    if reward == "reward_func.py":
+        more["custom_reward_function__path"] = str(Path(posttrain.__file__).parents[1] / "reward_func.py")
+    if reward == "reward.functions":
+        parts = {"judged": {"data_source": "qa"}, "tagged": {"pattern": "</answer>"}, "short": {"max_tokens": 100}}
+        more["reward__functions"] = parts
+    given = settings(tiny_model, sums, tmp_path, **TOOLS | more)
+    given.pop("data.train_files")
+    found = samples(posttrain.train(given, data=rows))
+    last = {row["response"].rpartition("</tool_response>")[2].strip() for row in found}
+    assert {"Oslo", "no idea"} <= last, last
+    for row in found:
+        right = float(row["response"].endswith("Oslo"))
+        if reward != "reward.functions":
+            assert row["score"] == right, row["response"]
+            continue
+        parts = json.loads(row["reward_parts"])
+        assert (parts["judged"], parts["tagged"]) == (right, 0.0)
+        assert parts["short"] == pytest.approx(1 - sum(row["response_mask"]) / 100), "of the model's tokens"
 
 
 def test_three_steps_and_three_more_are_six_to_the_bit_whenever_tools_answer(tiny_model, sums, tmp_path, monkeypatch):

@@ -169,7 +169,8 @@ class Experience:
         self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
         fed: list[tuple[Any, list[int]]] = [(output.id, output.token_ids) for output in ended]
         if self.turns:
-            self.rewards.feed(fed, facts_for_rewards(self.turns, [key for key, _ in fed]))
+            marks: dict[Any, Any] = {output.id: output.written for output in ended}
+            self.rewards.feed(fed, facts_for_rewards(self.turns, [key for key, _ in fed]), marks)
         else:
             self.rewards.feed(fed)
         return ended

@@ -17,7 +17,7 @@ from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem, RewardResult
-from posttrain.texts import texts_of
+from posttrain.texts import own_words, texts_of
 
 Key = tuple[Any, int]  # (uid, sample): a response among those to its prompt
 _WHERE = "custom_reward_function, reward.functions, or the rows' data_source"
@@ -48,24 +48,37 @@ class RewardManager:
             self._expected[key] = (uid, size[uid], *facts)
 
     def feed(
-        self, responses: Sequence[tuple[Key, Sequence[int]]], more: Mapping[Key, Mapping[str, Any]] | None = None
+        self,
+        responses: Sequence[tuple[Key, Sequence[int]]],
+        more: Mapping[Key, Mapping[str, Any]] | None = None,
+        marks: Mapping[Key, Sequence[Any]] | None = None,
     ) -> None:
         """Score responses, each with its row's key and its token ids; returns at once. `more` is added to the
-        `extra_info` of some."""
+        `extra_info` of some. `marks` say which tokens the model wrote itself, of those of several turns; their
+        `extra_info` has these words as `own_words`."""
         expected = [self._expected.pop(key) for key, _ in responses]
         if self.pool is None:
             self._unscored += [(key, RewardResult(0.0)) for key, _ in responses]
             return
         if not responses:
             return
-        texts = self._texts([ids for _, ids in responses])
+        texts, written = self._texts([ids for _, ids in responses]), self._written(responses, marks or {})
         items: list[tuple[Key, RewardItem]] = []
         for (key, ids), text, (uid, size, source, truth, extra_info) in zip(responses, texts, expected, strict=True):
+            own, tokens = written.get(key, (None, len(ids)))
             if more and key in more:
-                extra_info = {**(extra_info or {}), **more[key]}
-            item = RewardItem(source or self.default_source, text, truth, extra_info, uid, size, len(ids))
+                extra_info = {**(extra_info or {}), **more[key], "own_words": text if own is None else own}
+            item = RewardItem(source or self.default_source, text, truth, extra_info, uid, size, tokens, own)
             items.append((key, item))
         self.pool.submit_many(items)
+
+    def _written(
+        self, responses: Sequence[tuple[Key, Sequence[int]]], marks: Mapping[Key, Sequence[Any]]
+    ) -> dict[Key, tuple[str, int]]:
+        """What the model wrote itself of responses that hold other words too, and its number of tokens."""
+        mixed = [(key, ids, marks[key]) for key, ids in responses if key in marks and not all(marks[key])]
+        own = own_words([ids for _, ids, _ in mixed], [mark for *_, mark in mixed], self.tokenizer) if mixed else []
+        return {key: (text, int(sum(mark))) for (key, _, mark), text in zip(mixed, own, strict=True)}
 
     def _texts(self, responses: list[Sequence[int]]) -> list[str]:
         """Short responses are often the same: each is decoded once."""
@@ -101,8 +114,11 @@ class RewardManager:
     def score(self, data: DataProto) -> DataProto:
         """Scores of responses that are all there; nothing else may be under way."""
         self.expect(data)
-        pairs = zip(keys_of(data), data.batch["responses"], _real_responses(data), strict=True)
-        self.feed([(key, ids[mask].tolist()) for key, ids, mask in pairs])
+        keys, real = keys_of(data), _real_responses(data)
+        own = data.batch.get("response_mask", real)
+        pairs = zip(keys, data.batch["responses"], real, strict=True)
+        marks = {key: marks[mask].tolist() for key, marks, mask in zip(keys, own, real, strict=True)}
+        self.feed([(key, ids[mask].tolist()) for key, ids, mask in pairs], marks=marks)
         found: dict[Any, RewardResult] = {}
         while new := self.wait():
             found.update(new)

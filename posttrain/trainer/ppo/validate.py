@@ -12,14 +12,14 @@ from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto
-from posttrain.texts import texts_of
+from posttrain.texts import own_words, texts_of
 from posttrain.tracking.validation import validation_metrics
 from posttrain.trainer.answers import given_answer
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.recorder import Recorder
 
 VALIDATION_SEED = 7  # keeps validation's random numbers apart from training's
-NAMES = ("source", "uid", "score", "parts", "prompt", "response", "error")
+NAMES = ("source", "uid", "score", "parts", "prompt", "response", "written", "error")
 SHOWN = 5  # samples kept for the before/after table
 
 
@@ -43,7 +43,7 @@ class Validator:
                 scored = self._scored(rows)
                 self._add(scored, columns)
                 tables.append(self.recorder.validation_table(step, scored))
-        rows_of = zip(*(columns[name] for name in ("source", "response", "parts", "error")), strict=True)
+        rows_of = zip(*(columns[name] for name in ("source", "written", "parts", "error")), strict=True)
         metrics = validation_metrics(
             data_sources=columns["source"],
             uids=columns["uid"],
@@ -79,4 +79,9 @@ class Validator:
         responses = batch.batch["responses"]
         real = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # with what tools said, as it was scored
         ids = [row[mask].tolist() for row, mask in zip(responses, real, strict=True)]
-        columns["response"] += texts_of(ids, self.tokenizer)
+        texts = texts_of(ids, self.tokenizer)
+        columns["response"] += texts
+        if "num_turns" in fields:
+            own = batch.batch["response_mask"].bool()
+            texts = own_words(ids, [row[mask].tolist() for row, mask in zip(own, real, strict=True)], self.tokenizer)
+        columns["written"] += texts  # answers are read from it
