@@ -35,12 +35,22 @@ class Scores(BaseHTTPRequestHandler):
             body = '{"scores": [1' + "0" * 5000 + "]}"
         if "words" in said:
             body = "<html>"
+        if "moved" in said:
+            status = 302
         if "slow" in said:
             time.sleep(1.0)
         with contextlib.suppress(BrokenPipeError):  # whoever asked has given up
             self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/elsewhere")
             self.end_headers()
             self.wfile.write(body.encode())
+
+    def do_GET(self):
+        type(self).seen.append({"rows": [], "token": self.headers.get("Authorization")})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"[1.0]")
 
     def log_message(self, *args):
         pass
@@ -86,6 +96,13 @@ def test_what_passes_is_tried_again_and_the_rest_is_recorded(server):
     assert [result.score for result in results[1:6]] == [-1.0] * 5
 
 
+def test_a_redirect_which_would_carry_the_key_on_and_leave_the_rows_behind_is_not_followed(server, monkeypatch):
+    monkeypatch.setenv("SCORES_KEY", "abc")
+    (result,) = scored(server, ["moved"], token_env="SCORES_KEY")
+    assert result.score == -1.0 and "status 302" in result.error
+    assert Scores.seen[-1]["rows"], "nothing was asked of the other place"
+
+
 def test_a_slow_server_is_given_up_before_the_deadline_of_the_score(server):
     (result,) = scored(server, ["slow"], timeout_s=30.0, attempt_s=0.2, attempts=2)
     assert result.score == -1.0 and "no answer within 0.2 s (tried 2 times)" in result.error
@@ -99,7 +116,7 @@ def test_a_server_that_goes_away_is_a_recorded_failure_and_one_that_never_was_st
         resolve_reward(CustomRewardConfig(path=url, reward_kwargs={"attempts": 1}))
     from posttrain.rewards.remote import Remote
 
-    ((score, _, error),) = Remote(url, attempts=2, pause_s=0.01)([("", "x", "", None, 1)])
+    ((score, _, error),) = Remote(url, attempts=2, pause_s=0.01)([("", "x", "", None, 1, None)])
     assert score == 0.0 and "no connection" in error and "tried 2 times" in error
 
 

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from posttrain.errors import UserError
+from posttrain.posting import Patience
 from posttrain.rollout.tools.base import ToolAnswer, ToolCall, ToolFault
 from posttrain.rollout.tools.registry import make_tools
 from posttrain.rollout.tools.runner import ToolRunner
@@ -199,7 +200,7 @@ def test_S4_75_a_server_that_gives_nothing_is_refused_before_a_run_without_its_k
 
 
 def test_a_server_that_ends_during_a_run_gives_an_answer_that_says_so(server, monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.tools.search.server._PAUSE_S", 0.001)
+    monkeypatch.setattr("posttrain.rollout.tools.search.server._PATIENCE", Patience(3, 0.001, 30.0))
     tool = SearchTool(url=f"{server.url}/plain", api_key=KEY)
     tool._server._url = "http://127.0.0.1:9/gone"
     answer = ask(tool, "x")

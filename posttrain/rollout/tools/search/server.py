@@ -4,28 +4,23 @@ out:  {"queries": ["..."], "topk": 3, "return_scores": true}
 back: {"result": [[{"document": {"contents": "..."}, "score": 0.9}, ...]]}, as Search-R1's server answers, or
       {"results": [{"title": "...", "text": "..."}, ...]} (`content` and `snippet` for `text` are read too)
 
-The key goes out as a bearer token, to this server alone: redirects are not followed. What may pass (no connection, a
-timeout, status 408, 429 or 5xx) is tried again.
+The key goes out as a bearer token, to this server alone. What may pass is tried again (posting.py).
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.masking import mask_urls
+from posttrain.posting import Patience, Refused, post_json
 from posttrain.rollout.tools.answers import redacted
 from posttrain.rollout.tools.search.corpus import Passage, passage_of
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504}
-_ATTEMPTS, _PAUSE_S, _TOTAL_S = 3, 0.2, 30.0
-_MOST_BYTES, _SAID = 16 << 20, 200
+_PATIENCE = Patience(attempts=3, pause_s=0.2, total_s=30.0)
+_SAID = 200
 
 
 class Unanswered(Exception):
@@ -47,52 +42,18 @@ class Server:
         if any(ord(one) < 33 or ord(one) > 126 for one in api_key):
             raise UserError("the api_key of the search server has characters in it that no header can hold.")
         self._url, self._key = url, api_key
-        self._opener = urllib.request.build_opener(_NoRedirect)
 
     def best(self, query: str, most: int) -> list[Passage]:
         """The passages that the server finds; Unanswered if it does not say."""
         body = json.dumps({"queries": [query], "topk": most, "return_scores": True}).encode()
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
-            return read_passages(self._post(body))[:most]
-        except Unanswered as error:
-            raise Unanswered(redacted(mask_urls(str(error)), [self._key] if self._key else [])) from None
+            return read_passages(post_json(self._url, body, headers, _PATIENCE, clean=self._without_key))[:most]
+        except (Refused, Unanswered) as error:
+            raise Unanswered(self._without_key(mask_urls(str(error)))) from None
 
-    def _post(self, body: bytes) -> Any:
-        end, pause = time.monotonic() + _TOTAL_S, _PAUSE_S
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return self._once(body, max(0.1, end - time.monotonic()))
-            except _Passing as error:
-                if attempt == _ATTEMPTS or time.monotonic() + pause >= end:
-                    raise Unanswered(f"{error} (tried {attempt} times)") from None
-            time.sleep(pause)
-            pause *= 2
-        raise AssertionError("the last attempt returns or raises")
-
-    def _once(self, body: bytes, seconds: float) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
-        try:
-            with self._opener.open(request, timeout=seconds) as response:
-                text = response.read(_MOST_BYTES)
-        except urllib.error.HTTPError as error:
-            # Cut after the key is taken out of it: half a key is a secret too.
-            said = error.read(_MOST_BYTES).decode(errors="replace").strip()
-            said = redacted(said, [self._key] if self._key else [])[:_SAID]
-            words = f"status {error.code}" + (f": {said}" if said else "")
-            raise (_Passing if error.code in _PASSING else Unanswered)(words) from None
-        except TimeoutError:
-            raise _Passing(f"no answer within {seconds:.3g} s") from None
-        except urllib.error.URLError as error:
-            raise _Passing(f"no connection: {error.reason}") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise _Passing(f"the connection broke: {type(error).__name__}") from None
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise Unanswered("it answered no JSON") from None
+    def _without_key(self, text: str) -> str:
+        return redacted(text, [self._key] if self._key else [])
 
 
 def read_passages(answer: Any) -> list[Passage]:
@@ -113,12 +74,3 @@ def _passage(document: Any) -> Passage:
     if found is None:
         raise Unanswered("it answered with a passage that has neither `contents` nor `text`")
     return found
-
-
-class _Passing(Exception):
-    """What may be over when it is tried again."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None

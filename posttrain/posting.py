@@ -1,0 +1,95 @@
+"""JSON sent to a server by POST, and what it answers as JSON.
+
+What may pass (no connection, a timeout, status 408, 425, 429 or 5xx) is tried again, with a pause that doubles; all
+attempts together end in time. Redirects are not followed: a POST would arrive as a GET, and a key with a stranger.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+_LEAST_S = 0.05
+_MOST_BYTES, _SAID, _MOST_DIGITS = 64 << 20, 200, 400
+
+
+class Refused(Exception):
+    """No answer that can be used; says why. `status` is None where there was no answer at all."""
+
+    def __init__(self, text: str, status: int | None = None, *, passing: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.passing = status, passing
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often a request is tried, and how long."""
+
+    attempts: int
+    pause_s: float
+    """Before the second attempt; it doubles from one to the next."""
+    total_s: float
+    """Of all attempts together."""
+    attempt_s: float | None = None
+    """Of one attempt; None gives each what is left."""
+
+
+def post_json(
+    url: str, body: bytes, headers: Mapping[str, str], patience: Patience, *, clean: Callable[[str], str] = str
+) -> Any:
+    """The answer; Refused with the last attempt's reason if there is none. `clean` takes secrets out of what a server
+    says of its errors."""
+    request = urllib.request.Request(
+        url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST"
+    )
+    end, pause = time.monotonic() + patience.total_s, patience.pause_s
+    for attempt in range(1, patience.attempts + 1):
+        left = end - time.monotonic()
+        try:
+            return _once(request, max(_LEAST_S, min(left, patience.attempt_s or left)), clean)
+        except Refused as error:
+            if attempt == patience.attempts or not error.passing or time.monotonic() + pause >= end:
+                times = f" (tried {attempt} times)" if attempt > 1 else ""
+                raise Refused(f"{error}{times}", error.status) from None
+        time.sleep(pause)
+        pause *= 2
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _once(request: urllib.request.Request, seconds: float, clean: Callable[[str], str]) -> Any:
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as response:
+            text = response.read(_MOST_BYTES)
+    except urllib.error.HTTPError as error:
+        # Cut after it is cleaned: half a key is a secret too.
+        said = clean(error.read(_MOST_BYTES).decode(errors="replace").strip())[:_SAID]
+        words = f"status {error.code} {error.reason}" + (f": {said}" if said else "")
+        raise Refused(words, error.code, passing=error.code in _PASSING) from None
+    except TimeoutError:
+        raise Refused(f"no answer within {seconds:.3g} s", passing=True) from None
+    except urllib.error.URLError as error:
+        raise Refused(f"no connection: {error.reason}", passing=True) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Refused(f"the connection broke: {type(error).__name__}: {error}", passing=True) from None
+    try:
+        return json.loads(text, parse_int=_integer)
+    except (ValueError, RecursionError):
+        said = clean(text.decode(errors="replace"))[:80]
+        raise Refused(f"answered no JSON: {said!r}", 200) from None
+
+
+def _integer(digits: str) -> int | float:
+    """An integer as JSON writes it; one that Python would not read becomes infinite."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
