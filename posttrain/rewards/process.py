@@ -17,6 +17,12 @@ from posttrain.rewards.channel import Channel
 from posttrain.rewards.types import RewardError, RewardSpec
 
 _ROOT = str(Path(__file__).resolve().parents[2])
+# The posttrain of this process, whichever another PYTHONPATH leads to: the two ends must speak alike. Everything else
+# is found as the user has it.
+_START = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); import posttrain; del sys.path[0]; "
+    "from posttrain.rewards.worker import serve; serve()"
+)
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SEND_S = 60.0
 """Seconds that a worker which should be reading may take none of a message."""
@@ -29,7 +35,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         # A plain subprocess, not multiprocessing: the user's __main__ is never imported a second time. -P keeps the
         # working folder out of the worker's own imports, where a user's random.py would shadow the standard library.
-        command = [sys.executable, "-P", "-m", "posttrain.rewards.worker", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-c", _START, str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

@@ -1,4 +1,5 @@
-"""A reward worker: `python -m posttrain.rewards.worker FD PARENT`; imports the reward once, then scores for RewardPool.
+"""A reward worker, a process with the arguments FD PARENT (process.py): imports the reward once, then scores for
+RewardPool.
 
 What it hears and says stands in channel.py.
 """
@@ -155,7 +156,8 @@ class _Lines(io.TextIOBase):
         self._channel.send(("print", well_formed(line)))
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    """All that the process does."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent hung up
         main()
     # Threads that the user's function left behind must not keep the process alive.

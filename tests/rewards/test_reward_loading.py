@@ -262,3 +262,18 @@ def test_rewards_and_their_workers_start_without_torch():
     code = "import sys, posttrain.rewards.worker, posttrain.rewards.pool, posttrain.rewards.tryout; "
     code += "bad = {'torch', 'transformers', 'hydra', 'sympy', 'pyarrow'} & set(sys.modules); assert not bad, bad"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_workers_import_the_posttrain_of_their_parent_whatever_else_the_python_path_names(tmp_path, monkeypatch):
+    for name, text in {
+        "posttrain/__init__.py": 'raise SystemExit("another posttrain")',
+        "beside.py": "SCORE = 0.25",
+        "my_reward.py": "import beside, posttrain\n\n\ndef score(response, ground_truth):\n    return beside.SCORE\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spec = resolve_reward(CustomRewardConfig(path=str(tmp_path / "my_reward.py")))
+    with RewardPool(spec, num_workers=1) as pool:
+        pool.submit(0, RewardItem("", "a", "b"))
+        assert pool.wait_all()[0].score == 0.25
