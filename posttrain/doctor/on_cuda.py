@@ -118,8 +118,9 @@ def update_bytes(
 ) -> tuple[int, int]:
     """(kept for the backward pass, most alive besides weights and summed gradients), of `tokens` with log-probs of
     `predicted`, in a process that has the model `alone` or cut over ranks. The worst moment is the head's backward pass
-    or the last layer's, when the tensors of the layers before it are still there; with checkpointing the layer is
-    computed again first. At the end there is the gradient of the look-up."""
+    or the last layer's, when the tensors of the layers before it are still there, or, where few tokens are predicted,
+    that of the layer before; with checkpointing the layer is computed again first. At the end there is the gradient of
+    the look-up."""
     each = sizes.width * sizes.itemsize if checkpointing else sizes.kept
     rotation, states = 2 * tokens * sizes.size * sizes.itemsize, 2 * predicted * sizes.width * sizes.itemsize
     activations = sizes.layers * tokens * each + rotation + states
@@ -130,7 +131,10 @@ def update_bytes(
     shares = 0 if sizes.ranks or alone else 2 if logits > chunk else 1  # of the head's gradient: all, and a chunk's
     head = held + chunk * sizes.itemsize // WIDE + shares * WIDE * table
     head += predicted * sizes.width * WIDE  # and the last norm's input
-    layer = tokens * sizes.going_back(min(1.0, predicted / tokens)) + (tokens * sizes.kept if checkpointing else 0)
+    again = sizes.kept if checkpointing else 0
+    layer = tokens * (sizes.going_back(min(1.0, predicted / tokens)) + again)
+    if sizes.layers > 1:  # all tokens go through the one before it, whose next has let go what it kept
+        layer = max(layer, tokens * (sizes.going_back(1.0) + again - each))
     look_up = 0 if sizes.ranks else sizes.itemsize * table
     return activations, max(activations + max(head, layer), look_up)
 
