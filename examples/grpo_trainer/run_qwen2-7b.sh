@@ -7,8 +7,8 @@
 #   expect   105 steps (15 epochs of 7); each answers 1024 prompts 5 times and makes 4 optimizer steps. Metrics, samples
 #            and checkpoints (every 20 steps) lie in outputs/verl_grpo_example/qwen2_7b
 #   small    SMOKE=1 bash examples/grpo_trainer/run_qwen2-7b.sh: two steps of the embedded model, seconds on a CPU
-# What is added to the command wins. The customary engine, rollout.name=vllm with two GPUs per engine, is not built yet:
-# each GPU generates with posttrain's own engine.
+# What is added to the command wins. The customary engine is rollout.name=vllm with two GPUs per engine; here each GPU
+# generates with posttrain's own engine, or, where vLLM is installed, with a vLLM of its own (rollout.name=vllm).
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"

@@ -16,7 +16,7 @@ use_checkout
 prepare_python
 smoke grpo
 
-# The customary engine is rollout.name=vllm on 8 GPUs, two per engine; it is not built yet: hf on one GPU serves.
+# The customary engine is rollout.name=vllm on 8 GPUs, two per engine; such engines are not built: hf on one GPU serves.
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
   algorithm.use_kl_in_reward=False \

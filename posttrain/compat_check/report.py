@@ -12,6 +12,7 @@ from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
 from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
 from posttrain.config.verl.script import UNKNOWN, Answered, answer_all
+from posttrain.config.vllm import is_installed
 
 ENGINE = "actor_rollout_ref.rollout.name"
 TREES: dict[str, Tree] = {"ppo": PPO, "sft": SFT}
@@ -67,7 +68,8 @@ def _additions(values: dict[str, str]) -> list[str]:
     if values.get("algorithm.adv_estimator", "gae") == "gae" and "critic.loss_agg_mode" not in values:
         mode = values.get("actor_rollout_ref.actor.loss_agg_mode")
         added += [f"critic.loss_agg_mode={mode}"] if mode else []
-    if values.get(ENGINE, "native").strip("\"'") not in ("native", "hf"):
+    engine = values.get(ENGINE, "native").strip("\"'")
+    if engine not in ("native", "hf", "vllm") or (engine == "vllm" and not is_installed()):
         added.append(f"{ENGINE}=native")
     return added
 

@@ -174,7 +174,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         (f"{_ROLLOUT}.gpu_memory_utilization",),
-        lambda c: c.actor_rollout_ref.rollout.kv_cache_gb is not None and c.actor_rollout_ref.rollout.name == "native",
+        lambda c: c.actor_rollout_ref.rollout.kv_cache_gb is not None and c.actor_rollout_ref.rollout.name != "hf",
         f"{_ROLLOUT}.kv_cache_gb is set",
     ),
     Effect(

@@ -15,6 +15,7 @@ from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_
 from posttrain.config.model_files import broken_files
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
+from posttrain.config.vllm import INSTALL, is_installed
 from posttrain.config.worker_checks import check_parallel_rollout, check_workers
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -168,10 +169,19 @@ def _module_exists(name: str, cwd: Path) -> bool:
 
 def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     name = resolved.value(f"{_ROLLOUT}.name")
-    if name in ("vllm", "sglang"):
+    if name == "sglang":
         what = f"`{_ROLLOUT}.name={name}`: this engine is not built in this version."
         do = f"set {_ROLLOUT}.name=native: posttrain's own engine takes the same settings, those of {name} alone aside"
         yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
+    if name != "vllm":
+        return
+    if not is_installed():
+        what = f"`{_ROLLOUT}.name=vllm`: the package vllm is not installed in this environment."
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), INSTALL)
+    key = f"{_ROLLOUT}.tensor_model_parallel_size"
+    if (size := resolved.value(key)) > 1:
+        what = f"`{key}={size}`: a vLLM engine over several devices is not built; every worker has one of its own."
+        yield Problem(what, resolved.where(key), f"set {key}=1, or {_ROLLOUT}.name=native, which does not need it")
 
 
 def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:

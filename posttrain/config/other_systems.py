@@ -38,7 +38,7 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     "gradient_checkpointing": (TRL, f"`{_MODEL}.enable_gradient_checkpointing`"),
     "bf16": (TRL, f"`{_MODEL}.dtype=bfloat16`"),
     "reward_funcs": (TRL, "`custom_reward_function.path`, or `reward.functions` for several"),
-    "use_vllm": (TRL, f"not built: the native engine generates (`{_ROLLOUT}.name=native`)"),
+    "use_vllm": (TRL, f"`{_ROLLOUT}.name=vllm`, where vLLM is installed"),
     "pretrain": (OPENRLHF, f"`{_MODEL}.path`"),
     "reward_pretrain": (OPENRLHF, "`reward_model.enable=True reward_model.model.path=...`"),
     "prompt_data": (OPENRLHF, "`data.train_files`"),

@@ -29,7 +29,8 @@ class RolloutConfig(Section):
     """Generation of responses. Example: `actor_rollout_ref.rollout.n=5`."""
 
     name: str = "native"
-    """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm`, `sglang` (not built yet)."""
+    """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm` (where vLLM is installed);
+    `sglang` is not built yet."""
     n: int = 1
     """Responses per prompt; estimators that compare a group need more than 1 (unset they get 5)."""
     temperature: float = 1.0
@@ -52,15 +53,15 @@ class RolloutConfig(Section):
     """Tokens computed in one step of the engine; longer prompts are computed in pieces. null is 16384 on a GPU, which
     fewer would leave waiting for the host, and 8192 elsewhere."""
     kv_cache_gb: float | None = None
-    """Most memory that the native engine's key/value cache may take, in GiB; null is what the memory plan
-    leaves of a GPU, and 30% of the memory elsewhere."""
+    """Most memory that the key/value cache may take, in GiB; null is what the memory plan leaves of a GPU, and 30% of
+    the memory elsewhere."""
     n_workers: int = 0
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""
     tensor_model_parallel_size: int = 1
     """Devices that share one rollout engine."""
     gpu_memory_utilization: float | None = None
-    """Share of the device's memory for a serving engine; null lets the memory plan choose."""
+    """Share of the device's memory for the engine; null lets the memory plan choose."""
     multi_turn: dict[str, Any] = field(default_factory=dict)
     """Responses of several turns, in which the model calls tools: `multi_turn=True tools=[calculator]`; what else
     there is to set stands in docs/tools.md."""

@@ -68,7 +68,8 @@ def check_parallel_rollout(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
     counts = [resolved.value(key) for key in keys]
     size, workers = resolved.value(f"{_ROLLOUT}.tensor_model_parallel_size"), math.prod(counts)
-    if size > 0 and workers % size:
+    on_vllm = resolved.value(f"{_ROLLOUT}.name") == "vllm"  # whatever the size, it is 1 there
+    if size > 0 and workers % size and not on_vllm:
         parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
         product = f"{' x '.join(map(str, counts))} = {workers}" if len(counts) > 1 else str(workers)
         what = f"`{parallel}={size}` does not divide the {product} worker(s)."

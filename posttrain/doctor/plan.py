@@ -31,6 +31,7 @@ from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit, step_limit
 from posttrain.rollout.native.engine import MANY
 from posttrain.rollout.native.pool import KEPT_SHARE, blocks_for, with_slack
+from posttrain.rollout.vllm.build import allowed_cache
 
 CAPTURED = "captured steps"
 OF_THE_ROLLOUT = ("rollout weights", "KV cache", CAPTURED)
@@ -122,7 +123,7 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         plan.stages[f"{name.removesuffix('update')}step".strip()] = step_parts(
             role, device, held[role], workers=plan.shape.workers
         )
-    _stay(plan)
+    _stay(plan, config.actor_rollout_ref.rollout.name)
     _add_unpacked(plan, {role: counter(config, device, role, counting.unpacked_bytes) for role in roles})
     for role, settings in roles.items():
         offload, bytes_ = settings.fsdp_config, held[role]
@@ -193,8 +194,13 @@ def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter,
     per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
     cache = shape.wave * shape.longest * per_token
     if serving:  # the engine takes its share of the device at once, working memory included
+        if rollout.name == "vllm" and (rollout.kv_cache_gb is not None or device.kind == "cpu"):
+            cache = allowed_cache(rollout, device.kind, device.bytes, shape.longest + 1, per_token)
+            temporary = _step_peak(config, device, shape, counter)
+            return {"rollout weights": copy, "KV cache": cache, "temporary tensors": temporary}
         if rollout.gpu_memory_utilization is not None:
-            cache = max(0, int(rollout.gpu_memory_utilization * device.bytes) - copy)
+            held = copy or actor.weights  # workers that only generate have none but these
+            cache = max(0, int(rollout.gpu_memory_utilization * device.bytes) - held)
         return {"rollout weights": copy, "KV cache": cache, "temporary tensors": 0}
     prefill = counter(config, device, "actor", counting.prefill_peak, shape.prefill, shape.prompt)
     decode = counter(config, device, "actor", counting.decode_peak, shape.wave, shape.longest, _sampling(config))
@@ -208,8 +214,8 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
     blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(data.max_response_length)
     cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
-    tokens = max(shape.wave, min(step_limit(rollout, device.kind), shape.prefill * shape.prompt))
-    temporary = counter(config, device, "actor", counting.native_step_peak, tokens, shape.wave, _sampling(config))
+    tokens = _step_tokens(config, device, shape)
+    temporary = _step_peak(config, device, shape, counter)
     captured = 0
     if device.kind == "cuda":
         sizes = counter(config, device, "actor", on_cuda.sizes_of)
@@ -226,9 +232,24 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     return made | ({CAPTURED: captured} if captured else {})
 
 
-def _stay(plan: Plan) -> None:
-    """What the engine keeps on a CUDA device while it sleeps: captured steps, and a cache of up to an eighth of it."""
+def _step_tokens(config: PPOConfig, device: Device, shape: Shape) -> int:
+    """Tokens that meet in one step of an engine."""
+    limit = step_limit(config.actor_rollout_ref.rollout, device.kind)
+    return max(shape.wave, min(limit, shape.prefill * shape.prompt))
+
+
+def _step_peak(config: PPOConfig, device: Device, shape: Shape, counter: Counter) -> int:
+    sizes = (_step_tokens(config, device, shape), shape.wave)
+    return counter(config, device, "actor", counting.native_step_peak, *sizes, _sampling(config))
+
+
+def _stay(plan: Plan, engine: str) -> None:
+    """What the engine keeps while it sleeps: vLLM its weights on a CPU; `native` on a CUDA device captured steps, and a
+    cache of up to an eighth of it."""
     generate = plan.stages["generate"]
+    if engine == "vllm" and plan.device.kind == "cpu":
+        for parts in plan.stages.values():
+            parts["rollout weights"] = generate["rollout weights"]
     if CAPTURED not in generate:
         return
     staying = {CAPTURED: generate[CAPTURED]}

@@ -22,7 +22,7 @@ from posttrain.engine.facts import joining_cost
 
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
 """Budgets of a pass that are tried, below the default."""
-KV_KEY = "actor_rollout_ref.rollout.kv_cache_gb"
+KV_KEY, SHARE_KEY = (f"actor_rollout_ref.rollout.{name}" for name in ("kv_cache_gb", "gpu_memory_utilization"))
 DOES_NOT_FIT = "By the memory plan this run does not fit"
 
 
@@ -42,14 +42,22 @@ def settle(config: Section, device: Device, explicit: set[str], levers: Levers, 
 
 
 def settle_cache(config: PPOConfig, device: Device, make_plan: Callable[..., Plan], counter: ModelCounter) -> list[str]:
-    """The native engine's cache may take what is left of the device while responses are generated."""
+    """The native engine's cache may take what is left of the device while responses are generated; vLLM takes it with
+    its weights and passes."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "native" or rollout.kv_cache_gb is not None or rollout.gpu_memory_utilization is not None:
+    if rollout.kv_cache_gb is not None or rollout.gpu_memory_utilization is not None:
+        return []
+    if rollout.name not in ("native", "vllm"):
         return []
     plan = make_plan(config, device, counter)
     left = USABLE * device.bytes - plan.peak("generate") + plan.stages["generate"]["KV cache"]
     if left <= 0:
         return []  # whatever it is, it does not fit: that is said below and by `posttrain plan`
+    if rollout.name == "vllm":
+        share = (left + plan.stages["generate"]["rollout weights"]) / device.bytes
+        rollout.gpu_memory_utilization = max(int(100 * share), 1) / 100
+        percent = f"{100 * rollout.gpu_memory_utilization:.0f}%"
+        return [f"vLLM may take {percent} of the device ({SHARE_KEY}; chosen by the memory plan)."]
     rollout.kv_cache_gb = int(100 * left / GIB) / 100
     if rollout.kv_cache_gb == 0:
         rollout.kv_cache_gb = left / GIB

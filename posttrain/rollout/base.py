@@ -71,7 +71,7 @@ class Output:
 
 
 class RolloutEngine(ABC):
-    """What every engine (`native`, `hf`, and later `vllm`, `sglang`) can do."""
+    """What every engine (`native`, `hf`, `vllm`) can do."""
 
     version: int = 0
     shares_weights: bool = False

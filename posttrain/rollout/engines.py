@@ -22,17 +22,19 @@ from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native
 from posttrain.rollout.proof import why_wrong
+from posttrain.rollout.vllm.build import build_vllm
 
 
 @dataclass(frozen=True)
 class Order:
     """What an engine is made from. It decodes on `device`, where the weights are while it works (None: where they are
-    now)."""
+    now), rows of at most `longest` tokens (None: nobody knows yet)."""
 
     config: RolloutConfig
     module: torch.nn.Module
     tokenizer: Any
     device: torch.device | None
+    longest: int | None = None
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -71,12 +73,13 @@ def build_engine(
     tokenizer: Any,
     *,
     device: torch.device | None = None,
+    longest: int | None = None,
 ) -> Made:
     """(the engine, its name and version). `model` is the trainer's own, whose weights the engine reads wherever these
-    are moved, or a folder, which is loaded onto `device`."""
+    are moved, or a folder, which is loaded onto `device`. `longest` is the most tokens of a row."""
     check_engine_name(config.name)
     module = model if isinstance(model, torch.nn.Module) else _loaded(model, device or torch.device("cpu"))
-    order = Order(config, module, tokenizer, device)
+    order = Order(config, module, tokenizer, device, longest)
     notes: list[str] = []
     problem = ""
     for name in dict.fromkeys((config.name, "hf")):
@@ -125,4 +128,16 @@ def make_hf(order: Order) -> Made | str:
         if found is None:
             return engine, "; ".join([f"hf (transformers {version('transformers')})", *([words] if words else [])])
         problem = found
+    return problem
+
+
+@register_engine("vllm")
+def make_vllm(order: Order) -> Made | str:
+    """vLLM, where it is installed."""
+    made = build_vllm(order.module, order.config, decode=order.decode, device=order.device, longest=order.longest)
+    if isinstance(made, str):
+        return made
+    if (problem := why_wrong(made[0], order.module)) is None:
+        return made
+    made[0].close()
     return problem

@@ -78,10 +78,14 @@ def policy_notes(config: PPOConfig, engine: str) -> list[str]:
     if model.lora_adapter_path is not None and needs_reference(config):
         notes.append("The reference is the base without the adapter that the run starts from: KL does not begin at 0.")
     if model.quantization is not None:
-        notes.append(
-            f"The base is held in 4 bits (model.quantization={model.quantization}), which the fused decoder does not "
-            f"read: the rollout goes through the model's own layers ({engine})."
-        )
+        held = f"The base is held in 4 bits (model.quantization={model.quantization})"
+        if engine.startswith("vllm"):
+            notes.append(f"{held}; vLLM has it unpacked, with the adapters folded in.")
+        else:
+            notes.append(
+                f"{held}, which the fused decoder does not read: the rollout goes through the model's own layers "
+                f"({engine})."
+            )
     return notes
 
 

@@ -45,9 +45,12 @@ class RolloutWorker:
         """The engine over this model; it sleeps until it is asked for something."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
         self.conversations = {}
-        self.position_note = check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
+        longest = data.max_prompt_length + data.max_response_length
+        self.position_note = check_positions(positions_of(module), longest)
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
-        self.rollout, self.engine_name = build_engine(rollout, module, self.tokenizer, device=self.device)
+        self.rollout, self.engine_name = build_engine(
+            rollout, module, self.tokenizer, device=self.device, longest=longest
+        )
         self.rollout.sleep()
 
     @register(to_first)

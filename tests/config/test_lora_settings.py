@@ -38,7 +38,7 @@ def test_a_regular_expression_arrives_as_it_was_written(load, text):
 @pytest.mark.parametrize("key", [f"{ROLLOUT}.load_format=safetensors", f"{ROLLOUT}.layered_summon=True"])
 def test_keys_of_engines_that_load_weights_are_answered_with_a_note(load, key):
     notes = load(*START, f"{MODEL}.lora_rank=4", key).notes
-    assert any(key.split("=")[0] in note and "reads the trainer's own weights" in note for note in notes)
+    assert any(key.split("=")[0] in note and "has the trainer's own weights" in note for note in notes)
 
 
 def test_rank_alpha_and_targets_come_from_the_adapter_folder(load, working_folder):

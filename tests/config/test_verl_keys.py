@@ -361,7 +361,7 @@ def test_the_keys_of_generation_are_those_that_its_entry_reads():
 
 
 def test_other_engines_name_the_override_that_makes_the_script_run(problems):
-    text = problems(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=True", environment=True)
+    text = problems(f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.enforce_eager=True", environment=True)
     assert f"set {ROLLOUT}.name=native" in text and "enforce_eager" not in text
     assert f"set {ROLLOUT}.name=native" in problems(f"{ROLLOUT}.name=trtllm")
     assert "strategy=fsdp2" in problems(f"{ACTOR}.strategy=veomni")

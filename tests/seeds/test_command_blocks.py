@@ -13,17 +13,18 @@ from posttrain.rewards.scorers import check_sources
 from posttrain.trainer.run.external import import_external
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-VLLM = f"`{ROLLOUT}.name=vllm`: this engine is not built"
+VLLM = f"`{ROLLOUT}.name=vllm`: the package vllm is not installed in this environment"
+ONE_DEVICE = f"`{ROLLOUT}.tensor_model_parallel_size=2`: a vLLM engine over several devices is not built"
 EIGHT = "`trainer.n_gpus_per_node=8` asks for 8 workers; this machine has 2 CPU core(s)"
 FOUR_MACHINES = "`trainer.nnodes=4` asks for 4 machines, but no cluster or head address is given"
 REFUSED = {
     "document 0, 1.4, four YAML parts as one file": (
         ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"],
-        [VLLM, f"`{ROLLOUT}.tensor_model_parallel_size=2` does not divide the 1 x 1 = 1 worker(s)"],
+        [VLLM, ONE_DEVICE],
     ),
     "document 0, 2.2, and document 4, 2.1, in full": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=8"],
-        [VLLM, EIGHT],
+        [VLLM, ONE_DEVICE, EIGHT],
     ),
     "document 0, 2.3, several nodes": (
         ["algorithm.adv_estimator=grpo", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"],
@@ -65,6 +66,7 @@ REFUSED = {
 def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_else(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
+    monkeypatch.setattr("posttrain.config.environment.is_installed", lambda: False)
     monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
     given, reasons = REFUSED[block]
     with pytest.raises(ConfigError) as refused:

@@ -10,19 +10,19 @@ ENGINE: tuple[Rule, ...] = (
     not_needed(
         f"{_ROLLOUT}.{{enforce_eager,cudagraph_capture_sizes,enable_chunked_prefill,enable_prefix_caching,"
         "disable_log_stats,scheduling_policy,skip_tokenizer_init,moe_load_balance_metrics_interval}",
-        "the native engine decides it itself: long prompts are computed in pieces, equal ones once",
+        "the engine decides it itself: long prompts in pieces, equal ones once, captured graphs on GPUs",
     ),
     not_needed(
         f"{_ROLLOUT}.{{load_format,layered_summon}}",
-        "the rollout reads the trainer's own weights and adapters, and loads none",
+        "the rollout has the trainer's own weights and adapters, and loads none",
     ),
     not_needed(
         f"{_ROLLOUT}.{{free_cache_engine,enable_sleep_mode,multi_stage_wake_up}}",
-        "the native engine gives its memory back before the update",
+        "the engine gives its memory back before the update, and wakes in two stages",
     ),
     not_needed(
         f"{_ROLLOUT}.{{engine_kwargs,engine_kwargs.*}}",
-        "arguments of vLLM or SGLang; another engine does not read them",
+        "the arguments of vLLM follow from the settings here, and no other engine has any",
     ),
     not_needed(
         f"{_ROLLOUT}.{{checkpoint_engine.*,update_weights_bucket_megabytes,layer_name_map.*}}",

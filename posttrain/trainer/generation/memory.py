@@ -37,7 +37,11 @@ def settle_generation(settings: Settings, model: ModelConfig, device: torch.devi
         settle_cache(config, free, plan_generation, Counter())
     except Exception as error:  # a model whose code cannot be counted can generate nevertheless
         say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")
-    settings.config.actor_rollout_ref.rollout.kv_cache_gb = config.actor_rollout_ref.rollout.kv_cache_gb
+    chosen, rollout = config.actor_rollout_ref.rollout, settings.config.actor_rollout_ref.rollout
+    rollout.kv_cache_gb = chosen.kv_cache_gb
+    if rollout.gpu_memory_utilization is None and chosen.gpu_memory_utilization is not None:
+        whole = torch.cuda.get_device_properties(device).total_memory  # vLLM's share is of this
+        rollout.gpu_memory_utilization = chosen.gpu_memory_utilization * free_bytes(device) / whole
 
 
 def free_bytes(device: torch.device) -> int:

@@ -26,6 +26,7 @@ from posttrain.models.loading import (
 )
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
+from posttrain.rollout.vllm.build import check_installed
 from posttrain.trainer.generation.loop import Answers, answer
 from posttrain.trainer.generation.memory import memory_words, settle_generation
 from posttrain.trainer.generation.model import (
@@ -68,6 +69,8 @@ class Session:
                 "actor_rollout_ref.rollout.multi_turn.enable=True: here a response has one turn, and no tool is "
                 "called. Leave it out; a training run validates with tools (trainer.val_only=True only validates)."
             )
+        if self.config.actor_rollout_ref.rollout.name == "vllm":
+            check_installed()
         self.source: ModelSource = find_model(name, settings, say)
         self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
         fit_lengths(self.source, settings)
@@ -111,10 +114,11 @@ class Session:
         settle_generation(settings, self.source.config, device, len(todo), say)
         module = load_module(self.source, device)
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
-        note = check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
+        longest = data.max_prompt_length + data.max_response_length
+        note = check_positions(positions_of(module), longest)
         if note:
             say(f"note: {note}")
-        engine, self.engine_name = build_engine(rollout, module, self.tokenizer, device=device)
+        engine, self.engine_name = build_engine(rollout, module, self.tokenizer, device=device, longest=longest)
         say(f"{self.source.name} on {device}, engine {self.engine_name}")
         by_index = {item["index"]: item for item in todo}
         ids = ((item["index"], item["prompt_ids"]) for item in todo)

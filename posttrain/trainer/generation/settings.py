@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends a response; may be repeated")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest response (default 1024, or the run's)")
     parser.add_argument("--seed", type=int, help="seed of the samples (default 1)")
-    parser.add_argument("--engine", metavar="NAME", help="native (default) or hf")
+    parser.add_argument("--engine", metavar="NAME", help="native (default), hf or vllm")
     parser.add_argument("--device", metavar="NAME", help="auto (default), cpu or cuda")
     parser.add_argument("--dtype", metavar="NAME", help="auto (default), float32 or bfloat16")
     parser.add_argument("--system-prompt", metavar="TEXT", help="put before prompts that are plain texts")

@@ -1,0 +1,282 @@
+"""The `vllm` engine: vLLM's scheduler, cache and kernels, with weights that a sync copies into it.
+
+Requests and outputs go through vLLM's `LLMEngine` in this process. Log-probs are vLLM's `processed_logprobs`, those of
+what was sampled from: without filters and penalties they are log-softmax(logits / temperature). With them a response's
+log-probs before filters are computed in one more pass over it when it has ended; its logits are then divided by the
+temperature before vLLM sees them, which scores take as well, so that requests of another scale wait for their end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling, Stage
+from posttrain.rollout.vllm.inside import Inside
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class _Row:
+    request: Request
+    name: str
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    drawn: list[float] | None = None
+    reason: str | None = None
+    """Why it has ended; it is then under way only to be scored."""
+
+    @property
+    def scale(self) -> float:
+        """What its logits are divided by before vLLM sees them."""
+        sampling = self.request.sampling
+        return 1.0 if sampling.plain or sampling.greedy else sampling.temperature
+
+    def add(self, token: int, log_prob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+
+    def scored(self, log_probs: Sequence[float]) -> None:
+        """The model's own log-probs have come; what was drawn from is known already. Greedy rows draw from nothing."""
+        self.drawn = [*log_probs] if self.request.sampling.greedy else self.log_probs
+        self.log_probs = [*log_probs]
+
+    def output(self, reason: str) -> Output:
+        return Output(self.request.id, self.tokens, self.log_probs, reason, self.versions, self.drawn)
+
+
+class VLLMEngine(RolloutEngine):
+    """Decodes with `llm`, a vLLM LLMEngine of this process. `source` gives the weights again where they can be read
+    without a sync: then nothing of them is kept while the engine sleeps."""
+
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        source: Callable[[], Weights] | None = None,
+    ) -> None:
+        self.llm, self.inside, self.decode, self.source = llm, Inside(llm), decode, source
+        self.longest: int = llm.vllm_config.model_config.max_model_len
+        self.waiting: deque[_Row] = deque()
+        self.rows: dict[str, _Row] = {}
+        self.count = 0
+        self.empty = False  # whether the memory of the weights holds none
+
+    # -- requests -------------------------------------------------------------------------------------------------
+    def submit(self, request: Request) -> None:
+        self.check_request(request)
+        whole = len(request.prompt_ids) + request.sampling.max_tokens
+        if whole > self.longest:
+            raise ValueError(
+                f"request {request.id}: its prompt and response may have {whole} tokens, more than the {self.longest} "
+                "that vLLM was made for"
+            )
+        self.waiting.append(_Row(request, self._new_name()))
+
+    def _new_name(self) -> str:
+        self.count += 1
+        return str(self.count)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.rows)
+
+    def running_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows.values())
+
+    def release(self, ids: Iterable[Hashable]) -> None:
+        """vLLM finds a parent's cache by its tokens, and keeps it as long as there is room."""
+
+    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
+        wanted = set(ids)
+        gone = [row for row in (*self.waiting, *self.rows.values()) if row.request.id in wanted]
+        self.llm.abort_request([row.name for row in gone if row.name in self.rows])
+        self.waiting = deque(row for row in self.waiting if row.request.id not in wanted)
+        self.rows = {name: row for name, row in self.rows.items() if row.request.id not in wanted}
+        for row in gone:
+            if not row.request.sampling.plain:  # nobody has scored it yet
+                row.drawn, row.log_probs = row.log_probs, [float("nan")] * len(row.tokens)
+        return [row.output("abort") for row in gone]
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def step(self) -> list[Output]:
+        self._be_ready()
+        self._let_in()
+        news = [(self.rows[made.request_id], made) for made in self.llm.step() if made.request_id in self.rows]
+        return [row.output(str(row.reason)) for row, made in news if self._has_ended(row, made)]
+
+    def _let_in(self) -> None:
+        """In the order in which they came; a scale of logits is that of all who run."""
+        while self.waiting:
+            row = self.waiting[0]
+            if row.scale != self.inside.scale:
+                if self.rows:
+                    return
+                self.inside.divide_logits(row.scale)
+            self._ask(self.waiting.popleft())
+
+    def _ask(self, row: _Row) -> None:
+        sampling = row.request.sampling
+        settings: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature / row.scale,
+            "top_p": sampling.top_p,
+            "top_k": max(0, sampling.top_k),
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": [*sampling.stop_token_ids],
+            "seed": row.request.seed & (2**63 - 1),
+            "logprobs": 0,
+        }
+        self._add(row, [*row.request.prompt_ids], settings, every_step=True)
+
+    def _add(self, row: _Row, ids: list[int], settings: dict[str, Any], *, every_step: bool = False) -> None:
+        from vllm import SamplingParams  # pyright: ignore
+        from vllm.inputs.engine import tokens_input  # pyright: ignore
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore
+
+        kind = RequestOutputKind.DELTA if every_step else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**settings, ignore_eos=True, detokenize=False, output_kind=kind)
+        self.llm.add_request(row.name, tokens_input(ids), params)
+        self.rows[row.name] = row
+
+    def _has_ended(self, row: _Row, made: Any) -> bool:
+        """Add what vLLM made of a row; true if it has ended, and been scored where that is needed."""
+        if row.reason is not None:
+            row.scored(_scores(made)[-len(row.tokens) :])
+            del self.rows[row.name]
+            return True
+        new = made.outputs[0]
+        for token, choices in zip(new.token_ids, new.logprobs, strict=True):
+            row.add(token, choices[token].logprob, self.version)
+        reason = new.finish_reason
+        if reason not in (None, "stop", "length"):
+            raise RuntimeError(f"vLLM ended request {row.request.id} with {reason!r}")
+        if reason != "stop" and self._stopped_by_text(row):
+            if reason is None:
+                self.llm.abort_request([row.name])
+            reason = "stop"
+        if reason is None:
+            return False
+        del self.rows[row.name]
+        row.reason = reason
+        if row.request.sampling.plain:
+            return True
+        row.name = self._new_name()
+        self._add(row, [*row.request.prompt_ids, *row.tokens], _SCORING)
+        return False
+
+    def _stopped_by_text(self, row: _Row) -> bool:
+        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
+        stops = row.request.sampling.stop
+        if not stops or not row.tokens:
+            return False
+        assert self.decode is not None
+        text = self.decode(row.tokens[-(max(len(stop.encode()) for stop in stops) + 8) :])
+        return any(stop in text for stop in stops)
+
+    # -- weights and memory ---------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        """vLLM computes log-probs of a prompt only with a cache: where that sleeps it wakes for the call."""
+        self.check_awake("weights")
+        if self.has_work():
+            raise RuntimeError("vLLM scores rows while no requests are under way")
+        self._be_ready()
+        borrowed = "cache" in self.asleep
+        if borrowed:
+            self.inside.take("cache")
+        try:
+            self.inside.divide_logits(temperature)
+            return self._scored(token_ids)
+        finally:
+            self.inside.divide_logits(1.0)
+            self.llm.reset_prefix_cache()
+            if borrowed:
+                self.inside.drop("cache", keep=False)
+
+    def _scored(self, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        found: dict[str, list[float]] = {}
+        names = [self._new_name() for _ in token_ids]
+        for name, row in zip(names, token_ids, strict=True):
+            if len(row) > 1:
+                self._add(_Row(Request(name, row, _NOTHING, 0), name), [*row], _SCORING)
+        try:
+            while self.rows:
+                for made in self.llm.step():
+                    found[made.request_id] = _scores(made)
+                    del self.rows[made.request_id]
+        except BaseException:
+            self.abort(list(self.rows))
+            raise
+        return [torch.tensor(found.get(name, []), dtype=torch.float32) for name in names]
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        self.check_awake("weights")
+        if any(not row.request.sampling.plain for row in self.rows.values()):
+            raise RuntimeError(
+                "requests with filters or penalties are scored at their end: weights cannot change before"
+            )
+        self.inside.load(weights)
+        self.empty = False
+        self.version = version
+        self._forget()
+
+    def _forget(self) -> None:
+        """What the cache holds of older weights; rows that run are computed anew."""
+        if self.rows:
+            self.inside.finish_loading()
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        else:
+            self.llm.reset_prefix_cache()
+
+    def _be_ready(self) -> None:
+        """The weights are whole, and where they should be."""
+        if self.empty:
+            assert self.source is not None
+            self.inside.load(self.source())
+            self.empty = False
+        self.inside.finish_loading()
+
+    def cache_bytes(self) -> int:
+        return 0 if "cache" in self.asleep else self.inside.cache_bytes()
+
+    def _give_back(self) -> None:
+        self.inside.finish_loading()
+        self.llm.reset_prefix_cache()
+        if "cache" not in self.asleep:
+            self.inside.drop("cache", keep=False)
+        if "weights" not in self.asleep:
+            self.inside.drop("weights", keep=self.source is None)
+            self.empty = self.inside.on_cuda and self.source is not None
+
+    def _take(self, stage: Stage) -> None:
+        """Weights that a sync brings are not read before; without one they are, when the cache wakes."""
+        self.inside.take(stage)
+        if stage == "cache":
+            self._be_ready()
+
+    def close(self) -> None:
+        """Its memory is free."""
+        self.llm.engine_core.shutdown()
+
+
+_NOTHING = Sampling(max_tokens=1)
+_SCORING: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+def _scores(made: Any) -> list[float]:
+    """Of a row's tokens after the first."""
+    ids = made.prompt_token_ids
+    return [choices[token].logprob for token, choices in zip(ids[1:], made.prompt_logprobs[1:], strict=True)]

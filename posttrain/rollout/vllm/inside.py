@@ -1,0 +1,160 @@
+"""What is reached inside a vLLM that runs in this process: its weights, its memory, and the scale of its logits.
+
+Everything that is no public interface of vLLM is in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from posttrain.rollout.base import Stage
+
+TAGS: dict[Stage, str] = {"weights": "weights", "cache": "kv_cache"}
+"""Our stages -> the names under which vLLM's allocator holds its memory on a GPU."""
+
+
+class Inside:
+    """The one worker of an engine in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.worker = llm.model_executor.driver_worker
+        self.model: torch.nn.Module = self.worker.model_runner.get_model()
+        self.on_cuda = torch.device(llm.vllm_config.device_config.device).type == "cuda"
+        self.model_config = llm.vllm_config.model_config
+        self.by_layer = _are_rearranged(self.model)
+        self.loading = False
+        self.scale = 1.0
+        """What logits are divided by before anything else is done with them."""
+        self._compute_logits: Any = self.model.compute_logits
+        self._given_back: list[tuple[Any, int]] = []
+        self._aside: dict[str, torch.Tensor] = {}
+
+    # -- logits ---------------------------------------------------------------------------------------------------
+    def divide_logits(self, scale: float) -> None:
+        """From now on; 1 leaves them to vLLM alone."""
+        self.scale = scale
+        if scale == 1.0:
+            self.model.__dict__.pop("compute_logits", None)
+        else:
+            self.model.__dict__["compute_logits"] = lambda *args, **kwargs: (
+                self._compute_logits(*args, **kwargs) / scale
+            )
+
+    # -- weights --------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Some of the weights, or all; `finish_loading` comes before they are used."""
+        if self.by_layer and not self.loading:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # pyright: ignore
+
+            initialize_layerwise_reload(self.model)
+            self.loading = True
+        self.model.load_weights(iter(weights))  # pyright: ignore
+
+    @torch.no_grad()
+    def finish_loading(self) -> None:
+        """Layers that vLLM keeps in an order of its own are put into it."""
+        if self.loading:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # pyright: ignore
+
+            finalize_layerwise_reload(self.model, self.model_config)
+            self.loading = False
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+    def cache_bytes(self) -> int:
+        if self.on_cuda:
+            return sum(data.handle[1] for data in self._allocations("cache"))
+        return sum(storage.nbytes() for storage in self._cache_storages())
+
+    def drop(self, stage: Stage, *, keep: bool) -> None:
+        """Give the memory of a stage back; with `keep` what was in it is held in host memory. On a CPU weights stay."""
+        if self.on_cuda:
+            self._set_aside(stage, keep=keep)
+            torch.cuda.synchronize()
+            _unmap(TAGS[stage])
+            torch.cuda.empty_cache()
+        elif stage == "cache":
+            self._given_back = [(storage, storage.nbytes()) for storage in self._cache_storages()]
+            for storage, _ in self._given_back:
+                storage.resize_(0)
+
+    @torch.no_grad()
+    def take(self, stage: Stage) -> None:
+        """Have it again, with what was kept."""
+        if self.on_cuda:
+            self.worker.wake_up([TAGS[stage]])
+            if stage == "weights":
+                held = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+                for name, tensor in self._aside.items():
+                    held[name].data.copy_(tensor)
+                self._aside = {}
+        elif stage == "cache":
+            for storage, size in self._given_back:
+                storage.resize_(size)
+            for cache in self.worker.model_runner.kv_caches:
+                cache.zero_()
+            self._given_back = []
+
+    def _set_aside(self, stage: Stage, *, keep: bool) -> None:
+        """Buffers always: no sync brings them."""
+        if stage == "weights":
+            tensors = dict(self.model.named_buffers())
+            if keep:
+                tensors |= dict(self.model.named_parameters())
+            self._aside = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+    def _allocations(self, stage: Stage) -> Iterator[Any]:
+        from vllm.device_allocator import get_mem_allocator_instance  # pyright: ignore
+
+        for data in get_mem_allocator_instance().pointer_to_data.values():
+            if data.tag == TAGS[stage]:
+                yield data
+
+    def _cache_storages(self) -> list[Any]:
+        """All layers may lie in one."""
+        found = {
+            cache.untyped_storage()._cdata: cache.untyped_storage() for cache in self.worker.model_runner.kv_caches
+        }
+        return [*found.values()]
+
+
+def _are_rearranged(model: torch.nn.Module) -> bool:
+    """Whether vLLM has put weights into an order of its own (on CPUs, and experts), so that new ones must be, too."""
+    experts = any("FusedMoE" in kind.__name__ for module in model.modules() for kind in type(module).__mro__)
+    return experts or any(weight.numel() == 0 for weight in model.parameters())
+
+
+def _unmap(tag: str) -> None:
+    """Give back the device memory under one name. Newer versions of vLLM know how themselves."""
+    from vllm.device_allocator import get_mem_allocator_instance  # pyright: ignore
+
+    allocator = get_mem_allocator_instance()
+    if hasattr(allocator, "discard"):
+        allocator.discard((tag,))
+        return
+    from vllm.device_allocator.cumem import unmap_and_release  # pyright: ignore
+
+    for data in allocator.pointer_to_data.values():
+        if data.tag == tag:
+            unmap_and_release(data.handle)
+
+
+@contextmanager
+def nothing_disturbed() -> Iterator[None]:
+    """Around the making of an engine, which seeds the random numbers of this process and sets its threads."""
+    import random
+
+    import numpy as np
+
+    python, arrays, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+            torch.set_num_threads(threads)

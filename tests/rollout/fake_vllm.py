@@ -1,0 +1,178 @@
+"""A small vLLM: the part of its interface that the engine uses, decoding with transformers one row at a time.
+
+It has what makes the real one difficult: weights of its own that begin wrong, prompts that are remembered until the
+prefix cache is reset, which is refused while requests run, and a cache whose memory must be there.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+@dataclass
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: list[int] = field(default_factory=list)
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    ignore_eos: bool = False
+    detokenize: bool = True
+    output_kind: str = "cumulative"
+
+
+class EngineArgs:
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(given)
+
+
+class Model(torch.nn.Module):
+    """Stacked by nothing, and tied as the real one is: `lm_head.weight` of tied models is not asked for."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hf: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+
+    def load_weights(self, weights: Any) -> None:
+        own = self.hf.state_dict()
+        for name, weight in weights:
+            own[name].copy_(weight)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hf.lm_head(hidden)
+
+
+@dataclass
+class _Running:
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+
+
+class LLMEngine:
+    made: list[LLMEngine] = []  # noqa: RUF012
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.running, self.remembered, self.asked = args, [], {}, []
+        self.model = Model(args.model)
+        runner = SimpleNamespace(get_model=lambda: self.model, kv_caches=[torch.zeros(64)])
+        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        self.vllm_config = SimpleNamespace(
+            device_config=SimpleNamespace(device="cpu"), model_config=SimpleNamespace(max_model_len=args.max_model_len)
+        )
+        self.closed = False
+        self.engine_core = SimpleNamespace(shutdown=lambda: setattr(self, "closed", True))
+        LLMEngine.made.append(self)
+
+    @classmethod
+    def from_engine_args(cls, args: Any) -> LLMEngine:
+        return cls(args)
+
+    def add_request(self, name: str, prompt: Any, params: SamplingParams) -> None:
+        assert len(prompt["prompt_token_ids"]) + 1 <= self.args.max_model_len
+        assert params.ignore_eos and not params.detokenize, "ends and texts are not vLLM's here"
+        self.asked.append(params)
+        self.running.append(_Running(name, [*prompt["prompt_token_ids"]], params))
+
+    def abort_request(self, names: list[str]) -> None:
+        self.running = [row for row in self.running if row.name not in names]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if self.running and not reset_running_requests:
+            return False
+        self.remembered.clear()
+        return True
+
+    def step(self) -> list[Any]:
+        cache = self.model_executor.driver_worker.model_runner.kv_caches[0]
+        assert cache.untyped_storage().nbytes(), "the cache was given back"
+        made = [self._advance(row) for row in self.running[: self.args.max_num_seqs]]
+        return [one for one in made if one is not None]
+
+    def _hidden(self, ids: list[int]) -> torch.Tensor:
+        return self.model.hf.model(torch.tensor([ids])).last_hidden_state[0]
+
+    def _advance(self, row: _Running) -> Any:
+        prompt_logprobs = None
+        if row.params.prompt_logprobs is not None:
+            log_p = self.model.compute_logits(self._hidden(row.prompt)).log_softmax(-1)
+            pairs = zip(row.prompt[1:], log_p, strict=False)
+            prompt_logprobs = [None, *({token: SimpleNamespace(logprob=float(p[token]))} for token, p in pairs)]
+        elif not row.tokens and tuple(row.prompt) not in self.remembered:
+            self.remembered[tuple(row.prompt)] = self._hidden(row.prompt)[-1]
+        ids = [*row.prompt, *row.tokens]
+        hidden = self._hidden(ids)[-1] if row.tokens or prompt_logprobs else self.remembered[tuple(ids)]
+        token, log_prob = _sampled(self.model.compute_logits(hidden), row)
+        row.tokens.append(token)
+        reason = "stop" if token in row.params.stop_token_ids else None
+        reason = reason or ("length" if len(row.tokens) == row.params.max_tokens else None)
+        if reason is not None:
+            self.running.remove(row)
+        elif row.params.output_kind != "delta":
+            return None
+        output = SimpleNamespace(token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=log_prob)}])
+        output.finish_reason = reason
+        return SimpleNamespace(
+            request_id=row.name, prompt_token_ids=row.prompt, prompt_logprobs=prompt_logprobs, outputs=[output]
+        )
+
+
+def _sampled(logits: torch.Tensor, row: _Running) -> tuple[int, float]:
+    """(token, its log-prob after penalties, temperature and filters), as vLLM's `processed_logprobs` are."""
+    params, logits = row.params, logits.float().clone()
+    seen = sorted({*row.prompt, *row.tokens})
+    penalised = torch.where(
+        logits[seen] > 0, logits[seen] / params.repetition_penalty, logits[seen] * params.repetition_penalty
+    )
+    logits[seen] = penalised
+    if params.temperature == 0.0:
+        token = int(logits.argmax())
+        return token, float(logits.log_softmax(-1)[token])
+    logits = logits / params.temperature
+    order = logits.sort(descending=True)
+    if params.top_k:
+        logits[logits < order.values[params.top_k - 1]] = -torch.inf
+    p = logits.softmax(-1)
+    logits[p < params.min_p * p.max()] = -torch.inf
+    p, order = logits.softmax(-1).sort(descending=True)
+    if params.top_p < 1.0:
+        logits[order[p.cumsum(-1) - p >= params.top_p]] = -torch.inf
+    generator = torch.Generator().manual_seed(1000 * int(params.seed or 0) + len(row.tokens))
+    token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+    return token, float(logits.log_softmax(-1)[token])
+
+
+def install(monkeypatch: Any) -> type[LLMEngine]:
+    """`import vllm` gives this one until the test ends."""
+    LLMEngine.made = []
+    parts = {
+        "vllm": {
+            "EngineArgs": EngineArgs,
+            "LLMEngine": LLMEngine,
+            "SamplingParams": SamplingParams,
+            "ModelRegistry": SimpleNamespace(get_supported_archs=lambda: ["Qwen2ForCausalLM"]),
+        },
+        "vllm.inputs": {},
+        "vllm.inputs.engine": {"tokens_input": lambda ids: {"prompt_token_ids": ids}},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta", FINAL_ONLY="final")},
+    }
+    for name, members in parts.items():
+        module = ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return LLMEngine

@@ -1,0 +1,235 @@
+"""The `vllm` engine over a small fake of vLLM: what vLLM is asked for, and what becomes of its answers.
+
+The real one is in the conformance suite, where it is installed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from posttrain.config import load_config
+from posttrain.config.model import ModelConfig
+from posttrain.config.problem import ConfigError
+from posttrain.config.rollout import RolloutConfig
+from posttrain.errors import UserError
+from posttrain.models.loading import load_causal_lm, load_tokenizer
+from posttrain.models.lora import merged_state, with_adapters
+from posttrain.models.plain_rows import row_log_probs
+from posttrain.rollout.base import Request, Sampling
+from posttrain.rollout.engines import build_engine
+from posttrain.rollout.generate import generate
+from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.vllm import build
+from posttrain.rollout.vllm.engine import VLLMEngine
+from tests.rollout import fake_vllm
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [5, 6, 7]]
+ROLLOUT = "actor_rollout_ref.rollout"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return fake_vllm.install(monkeypatch)
+
+
+@pytest.fixture
+def model(tiny_model):
+    return load_causal_lm(ModelConfig(path=str(tiny_model)), dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture
+def engine(fake, model) -> VLLMEngine:
+    return built(model)
+
+
+def built(model, longest=64, **settings) -> VLLMEngine:
+    made = build.build_vllm(model, RolloutConfig(name="vllm", **settings), decode=None, longest=longest)
+    assert not isinstance(made, str)
+    return made[0]
+
+
+def expected(model, prompt, tokens, temperature=1.0):
+    return row_log_probs(model, [[*prompt, *tokens]], temperature)[0][-len(tokens) :]
+
+
+def test_without_vllm_asking_for_it_is_answered_at_once_with_what_to_install(monkeypatch, model, tiny_model):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'the package vllm is not installed[\s\S]*pip install "posttrain\[vllm\]"'):
+        load_config([f"{ROLLOUT}.name=vllm"], environment=True)
+    with pytest.raises(UserError, match=r"name=vllm: the package vllm is not installed .*name=native"):
+        build_engine(RolloutConfig(name="vllm"), model, load_tokenizer(ModelConfig(path=str(tiny_model))))
+
+
+def test_an_engine_over_several_devices_is_refused_and_one_that_is_there_is_not(fake):
+    assert load_config([f"{ROLLOUT}.name=vllm"], environment=True).value(f"{ROLLOUT}.name") == "vllm"
+    with pytest.raises(ConfigError, match="a vLLM engine over several devices is not built") as refused:
+        load_config([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], environment=True)
+    assert str(refused.value).startswith("1 problem")
+
+
+def test_it_is_built_by_its_name_and_proved_and_what_it_does_not_know_hf_serves(fake, model, tiny_model, monkeypatch):
+    tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model)))
+    engine, said = build_engine(RolloutConfig(name="vllm"), model, tokenizer, longest=64)
+    assert isinstance(engine, VLLMEngine) and said.startswith("vllm")
+    monkeypatch.setattr(fake_vllm.Model, "compute_logits", lambda self, hidden: 1.1 * self.hf.lm_head(hidden))
+    engine, said = build_engine(RolloutConfig(name="vllm"), model, tokenizer, longest=64)
+    assert isinstance(engine, HFEngine) and "vllm is not used for qwen2 models: its log-probs are not those" in said
+    assert [one.closed for one in fake.made] == [False, True]
+    monkeypatch.setattr("vllm.ModelRegistry.get_supported_archs", lambda: [])
+    assert "it does not know Qwen2ForCausalLM" in build_engine(RolloutConfig(name="vllm"), model, tokenizer)[1]
+
+
+def test_vllm_is_made_with_what_follows_from_the_settings(fake, model):
+    built(model, max_num_seqs=3, kv_cache_gb=0.25, max_num_batched_tokens=500)
+    args = vars(fake.made[0].args)
+    assert args["max_num_seqs"] == 3 and args["kv_cache_memory_bytes"] == 2**28
+    assert args["max_num_batched_tokens"] == 500 and args["max_model_len"] == 65 and args["dtype"] == "float32"
+    assert args["logprobs_mode"] == "processed_logprobs" and args["load_format"] == "dummy"
+    assert args["enforce_eager"] and not args["enable_chunked_prefill"]  # on a CPU
+    rows = build.arguments(RolloutConfig(max_num_seqs=2), model, CPU, 64)
+    assert rows["kv_cache_memory_bytes"] == 2 * (65 + 128) * build.bytes_per_token(model)
+    cuda = torch.device("cuda")
+    shared = build.arguments(RolloutConfig(gpu_memory_utilization=0.4), model, cuda, 64)
+    assert shared["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in shared
+    assert shared["enable_sleep_mode"] and not shared["enforce_eager"]
+    assert build.arguments(RolloutConfig(), model, cuda, 64)["gpu_memory_utilization"] == build.SHARE
+
+
+def test_making_it_leaves_the_random_numbers_of_the_process_alone(fake, model):
+    torch.manual_seed(3)
+    random.seed(3)
+    wanted = (torch.rand(1), random.random())
+    torch.manual_seed(3)
+    random.seed(3)
+    built(model)  # the fake seeds torch, as vLLM does
+    assert (torch.rand(1), random.random()) == wanted
+
+
+def test_what_vllm_says_when_it_does_not_start_is_said_with_what_decides_it(fake, model, monkeypatch):
+    def fails(args):
+        raise ValueError("Free memory on device is less than desired\nmore lines")
+
+    monkeypatch.setattr(fake, "from_engine_args", fails)
+    with pytest.raises(UserError, match=r"Free memory on device is less than desired\. Its share .*gpu_memory_utiliz"):
+        built(model)
+
+
+def test_filters_at_another_temperature_give_both_log_probs_and_no_request_the_scale_of_another(engine, model):
+    sharp, plain = Sampling(max_tokens=5, temperature=0.5, top_k=3), Sampling(max_tokens=4, temperature=0.7)
+    rows = [sharp, plain, Sampling(max_tokens=3, greedy=True), Sampling(max_tokens=5, temperature=2.0, top_p=0.8)]
+    prompts = [*PROMPTS, [4, 3]]
+    outputs = generate(engine, prompts, rows, range(4))
+    for prompt, sampling, output in zip(prompts, rows, outputs, strict=True):
+        temperature = 1.0 if sampling.greedy else sampling.temperature
+        own = expected(model, prompt, output.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(output.log_probs), own, rtol=0, atol=1e-5)
+        assert (output.sampling_log_probs is None) == sampling.plain
+        if output.sampling_log_probs is not None:
+            drawn = torch.tensor(output.sampling_log_probs)
+            assert bool((drawn >= own - 1e-5).all()) and not torch.allclose(drawn, own, atol=1e-3)
+    assert engine.inside.scale in (1.0, 2.0) and len(outputs[0].token_ids) == 5
+    torch.testing.assert_close(
+        engine.score(prompts[:1])[0], row_log_probs(model, prompts[:1], 1.0)[0], rtol=0, atol=1e-5
+    )
+
+
+def test_a_greedy_row_with_a_penalty_reports_the_models_own_log_probs_twice(engine, model):
+    output = generate(engine, PROMPTS[:1], [Sampling(max_tokens=4, greedy=True, repetition_penalty=1.5)], [0])[0]
+    assert output.log_probs == output.sampling_log_probs
+    own = expected(model, PROMPTS[0], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), own, rtol=0, atol=1e-5)
+
+
+def test_prompts_that_were_computed_with_old_weights_are_forgotten(engine, model):
+    greedy = Sampling(max_tokens=3, greedy=True)
+    generate(engine, PROMPTS, [greedy] * 3, [0] * 3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-1.3)
+    engine.load_weights(model.state_dict().items(), 5)
+    output = generate(engine, PROMPTS[:1], [greedy], [0])[0]
+    own = expected(model, PROMPTS[0], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), own, rtol=0, atol=1e-5)
+    assert output.versions == [(5, 3)]
+
+
+def test_weights_that_change_under_way_make_two_spans_and_rows_with_filters_do_not_allow_it(engine, fake, model):
+    engine.submit(Request("a", PROMPTS[0], Sampling(max_tokens=4), 0))
+    engine.step()
+    engine.load_weights(model.state_dict().items(), 1)
+    assert not fake.made[0].remembered  # also while it runs
+    while engine.has_work():
+        ended = engine.step()
+    assert ended[0].versions == [(0, 1), (1, 3)]
+    engine.submit(Request("b", PROMPTS[0], Sampling(max_tokens=4, top_k=2), 0))
+    engine.step()
+    with pytest.raises(RuntimeError, match="scored at their end"):
+        engine.load_weights([], 2)
+    gone = engine.abort(["b"])[0]
+    assert gone.token_ids and all(p != p for p in gone.log_probs)  # nobody has computed them
+    assert not engine.has_work() and not fake.made[0].running
+
+
+def test_adapters_reach_it_folded_into_the_weights(fake, model):
+    adapted = with_adapters(model, ModelConfig(lora_rank=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    engine = built(adapted)
+    output = generate(engine, PROMPTS[:1], [Sampling(max_tokens=4)], [0])[0]
+    own = expected(adapted, PROMPTS[0], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), own, rtol=0, atol=1e-5)
+    engine.load_weights(merged_state(adapted).items(), 1)
+    assert engine.source is not None  # the trainer's own weights can be read again
+
+
+def test_on_a_gpu_weights_that_a_sync_brings_are_read_once_and_others_when_the_cache_wakes(engine, model, monkeypatch):
+    loads, dropped = [], []
+    monkeypatch.setattr(engine.inside, "on_cuda", True)
+    monkeypatch.setattr(engine.inside, "drop", lambda stage, *, keep: dropped.append((stage, keep)))
+    monkeypatch.setattr(engine.inside, "take", lambda stage: None)
+    monkeypatch.setattr(engine.inside, "load", lambda weights: loads.append(len([*weights])))
+    whole = len(model.state_dict())
+    engine.sleep()
+    assert dropped == [("cache", False), ("weights", False)]  # the trainer has them
+    engine.wake("weights")
+    engine.load_weights([("one", torch.zeros(1))], 1)
+    engine.wake("cache")
+    assert loads == [1]
+    engine.sleep()
+    engine.wake()
+    assert loads == [1, whole]  # no sync came between
+    engine.sleep()
+    engine.wake("weights")
+    engine.sleep()  # still without any
+    engine.wake()
+    assert loads == [1, whole, whole]
+    apart = built(model.requires_grad_(False))
+    monkeypatch.setattr(apart.inside, "on_cuda", True)
+    monkeypatch.setattr(apart.inside, "drop", lambda stage, *, keep: dropped.append((stage, keep)))
+    apart.sleep()
+    assert dropped[-1] == ("weights", True)  # nobody else has them
+
+
+def test_a_row_that_is_longer_than_vllm_was_made_for_is_refused(engine):
+    with pytest.raises(ValueError, match=r"may have 66 tokens, more than the 65"):
+        engine.submit(Request("long", [1] * 60, Sampling(max_tokens=6), 0))
+
+
+def test_a_further_turn_goes_on_from_its_parents_tokens(engine, model):
+    first = Request("turn 1", PROMPTS[0], Sampling(max_tokens=3), 0, keep=True)
+    engine.submit(first)
+    while engine.has_work():
+        ended = engine.step()
+    prompt = [*PROMPTS[0], *ended[0].token_ids, 11, 12]
+    engine.submit(Request("turn 2", prompt, Sampling(max_tokens=3), 0, parent="turn 1", keep=True))
+    while engine.has_work():
+        ended = engine.step()
+    own = expected(model, prompt, ended[0].token_ids)
+    torch.testing.assert_close(torch.tensor(ended[0].log_probs), own, rtol=0, atol=1e-5)
+    engine.release(["turn 2"])
