@@ -40,9 +40,14 @@ def texts_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[str]:
 def own_words(rows: Sequence[Sequence[int]], marks: Sequence[Sequence[Any]], tokenizer: Any) -> list[str]:
     """What a model wrote itself of each row of tokens, where its marks are set: a line for each of its turns. What it
     was told between them is left out."""
+    return ["\n".join(turns) for turns in own_turns(rows, marks, tokenizer)]
+
+
+def own_turns(rows: Sequence[Sequence[int]], marks: Sequence[Sequence[Any]], tokenizer: Any) -> list[list[str]]:
+    """The same, turn by turn."""
     turns = [_marked(row, mark) for row, mark in zip(rows, marks, strict=True)]
     texts = iter(texts_of([turn for row in turns for turn in row], tokenizer))
-    return ["\n".join(next(texts) for _ in row) for row in turns]
+    return [[next(texts) for _ in row] for row in turns]
 
 
 def _marked(row: Sequence[int], marks: Sequence[Any]) -> list[list[int]]:

@@ -160,7 +160,10 @@ def _source(row: dict[str, Any], default_source: str | None) -> str:
 
 
 def _item(row: dict[str, Any], text: str, default_source: str | None) -> RewardItem:
-    return RewardItem(_source(row, default_source), text, truth_of(row), row.get("extra_info"))
+    item = RewardItem(_source(row, default_source), text, truth_of(row), row.get("extra_info"))
+    if text == row.get("response"):
+        item.own_words = row.get("own_words")
+    return item
 
 
 def _trials(truth: Any, other: Any) -> Iterable[tuple[str, str]]:

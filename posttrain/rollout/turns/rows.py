@@ -16,10 +16,11 @@ def begin_all(turns: Turns, keys: Sequence[Key], asked: DataProto, rows: DataPro
     prompts, seeds = asked.non_tensor_batch["raw_prompt_ids"], asked.non_tensor_batch["seed"]
     more = rows.non_tensor_batch.get("extra_info", [None] * len(rows))
     for key, ids, seed, info in zip(keys, prompts, seeds, more, strict=True):
-        turns.begin(key, ids, int(seed), dict(asked.meta_info), _given(info))
+        turns.begin(key, ids, int(seed), dict(asked.meta_info), given_by(info))
 
 
-def _given(info: Any) -> dict[str, Any]:
+def given_by(info: Any) -> dict[str, Any]:
+    """What a row's `extra_info` has for its tools, by their names."""
     asked = info.get("tools_kwargs") if isinstance(info, dict) else None
     if not isinstance(asked, dict):
         return {}

@@ -24,7 +24,16 @@ USAGE = """posttrain eval MODEL --data FILE [--n N] [options] [key=value ...]
        posttrain eval --responses FILE [options] [key=value ...]
        posttrain eval compare A B"""
 FINISHED = "report.json"
-GENERATES = ("data", "n", "temperature", "stop", "system_prompt", "raw", *(flag for flag in CHECKED if flag != "limit"))
+GENERATES = (
+    "data",
+    "n",
+    "temperature",
+    "stop",
+    "system_prompt",
+    "raw",
+    "tools",
+    *(flag for flag in CHECKED if flag != "limit"),
+)
 """Flags that say how responses are made."""
 
 

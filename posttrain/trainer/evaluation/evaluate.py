@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from posttrain.data.rows import RowTable
 from posttrain.rewards.types import RewardResult
+from posttrain.texts import own_words
 from posttrain.tracking.redact import redact
 from posttrain.trainer.evaluation.report import make_report, write_report, write_samples
 from posttrain.trainer.evaluation.responses import answered_prompts
@@ -21,31 +23,33 @@ from posttrain.trainer.generation.settings import Settings
 
 def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:
     """Answer the rows, score the answers while others are made, and write the report; killed, it goes on."""
-    session = Session(model, table, settings, rewards=True)
-    items = {item["index"]: item for item in session.prompts}
-    described = session.described()
-    out.mkdir(parents=True, exist_ok=True)
     with (
+        Session(model, table, settings, rewards=True) as session,
         Scoring(settings.config, session.prompts.data_sources, say) as scoring,
-        Parts(out / "responses", described, overwrite=overwrite) as parts,
+        Parts(out / "responses", described := session.described(), overwrite=overwrite) as parts,
     ):
+        items = {item["index"]: item for item in session.prompts}
 
-        def feed(index: int, responses: list[str], response_ids: list[list[int]]) -> None:
-            item = items[index]
+        def feed(row: dict[str, Any]) -> None:
+            item = items[row["index"]]
             scoring.feed(
-                index,
-                responses,
-                [len(ids) for ids in response_ids],
+                row["index"],
+                row["responses"],
+                _own_tokens(row),
                 data_source=item["data_source"],
                 ground_truth=item["ground_truth"],
                 extra_info=item["extra_info"],
+                more=_facts(row, session.tokenizer),
             )
 
         for row in parts.table().to_pylist():
-            feed(row["index"], row["responses"], row["response_ids"])
-        session.run(parts, lambda item, answers: feed(answers.index, answers.responses, answers.response_ids))
+            feed(row)
+        session.run(parts, lambda item, answers: feed(vars(answers)))
         results = scoring.finish()
-        prompts = [_of_row(row, items[row["index"]], scoring, results) for row in parts.table().to_pylist()]
+        prompts = [
+            _of_row(row, items[row["index"]], scoring, results, _facts(row, session.tokenizer))
+            for row in parts.table().to_pylist()
+        ]
     about = {
         "model": model,
         "engine": session.engine_name,
@@ -59,7 +63,30 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
     return report
 
 
-def _of_row(row: dict[str, Any], item: Any, scoring: Scoring, results: dict[Any, RewardResult]) -> ScoredPrompt:
+def _own_tokens(row: dict[str, Any]) -> list[int | None]:
+    """How many tokens of each response the model wrote."""
+    return [sum(marks) for marks in row["marks"]] if row["marks"] else [len(ids) for ids in row["response_ids"]]
+
+
+def _facts(row: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """What rewards are told of each response of several turns, as in a run; nothing without tools."""
+    if not row["marks"]:
+        return []
+    own = own_words(row["response_ids"], row["marks"], tokenizer)
+    columns = zip(own, row["num_turns"], row["tool_calls"], row["tool_rewards"], strict=True)
+    return [
+        {"own_words": words, "num_turns": turns, "tool_calls": len(json.loads(calls)), "tool_reward": reward}
+        for words, turns, calls, reward in columns
+    ]
+
+
+def _of_row(
+    row: dict[str, Any],
+    item: Any,
+    scoring: Scoring,
+    results: dict[Any, RewardResult],
+    facts: list[dict[str, Any]],
+) -> ScoredPrompt:
     found = [results[row["index"], number] for number in range(len(row["responses"]))]
     return ScoredPrompt(
         messages=item["raw_prompt"],
@@ -71,9 +98,13 @@ def _of_row(row: dict[str, Any], item: Any, scoring: Scoring, results: dict[Any,
         parts=[dict(one.parts) for one in found],
         errors=[one.error for one in found],
         finish_reasons=row["finish_reasons"],
-        tokens=[len(ids) for ids in row["response_ids"]],
+        tokens=_own_tokens(row),
         prompt_ids=item["prompt_ids"],
         response_ids=row["response_ids"],
+        marks=row["marks"] or [],
+        own_words=[one["own_words"] for one in facts],
+        num_turns=row["num_turns"] or [],
+        tool_calls=row["tool_calls"] or [],
     )
 
 

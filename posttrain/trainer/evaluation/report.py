@@ -97,8 +97,10 @@ def _batch(prompts: Sequence[ScoredPrompt], first: int) -> dict[str, Any]:
     width, asked_width = max(1, *map(len, ids)), max(map(len, asked))
     responses, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
     prompt_ids, present = np.zeros((len(rows), asked_width), np.int64), np.zeros((len(rows), asked_width), np.int64)
+    marks = [prompt.marks[j] if prompt.marks else None for _, prompt, j in rows]
+    real = np.zeros_like(mask)
     for row, (one, before) in enumerate(zip(ids, asked, strict=True)):
-        responses[row, : len(one)], mask[row, : len(one)] = one, 1
+        responses[row, : len(one)], mask[row, : len(one)], real[row, : len(one)] = one, marks[row] or 1, 1
         prompt_ids[row, asked_width - len(before) :], present[row, asked_width - len(before) :] = before, 1
     scores = np.zeros((len(rows), width))
     scores[:, 0] = [prompt.scores[j] for _, prompt, j in rows]
@@ -106,7 +108,7 @@ def _batch(prompts: Sequence[ScoredPrompt], first: int) -> dict[str, Any]:
         "responses": responses,
         "response_mask": mask,
         "prompts": prompt_ids,
-        "attention_mask": np.concatenate([present, mask], axis=1),
+        "attention_mask": np.concatenate([present, real], axis=1),
         "token_level_scores": scores,
         "uid": [uid for uid, _, _ in rows],
         "data_source": [prompt.data_source for _, prompt, _ in rows],
@@ -116,6 +118,8 @@ def _batch(prompts: Sequence[ScoredPrompt], first: int) -> dict[str, Any]:
         "reward_parts": [prompt.parts[j] for _, prompt, j in rows],
         "reward_error": [prompt.errors[j] for _, prompt, j in rows],
         "finish_reason": [prompt.finish_reasons[j] for _, prompt, j in rows],
+        "num_turns": [prompt.num_turns[j] if prompt.num_turns else None for _, prompt, j in rows],
+        "tool_calls": [prompt.tool_calls[j] if prompt.tool_calls else None for _, prompt, j in rows],
     }
 
 

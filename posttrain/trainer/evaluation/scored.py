@@ -37,6 +37,11 @@ class ScoredPrompt:
     tokens: list[int | None]
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[list[int]] = field(default_factory=list)
+    marks: list[list[bool]] = field(default_factory=list)
+    """With tools, as are those that follow: which tokens the model wrote."""
+    own_words: list[str] = field(default_factory=list)
+    num_turns: list[int] = field(default_factory=list)
+    tool_calls: list[str] = field(default_factory=list)
 
     @property
     def right(self) -> list[float]:
@@ -46,7 +51,7 @@ class ScoredPrompt:
     @property
     def answers(self) -> list[str | None]:
         """What each response answered: as the reward read it, or, if it does not say, as answers usually stand."""
-        rows = zip(self.responses, self.parts, self.errors, strict=True)
+        rows = zip(self.own_words or self.responses, self.parts, self.errors, strict=True)
         return [given_answer(self.data_source, *row) for row in rows]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -68,19 +68,22 @@ class Scoring:
         data_source: str | None,
         ground_truth: Any,
         extra_info: Any,
+        more: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Score the responses to one prompt; returns at once."""
+        """Score the responses to one prompt; returns at once. `more` is what several turns add to each `extra_info`,
+        `own_words` among it."""
         items = [
             RewardItem(
                 data_source=data_source or self._default,
                 solution_str=text,
                 ground_truth=ground_truth,
-                extra_info=extra_info,
+                extra_info={**(extra_info or {}), **told} if told else extra_info,
                 group=prompt,
                 group_size=len(responses),
                 tokens=length,
+                own_words=told.get("own_words"),
             )
-            for text, length in zip(responses, tokens, strict=True)
+            for text, length, told in zip(responses, tokens, more or [{}] * len(responses), strict=True)
         ]
         self._pool.submit_many([((prompt, number), item) for number, item in enumerate(items)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import textwrap
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UserError
+from posttrain.texts import own_turns
 from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.settings import (
     Settings,
@@ -22,6 +24,7 @@ from posttrain.trainer.generation.settings import (
 
 if TYPE_CHECKING:
     from posttrain.data.rows import RowTable
+    from posttrain.trainer.generation.loop import Answers
 
 USAGE = "posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE) [options] [key=value ...]"
 
@@ -88,9 +91,11 @@ def generate_file(model: str, table: RowTable, settings: Settings, out: Path, *,
     from posttrain.trainer.generation.session import Session, check_target
 
     check_target(out, SUFFIXES, overwrite=overwrite)
-    check_rows(table, out)
-    session = Session(model, table, settings)
-    with Parts(out, session.described(), overwrite=overwrite) as parts:
+    check_rows(table, out, tools=settings.turns.enable)
+    with (
+        Session(model, table, settings) as session,
+        Parts(out, session.described(), overwrite=overwrite) as parts,
+    ):
         session.run(parts, lambda item, answers: None)
         count = write_results(out, table, parts.table())
     parts.remove()
@@ -98,20 +103,35 @@ def generate_file(model: str, table: RowTable, settings: Settings, out: Path, *,
     return 0
 
 
+_ENDS = {"length": " [cut off by --max-tokens]", "turns": " [no further turn is allowed]"}
+
+
+def _shown(answers: Answers, number: int, tokenizer: Any) -> str:
+    """A response as it is printed: turn by turn where tools were called, each answer marked as what it is."""
+    if answers.marks is None or answers.tool_calls is None:
+        return answers.responses[number]
+    (turns,) = own_turns([answers.response_ids[number]], [answers.marks[number]], tokenizer)
+    calls, lines = json.loads(answers.tool_calls[number]), list[str]()
+    for turn, text in enumerate(turns, start=1):
+        lines.append(text)
+        lines += [f"  {call['name'] or '(no call)'} -> {call['answer']}" for call in calls if call["turn"] == turn]
+    return "\n".join(lines)
+
+
 def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
     from posttrain.trainer.generation.session import Session
 
-    session = Session(model, table, settings)
     found: dict[int, Any] = {}
-    session.run(None, lambda item, answers: found.update({answers.index: answers}))
+    with Session(model, table, settings) as session:
+        session.run(None, lambda item, answers: found.update({answers.index: answers}))
     for item in session.prompts:
         answers = found[item["index"]]
         if len(table) > 1:
             print(f"> {textwrap.shorten(str(item['raw_prompt'][-1]['content']), 100)}")
-        for number, (text, reason) in enumerate(zip(answers.responses, answers.finish_reasons, strict=True), start=1):
+        for number, reason in enumerate(answers.finish_reasons):
             if settings.n > 1:
-                print(f"--- {number} of {settings.n}")
-            print(text + (" [cut off by --max-tokens]" if reason == "length" else ""))
+                print(f"--- {number + 1} of {settings.n}")
+            print(_shown(answers, number, session.tokenizer) + _ENDS.get(reason, ""))
     if session.dropped:
         raise UserError(f"{session.dropped} prompts are longer than the model allows and were not answered.")
     return 0

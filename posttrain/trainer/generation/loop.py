@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
-from posttrain.rollout.generate import advance
+from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import row_seeds
+from posttrain.trainer.generation.asking import Asking
 
 
 @dataclass
@@ -18,6 +20,12 @@ class Answers:
     responses: list[str]
     response_ids: list[list[int]]
     finish_reasons: list[str]
+    marks: list[list[bool]] | None = None
+    """With tools: which tokens the model wrote itself."""
+    num_turns: list[int] | None = None
+    tool_calls: list[str] | None = None
+    """With tools: the calls of each response as JSON, as samples of a run have them."""
+    tool_rewards: list[float] | None = None
 
     @property
     def tokens(self) -> int:
@@ -25,20 +33,19 @@ class Answers:
 
 
 def answer(
-    engine: RolloutEngine,
-    prompts: Iterable[tuple[int, list[int]]],
-    sampling: Sampling,
+    asking: Asking,
+    prompts: Iterable[tuple[int, list[int], Any]],
     *,
     n: int,
     seed: int,
     decode: Callable[[list[int]], str],
     in_flight: int,
 ) -> Iterator[Answers]:
-    """`n` responses to each prompt, in the order in which prompts are finished.
+    """`n` responses to each prompt (row, token ids, `extra_info`), in the order in which prompts are finished.
 
     A sample's seed is made of `seed`, its prompt's row and its number: which others are asked for does not matter.
     """
-    waiting: Iterator[tuple[int, list[int]]] | None = iter(prompts)
+    waiting: Iterator[tuple[int, list[int], Any]] | None = iter(prompts)
     open_: dict[int, dict[int, Output]] = {}
     running = 0
     while True:
@@ -47,26 +54,33 @@ def answer(
             if following is None:
                 waiting = None
                 break
-            index, ids = following
+            index, ids, info = following
             open_[index] = {}
             running += n
             for number, own_seed in enumerate(row_seeds(n, seed, index)):
-                engine.submit(Request((index, number), ids, sampling, own_seed))
-        if not engine.has_work():
+                asking.submit((index, number), ids, own_seed, info)
+        if not asking.has_work():
             return
-        for output in advance(engine):
+        for output in asking.advance():
             index, number = output.id  # pyright: ignore
             open_[index][number] = output
             running -= 1
             if len(open_[index]) == n:
-                yield _answers(index, open_.pop(index), decode)
+                yield _answers(index, open_.pop(index), decode, asking)
 
 
-def _answers(index: int, outputs: dict[int, Output], decode: Callable[[list[int]], str]) -> Answers:
+def _answers(index: int, outputs: dict[int, Output], decode: Callable[[list[int]], str], asking: Asking) -> Answers:
     ordered = [outputs[number] for number in range(len(outputs))]
-    return Answers(
+    answers = Answers(
         index,
         [decode(output.token_ids) for output in ordered],
         [output.token_ids for output in ordered],
         [output.finish_reason for output in ordered],
     )
+    if asking.turns is not None:
+        records = [asking.turns.records.pop((index, number)) for number in range(len(outputs))]
+        answers.marks = [list(map(bool, output.written or ())) for output in ordered]
+        answers.num_turns = [record.turns for record in records]
+        answers.tool_calls = [json.dumps(record.calls, ensure_ascii=False) for record in records]
+        answers.tool_rewards = [record.reward for record in records]
+    return answers

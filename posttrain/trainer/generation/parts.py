@@ -2,7 +2,7 @@
 
 TARGET.parts/
   settings.json        what the samples depend on: a run with other settings is refused
-  part_00000.parquet   finished prompts: row of the data, responses, token ids, finish reasons
+  part_00000.parquet   finished prompts: row of the data, responses, token ids, finish reasons; of several turns more
 Each file is whole or absent. When all prompts are finished the result is made of them and the folder removed.
 """
 
@@ -30,6 +30,10 @@ SCHEMA = pa.schema(
         "responses": pa.list_(pa.string()),
         "response_ids": pa.list_(pa.list_(pa.int32())),
         "finish_reasons": pa.list_(pa.string()),
+        "marks": pa.list_(pa.list_(pa.bool_())),
+        "num_turns": pa.list_(pa.int32()),
+        "tool_calls": pa.list_(pa.string()),
+        "tool_rewards": pa.list_(pa.float64()),
     }
 )
 

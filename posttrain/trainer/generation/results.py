@@ -3,8 +3,9 @@
 | column | value |
 |---|---|
 | `responses` | the texts, one per sample |
-| `finish_reasons` | `stop`, or `length` where the limit cut one off |
+| `finish_reasons` | `stop`, or `length` where the limit cut one off (`turns`: no further turn was allowed) |
 | `response_tokens` | the number of tokens of each |
+| `tool_calls` | with tools: the calls of each as JSON, with arguments and answers |
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 
 COLUMNS = ("responses", "finish_reasons", "response_tokens")
+CALLS = "tool_calls"
 SUFFIXES = (".parquet", ".jsonl")
 
 
-def check_rows(table: RowTable, path: Path) -> None:
+def check_rows(table: RowTable, path: Path, *, tools: bool = False) -> None:
     """Whether the rows can be written there at all: found out before hours are spent on answering them."""
-    taken = [name for name in COLUMNS if any(name in row for row in table.rows)]
+    taken = [name for name in (*COLUMNS, *([CALLS] if tools else [])) if any(name in row for row in table.rows)]
     if taken:
         raise DataError(f"{table.files[0]} has a column `{taken[0]}` already; rename it, or remove it from the rows.")
     if path.suffix == ".parquet":
@@ -35,10 +37,12 @@ def check_rows(table: RowTable, path: Path) -> None:
 
 def write_results(path: Path, table: RowTable, answers: pa.Table) -> int:
     """Write the rows that have answers, in their order; gives their number."""
-    columns = {name: answers[name].to_pylist() for name in ("index", "responses", "finish_reasons", "response_ids")}
+    names = ("index", "responses", "finish_reasons", "response_ids", "tool_calls")
+    columns = {name: answers[name].to_pylist() for name in names}
     rows: list[dict[str, Any]] = []
-    for index, responses, reasons, ids in zip(*columns.values(), strict=True):
+    for index, responses, reasons, ids, calls in zip(*columns.values(), strict=True):
         made = {"responses": responses, "finish_reasons": reasons, "response_tokens": [len(one) for one in ids]}
+        made |= {} if calls is None else {CALLS: calls}
         rows.append({**table.rows[index], **made})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":

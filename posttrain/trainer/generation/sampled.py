@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from posttrain.texts import own_words
 from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.command import settings_folder
 from posttrain.trainer.generation.settings import USED, USED_BY_REWARDS, read_settings
+
+if TYPE_CHECKING:
+    from posttrain.trainer.generation.loop import Answers
 
 
 def sample_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -23,7 +27,18 @@ def sample_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list
     flags = argparse.Namespace(**{name: getattr(options, name) for name in ("n", "temperature", "max_tokens")})
     used = (*USED, *USED_BY_REWARDS)
     settings = read_settings(flags, options.settings, settings_folder(options.model), used=used)
-    session = Session(options.model, table_of_rows(rows, name=options.data), settings)
-    found: dict[int, list[str]] = {}
-    session.run(None, lambda item, answers: found.update({answers.index: answers.responses}))
-    return [{**rows[index], "response": text, "group": index} for index in sorted(found) for text in found[index]]
+    found: dict[int, Answers] = {}
+    with Session(options.model, table_of_rows(rows, name=options.data), settings) as session:
+        session.run(None, lambda item, answers: found.update({answers.index: answers}))
+    return [
+        {**rows[index], "response": text, "group": index, **_own(answers, number, session.tokenizer)}
+        for index, answers in sorted(found.items())
+        for number, text in enumerate(answers.responses)
+    ]
+
+
+def _own(answers: Answers, number: int, tokenizer: Any) -> dict[str, str]:
+    """With tools: what the model wrote itself, which built-in scorers read."""
+    if answers.marks is None:
+        return {}
+    return {"own_words": own_words([answers.response_ids[number]], [answers.marks[number]], tokenizer)[0]}

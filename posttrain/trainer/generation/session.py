@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from posttrain.config.turns import turn_settings
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import RowTable
 from posttrain.errors import UserError
@@ -27,6 +27,7 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.vllm.build import check_installed
+from posttrain.trainer.generation.asking import Asking
 from posttrain.trainer.generation.loop import Answers, answer
 from posttrain.trainer.generation.memory import memory_words, settle_generation
 from posttrain.trainer.generation.model import (
@@ -38,6 +39,7 @@ from posttrain.trainer.generation.model import (
 )
 from posttrain.trainer.generation.parts import Parts
 from posttrain.trainer.generation.settings import Settings, described
+from posttrain.trainer.ppo.tools import opened_turns
 from posttrain.workers.roles import pick_device
 
 
@@ -60,25 +62,32 @@ class Speed:
 
 
 class Session:
-    """Everything that is known before weights are loaded; `run` loads them and generates."""
+    """Everything that is known before weights are loaded; `run` loads them and generates. Use `with`: tools that the
+    model may call are open meanwhile."""
 
     def __init__(self, name: str, table: RowTable, settings: Settings, *, rewards: bool = False) -> None:
         self.settings, self.config = settings, settings.config
-        if turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable:
-            raise UserError(
-                "actor_rollout_ref.rollout.multi_turn.enable=True: here a response has one turn, and no tool is "
-                "called. Leave it out; a training run validates with tools (trainer.val_only=True only validates)."
-            )
         if self.config.actor_rollout_ref.rollout.name == "vllm":
             check_installed()
         self.source: ModelSource = find_model(name, settings, say)
         self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
         fit_lengths(self.source, settings)
-        self.prompts = PromptDataset(table, self.tokenizer, self.config.data, split="val")
+        self.device = pick_device(self.config.trainer.device)
+        with ExitStack() as opened:
+            self.turns = opened.enter_context(opened_turns(self.config, self.tokenizer, self.device, say))
+            tools = self.turns.schemas if self.turns else ()
+            self.prompts = PromptDataset(table, self.tokenizer, self.config.data, split="val", tools=tools)
+            self._opened = opened.pop_all()
         self.dropped = len(table) - len(self.prompts)
         self.engine_name, self.speed = "", Speed()
         for note in self.prompts.notes if rewards else self.prompts.prompt_notes:
             say(f"note: {note}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._opened.__exit__(*exc)
 
     def described(self) -> dict[str, Any]:
         """What the samples depend on."""
@@ -110,7 +119,7 @@ class Session:
     def _answer(
         self, todo: list[PromptItem], parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None]
     ) -> None:
-        device, settings = pick_device(self.config.trainer.device), self.settings
+        device, settings = self.device, self.settings
         settle_generation(settings, self.source.config, device, len(todo), say)
         module = load_module(self.source, device)
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
@@ -121,14 +130,13 @@ class Session:
         engine, self.engine_name = build_engine(rollout, module, self.tokenizer, device=device, longest=longest)
         say(f"{self.source.name} on {device}, engine {self.engine_name}")
         by_index = {item["index"]: item for item in todo}
-        ids = ((item["index"], item["prompt_ids"]) for item in todo)
+        asked = ((item["index"], item["prompt_ids"], item["extra_info"]) for item in todo)
         started = time.perf_counter()
         engine.wake()
         with self._bar(len(todo)) as bar:
             for answers in answer(
-                engine,
-                ids,
-                self._sampling(module),
+                Asking(engine, self._sampling(module), self.turns),
+                asked,
                 n=settings.n,
                 seed=self.config.trainer.seed,
                 decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),

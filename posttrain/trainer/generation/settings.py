@@ -7,6 +7,7 @@ rendered, a response sampled and a reward given as there. Never imports torch.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from typing import Any
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
+from posttrain.config.turns import TurnSettings, turn_settings
 from posttrain.errors import UserError
+from posttrain.tracking.redact import redact
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CHECKED = {
@@ -48,7 +51,7 @@ USED = (
     *(f"{_MODEL}.{name}" for name in ("tokenizer_path", "trust_remote_code", "dtype", "override_config")),
     *(f"{_ROLLOUT}.{name}" for name in ("name", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos")),
     *(f"{_ROLLOUT}.{name}" for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gb")),
-    f"{_ROLLOUT}.gpu_memory_utilization",
+    *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "multi_turn")),
     "trainer.seed",
     "trainer.device",
 )
@@ -74,6 +77,10 @@ class Settings:
     given: frozenset[str]
     """Keys that the command line or the checkpoint's run set."""
 
+    @property
+    def turns(self) -> TurnSettings:
+        return turn_settings(self.config.actor_rollout_ref.rollout.multi_turn)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that both verbs have."""
@@ -97,6 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="auto (default), cpu or cuda")
     parser.add_argument("--dtype", metavar="NAME", help="auto (default), float32 or bfloat16")
     parser.add_argument("--system-prompt", metavar="TEXT", help="put before prompts that are plain texts")
+    parser.add_argument(
+        "--tools",
+        action="append",
+        metavar="NAME",
+        help="a tool that the model may call: calculator, python, search or FILE.py:FUNCTION; may be repeated",
+    )
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
     parser.add_argument("--overwrite", action="store_true", help="replace the output, and begin anew")
 
@@ -126,6 +139,9 @@ def read_settings(
     flags = vars(options)
     checked = [(flag, key) for flag, key in CHECKED.items() if flags.get(flag) is not None]
     labelled = [(f"{key}={flags[flag]}", f"flag --{flag.replace('_', '-')}") for flag, key in checked]
+    if flags.get("tools"):
+        several = {"enable": "True", "tools": json.dumps(flags["tools"])}
+        labelled += [(f"{_ROLLOUT}.multi_turn.{name}={value}", "flag --tools") for name, value in several.items()]
     args = ["--config-path", str(run), "--config-name", "config", *overrides] if run else list(overrides)
     given = {key for _, key in checked}
     config = PPOConfig()
@@ -206,4 +222,5 @@ def described(settings: Settings) -> dict[str, Any]:
         "raw": settings.raw,
         "system_prompt": data.system_prompt,
         "chat_template_kwargs": dict(data.apply_chat_template_kwargs),
+        **({"multi_turn": redact(dict(rollout.multi_turn))} if settings.turns.enable else {}),
     }

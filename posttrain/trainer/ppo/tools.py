@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,9 @@ from posttrain.tracking.progress import say
 
 
 @contextmanager
-def opened_turns(config: PPOConfig, tokenizer: Any, device: torch.device) -> Iterator[Turns | None]:
+def opened_turns(
+    config: PPOConfig, tokenizer: Any, device: torch.device, say: Callable[[str], None] = say
+) -> Iterator[Turns | None]:
     """The loop over turns with its tools at work; None where responses have one turn."""
     several = turn_settings(config.actor_rollout_ref.rollout.multi_turn)
     if not several.enable:

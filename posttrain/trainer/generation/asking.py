@@ -1,0 +1,50 @@
+"""Requests of an engine until their responses are whole: one turn each, or as many as a model calls tools for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
+from posttrain.rollout.generate import advance
+from posttrain.rollout.turns.loop import Turns
+from posttrain.rollout.turns.next_turn import Key
+from posttrain.rollout.turns.rows import given_by
+
+
+class Asking:
+    """`submit` a prompt, `advance` until some responses are whole. Without `turns` a response has one turn."""
+
+    def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: Turns | None = None) -> None:
+        self.engine, self.sampling, self.turns = engine, sampling, turns
+        self._last: dict[Key, Hashable] = {}
+        """Of each conversation, the request whose cache its next turn goes on from."""
+
+    def submit(self, key: Key, prompt_ids: list[int], seed: int, info: Any) -> None:
+        """`info` is the row's `extra_info`, which may have something for tools."""
+        if self.turns is not None:
+            self.turns.begin(key, prompt_ids, seed, {}, given_by(info))
+            self._last[key] = key
+        self.engine.submit(Request(key, prompt_ids, self.sampling, seed, keep=self.turns is not None))
+
+    def has_work(self) -> bool:
+        return self.engine.has_work() or (self.turns is not None and self.turns.waits())
+
+    def advance(self) -> list[Output]:
+        """Whole responses, if there is news of any."""
+        outputs = advance(self.engine)
+        if self.turns is None:
+            return outputs
+        whole = self.turns.took(0, outputs)
+        at_rest = not self.engine.has_work()
+        if at_rest or not self.turns.in_rounds:
+            following, full = self.turns.next(wait=at_rest)
+            whole += full
+            for turn in following.get(0, []):
+                sampling = replace(self.sampling, max_tokens=turn.max_tokens)
+                self.engine.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
+                self._last[turn.key] = turn.id
+        ended = self.turns.ended().get(0, [])
+        self.engine.release([self._last.pop(key) for key in ended])
+        return whole
