@@ -42,6 +42,7 @@ def overrides(job: dict[str, Any], folder: Path, reward: Path) -> dict[str, Any]
     return {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
+        "algorithm.rollout_correction.bypass_mode": True,  # no second pass for the old log-probs
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "train.parquet",
         "data.train_batch_size": job["prompts"],
