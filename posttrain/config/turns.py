@@ -16,7 +16,7 @@ from posttrain.config.values import WrongValue, convert
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 SIDES = ("left", "middle", "right")
-FORMATS = ("hermes",)
+FORMATS = ("hermes", "llama3_json")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TurnSettings:
     tool_timeout_s: float = 30.0
     """Seconds that a call may take; the model is told of one that takes longer."""
     format: str = "hermes"
-    """How the model writes calls: `hermes` (`<tool_call>{...}</tool_call>`)."""
+    """How the model writes calls: `hermes` (`<tool_call>{...}</tool_call>`) or `llama3_json` (`{...}` alone)."""
 
 
 _CHOICES = {"tool_response_truncate_side": SIDES, "format": FORMATS}

@@ -9,7 +9,7 @@ import pytest
 from posttrain.config.turns import FORMATS as NAMED
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.tools.base import ToolCall
-from posttrain.rollout.turns.calls import FORMATS, Unreadable, hermes_calls
+from posttrain.rollout.turns.calls import FORMATS, Unreadable, hermes_calls, llama3_calls
 from posttrain.rollout.turns.replies import NoToolsInTemplate, Replies, check_shown
 
 CHATML = (  # with tools as Qwen2.5 shows them: their answers are a user's turn, several of them one
@@ -48,9 +48,33 @@ def test_what_is_no_call_is_said_to_be_none(inside):
     assert isinstance(found, Unreadable) and "tool call" in str(found)
 
 
+def test_calls_of_llama_are_turns_of_nothing_else_and_json_that_is_no_call_is_an_answer():
+    one = '{"name": "add", "parameters": {"a": 1}}'
+    add = ToolCall("add", {"a": 1})
+    assert llama3_calls(one) == llama3_calls(f" {one}<|eot_id|>") == [add]
+    assert llama3_calls(f"Let me see.<|python_tag|>{one}<|eom_id|>") == [add]
+    several = f'{one}; {{"name": "b", "arguments": {{"x": [2]}}}}\n{{"name": "c", "parameters": "{{}}"}}<|eot_id|>'
+    assert llama3_calls(several) == [add, ToolCall("b", {"x": [2]}), ToolCall("c", {})]
+    for answer in ("", "5", "{1, 2} is a set", '{"name": "Bob"}', '{"answer": 5}', f"I could say {one}", "[5]"):
+        assert llama3_calls(answer) == [], answer
+    for broken in ('{"name": "add", "param', '<|python_tag|>print("x")', "<|python_tag|>{}", one.replace('"add"', "3")):
+        (found,) = llama3_calls(broken)
+        assert isinstance(found, Unreadable) and "tool call" in str(found), broken
+
+
+LLAMA3 = (  # tools in the user's turn, answers of tools as a turn of their own, quoted
+    "{{ '<|begin|>' }}{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{{ '<|im_start|>ipython\n\n' + (m['content'] | tojson) + '<|im_end|>' }}{% else %}"
+    "{{ '<|im_start|>' + m['role'] + '\n\n' }}{% if tools and loop.first %}{{ tools | tojson }}{% endif %}"
+    "{{ m['content'] | trim + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["hermes", "llama3_json"])
 @pytest.mark.parametrize("answers", [["5"], ["5", "six"]])
-def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_once(answers):
-    tokenizer = chatml()
+def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_once(answers, template):
+    tokenizer = chatml(template)
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     asked = [{"role": "user", "content": "2 + 3?"}]
     first = tokenizer.apply_chat_template(asked, tools=[SCHEMA], tokenize=False, add_generation_prompt=True)

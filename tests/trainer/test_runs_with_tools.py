@@ -144,6 +144,17 @@ def test_calls_that_cannot_be_answered_are_told_to_the_model_and_the_run_goes_on
     assert metrics_of(result.path)[0]["tools/errors"] > 0.5
 
 
+@pytest.mark.parametrize("format", ["hermes", "llama3_json"])
+def test_calls_are_read_in_the_format_that_the_settings_name(tiny_model, sums, tmp_path, add, format):
+    made = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
+    scripted.use(lambda read, seed: "5" if "<tool_response>" in read else made)
+    more = {"actor_rollout_ref__rollout__multi_turn__format": format, "trainer__total_training_steps": 1}
+    rows = samples(run(tiny_model, sums, tmp_path, **TOOLS | more))
+    is_a_call = format == "llama3_json"
+    assert {row["num_turns"] for row in rows} == {1 + is_a_call} and add == [(2, 3)] * len(rows) * is_a_call
+    assert all(row["response"].endswith("</tool_response>5") == is_a_call for row in rows)
+
+
 def test_a_tool_that_answers_no_call_is_told_of_after_the_first_step_once_with_its_commonest_error(
     tiny_model, sums, tmp_path, capsys
 ):

@@ -5,6 +5,10 @@
     <tool_call>
     {"name": "search", "arguments": {"query": "..."}}
     </tool_call>
+
+`llama3_json` is what Llama 3.1 and later write: a turn that is nothing but calls, with `;` between several.
+
+    {"name": "search", "parameters": {"query": "..."}}
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 from posttrain.rollout.tools.base import ToolCall
 
@@ -21,6 +26,7 @@ class Unreadable(ValueError):
 
 
 CallFormat = Callable[[str], list[ToolCall | Unreadable]]
+_PYTHON_TAG, _LLAMA_CALL = "<|python_tag|>", re.compile(r'\{\s*"name"\s*:')
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -31,15 +37,42 @@ def hermes_calls(text: str) -> list[ToolCall | Unreadable]:
 
 def _hermes_call(text: str) -> ToolCall | Unreadable:
     try:
-        found = json.loads(text)
-        name, arguments = found["name"], found.get("arguments", {})
+        return _call(json.loads(text), "arguments")
+    except (ValueError, RecursionError):
+        return _no_object("arguments")
+
+
+def llama3_calls(text: str) -> list[ToolCall | Unreadable]:
+    """The calls of a turn that begins with one. JSON without a name and parameters is an answer, not a call."""
+    marked, rest = _PYTHON_TAG in text, text.partition(_PYTHON_TAG)[2] or text
+    rest, calls = rest.strip(), list[ToolCall | Unreadable]()
+    meant = marked or _LLAMA_CALL.match(rest) is not None
+    while rest.startswith("{"):
+        try:
+            found, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [*calls, _no_object("parameters")] if meant else calls
+        if not marked and not ({"name"} < found.keys() and found.keys() & {"parameters", "arguments"}):
+            return calls
+        calls.append(_call(found, "arguments" if "parameters" not in found else "parameters"))
+        rest = rest[end:].lstrip("; \n")
+    return calls or ([_no_object("parameters")] if marked else [])
+
+
+def _call(found: Any, key: str) -> ToolCall | Unreadable:
+    try:
+        name, arguments = found["name"], found.get(key, {})
         if isinstance(arguments, str):  # some write them as OpenAI's interface gives them
             arguments = json.loads(arguments)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return Unreadable('A tool call must be one JSON object: {"name": ..., "arguments": {...}}.')
+        return _no_object(key)
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Unreadable('In a tool call "name" is a text and "arguments" is an object.')
+        return Unreadable(f'In a tool call "name" is a text and "{key}" is an object.')
     return ToolCall(name, arguments)
 
 
-FORMATS: dict[str, CallFormat] = {"hermes": hermes_calls}
+def _no_object(key: str) -> Unreadable:
+    return Unreadable(f'A tool call must be one JSON object: {{"name": ..., "{key}": {{...}}}}.')
+
+
+FORMATS: dict[str, CallFormat] = {"hermes": hermes_calls, "llama3_json": llama3_calls}
