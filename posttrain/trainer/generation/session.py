@@ -121,7 +121,7 @@ class Session:
     ) -> None:
         device, settings = self.device, self.settings
         settle_generation(settings, self.source.config, device, len(todo), say)
-        module = load_module(self.source, device)
+        module = load_module(self.source, device).requires_grad_(False)
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
         longest = data.max_prompt_length + data.max_response_length
         note = check_positions(positions_of(module), longest)
