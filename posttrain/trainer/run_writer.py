@@ -48,7 +48,10 @@ class RunWriter:
         self.step = step
         self.traces.check(step + 1, self.total_steps)
         self.run.truncate_after(step if step else -1)
-        self.run.write_config(self.stored_config)
+        if step and step >= self.total_steps:
+            self._nothing_left(step)
+        else:
+            self.run.write_config(self.stored_config)
         self.history = (
             [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
         )
@@ -60,6 +63,16 @@ class RunWriter:
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
         write_status(self.run.path, "running", step, self.total_steps)
         self._stack.callback(Every(FRESH_S, self._keep_fresh).close)
+
+    def _nothing_left(self, step: int) -> None:
+        """All steps were made before. The settings on the disk stay those that made them, whatever is asked for now."""
+        if not getattr(self.config.trainer, "val_only", False):
+            say(
+                f"Nothing is left to train: {step} steps are done, and {self.total_steps} are asked for. For more, "
+                "raise trainer.total_training_steps or trainer.total_epochs; for a new run, give another "
+                "trainer.experiment_name."
+            )
+        self.total_steps = step
 
     def _keep_fresh(self) -> None:
         with suppress(OSError):  # a full disk is said by whoever writes what matters

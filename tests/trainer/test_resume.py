@@ -208,3 +208,18 @@ def test_a_resumed_run_compares_its_end_with_its_own_beginning(tiny_model, sums,
     said = capsys.readouterr().out
     assert "1 of 2 steps are done" in said
     assert "the same prompts before (step 0) and after (step 2):" in said
+
+
+def test_a_run_that_has_all_its_steps_says_so_and_keeps_the_settings_that_made_them(tiny_model, sums, tmp_path, capsys):
+    path = run(tiny_model, sums, tmp_path).path
+    before = {name: (path / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
+    capsys.readouterr()
+    for steps, status in ((2, '"total_steps": 2'), (1, '"total_steps": 2')):
+        again = run(tiny_model, sums, tmp_path, actor_rollout_ref__rollout__n=4, trainer__total_training_steps=steps)
+        said = capsys.readouterr().out
+        assert f"Nothing is left to train: 2 steps are done, and {steps} are asked for." in said
+        assert "actor_rollout_ref.rollout.n was 3, is now 4" in said, "each time: it was not used"
+        assert again.status == "finished" and status in (path / "status.json").read_text()
+        assert before == {name: (path / name).read_bytes() for name in before}
+    assert run(tiny_model, sums, tmp_path, trainer__total_training_steps=3).steps == 3
+    assert "Nothing is left" not in capsys.readouterr().out
