@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from posttrain.tracking.find import ROOT, find_run, runs_under
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import console_width
 from posttrain.tracking.row import STAGE_WORDS, clock
+from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import age, read_status, stands
 
 _WATCHED = ("reward_mean", "val/loss", "train/loss")
@@ -81,7 +83,7 @@ def _sample_file(folder: Path, step: int | None) -> Path:
 
     files = {int(path.stem.removeprefix("step_")): path for path in sample_files(folder / "samples")}
     if not files:
-        raise NothingToShow(f"{folder} holds no samples: the run has made no step, or tracking.samples_freq is 0.")
+        raise NothingToShow(f"{folder} holds no samples: {_why_no_samples(folder)}.")
     if step is None:
         return files[max(files)]
     if step not in files:
@@ -89,6 +91,17 @@ def _sample_file(folder: Path, step: int | None) -> Path:
         kept = ", ".join(map(str, sorted(near)))
         raise NothingToShow(f"{folder} has no samples of step {step} (tracking.samples_freq); nearest: {kept}.")
     return files[step]
+
+
+def _why_no_samples(folder: Path) -> str:
+    step = int(read_status(folder).get("step") or 0)
+    config = RunDirectory(folder.parent.parent, folder.parent.name, folder.name).read_config() or {}
+    freq = config.get("tracking", {}).get("samples_freq")
+    if not step or freq is None:
+        return "the run has made no step, or its trainer keeps none"
+    if not freq:
+        return "its tracking.samples_freq=0 keeps none"
+    return f"its tracking.samples_freq={freq} keeps those of every {freq} steps, and it is at step {step}"
 
 
 # -- plot
@@ -120,7 +133,9 @@ def _series(name: str, lines: list[dict[str, Any]], metric: str) -> tuple[list[f
     found = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), float | int)]
     if not found:
         have = sorted({key for line in lines for key in line if key != "step"})
-        raise NothingToShow(f"{name} has no metric `{metric}`. It has: {', '.join(have) or 'none yet'}.")
+        near = difflib.get_close_matches(metric, have, n=1)
+        hint = f"Did you mean `{near[0]}`? " if near else ""
+        raise NothingToShow(f"{name} has no metric `{metric}`. {hint}It has: {', '.join(have) or 'none yet'}.")
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -31,7 +31,8 @@ def main(args: Sequence[str]) -> int:
     from posttrain.view.server import Viewer
 
     with Viewer(answers, options.port) as viewer:
-        print(f"{len(answers.runs.folders())} runs: {viewer.address}\nCtrl-C ends it.", flush=True)
+        count = len(answers.runs.folders())
+        print(f"{count} {'run' if count == 1 else 'runs'}: {viewer.address}\nCtrl-C ends it.", flush=True)
         try:
             viewer.serve_forever()
         except KeyboardInterrupt:

@@ -65,7 +65,14 @@ def test_samples_shows_the_newest_or_the_asked_step_best_first_and_steers_no_ter
     assert "right at 1" in shown and "second?" not in shown
     assert main(["samples", "grpo-1", "--step", "2"]) == 2
     assert "no samples of step 2" in (said := capsys.readouterr().err) and "nearest: 1, 3" in said
-    assert main(["samples", "sft-1"]) == 2 and "holds no samples" in capsys.readouterr().err
+    assert main(["samples", "sft-1"]) == 2 and "holds no samples: the run has made no step" in capsys.readouterr().err
+    for freq, why in (
+        (10, "tracking.samples_freq=10 keeps those of every 10 steps, and it is at step 3"),
+        (0, "keeps none"),
+    ):
+        with RunDirectory("outputs", "project", "sft-1") as run:
+            run.write_config({"tracking": {"samples_freq": freq}})
+        assert main(["samples", "sft-1"]) == 2 and why in capsys.readouterr().err
     assert main(["samples", "grpo-7"]) == 2
     assert "There is no run `grpo-7`" in (said := capsys.readouterr().err) and "outputs/project/grpo-1" in said
 
@@ -79,6 +86,13 @@ def test_plot_draws_what_a_run_is_judged_by_or_the_asked_metric(outputs, capsys)
     assert "sft-1" in (outputs.parent / "both.svg").read_text()
     assert main(["plot", "grpo-1", "sft-1"]) == 2
     assert f"sft-1 has no metric `{METRIC}`. It has: perf/throughput, train/loss" in capsys.readouterr().err
+
+
+def test_a_mistyped_metric_is_answered_with_the_nearest(outputs, capsys):
+    assert main(["plot", "grpo-1", "--metric", "val/sums/mean@2"]) == 2
+    assert f"Did you mean `{METRIC}`? It has: " in capsys.readouterr().err
+    assert main(["plot", "grpo-1", "--metric", "zzz"]) == 2
+    assert "Did you mean" not in capsys.readouterr().err
 
 
 def test_curves_of_several_runs_have_one_scale(outputs, capsys):

@@ -74,6 +74,17 @@ def test_a_prompt_is_answered_on_standard_output_with_the_chat_template_unless_r
     assert "> 2 + 2 = ?\n--- 1 of 2\n" in shown and "> another\n" in shown and shown.count("--- 2 of 2") == 2
 
 
+def test_a_prompt_without_room_is_told_what_leaves_more(lively, capsys):
+    command = ["generate", str(lively), "--prompt", "1" * 300]
+    assert cli.main(command) == 2
+    assert "what the model's positions leave beside --max-tokens 256; a smaller one leaves more" in (
+        capsys.readouterr().err
+    )
+    assert cli.main([*command, "--max-tokens", "8"]) == 0
+    assert cli.main([*command, "data.max_prompt_length=64"]) == 2
+    assert "Nobody set it" not in capsys.readouterr().err
+
+
 def test_the_file_has_the_datas_rows_and_columns_and_formats_agree(generate, sums, tmp_path):
     lines, table = generate("--n", "3"), generate("--n", "3", out="out.parquet")
     assert lines == table and len(lines) == 12 and all(len(set(one)) == 3 for one in lines)

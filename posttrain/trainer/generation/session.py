@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from posttrain.data.dataset import PromptDataset, PromptItem
-from posttrain.data.rows import RowTable
+from posttrain.data.rows import DataError, RowTable
 from posttrain.errors import UserError
 from posttrain.models.loading import (
     check_positions,
@@ -76,12 +76,24 @@ class Session:
         with ExitStack() as opened:
             self.turns = opened.enter_context(opened_turns(self.config, self.tokenizer, self.device, say))
             tools = self.turns.schemas if self.turns else ()
-            self.prompts = PromptDataset(table, self.tokenizer, self.config.data, split="val", tools=tools)
+            self.prompts = self._prompts(table, tools)
             self._opened = opened.pop_all()
         self.dropped = len(table) - len(self.prompts)
         self.engine_name, self.speed = "", Speed()
         for note in self.prompts.notes if rewards else self.prompts.prompt_notes:
             say(f"note: {note}")
+
+    def _prompts(self, table: RowTable, tools: Any) -> PromptDataset:
+        data = self.config.data
+        try:
+            return PromptDataset(table, self.tokenizer, data, split="val", tools=tools)
+        except DataError as error:
+            if "data.max_prompt_length" in self.settings.given or "Raise data.max_prompt_length" not in str(error):
+                raise
+            raise DataError(
+                f"{error} Nobody set it: it is what the model's positions leave beside --max-tokens "
+                f"{data.max_response_length}; a smaller one leaves more."
+            ) from None
 
     def __enter__(self) -> Self:
         return self
