@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class Desk:
 
     def start(self) -> str:
         before, began = self.free(), time.perf_counter()
-        config = RolloutConfig(name="vllm", gpu_memory_utilization=0.3 if self.device.type == "cuda" else None)
+        share = 0.3 if self.device.type == "cuda" else None
+        config = RolloutConfig(name="vllm", gpu_memory_utilization=share, max_num_seqs=self.rows)
         made, said = build_engine(config, self.module, self.tokenizer, device=self.device, longest=64 + self.tokens)
         assert isinstance(made, VLLMEngine), said
         self.engine = made
@@ -161,6 +163,7 @@ class Desk:
         with tempfile.TemporaryDirectory() as place:
             run = [sys.executable, "-m", "posttrain.trainer.main_ppo", "algorithm.adv_estimator=grpo"]
             settings = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=4"]
+            settings += ["actor_rollout_ref.rollout.max_num_seqs=64"]
             settings += ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
             settings += ["trainer.total_training_steps=3", f"trainer.default_local_dir={place}"]
             path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -214,6 +217,7 @@ def _table(desk: Desk) -> int:
         try:
             said = check()
         except Exception as error:
+            traceback.print_exc()
             said, failed = f"FAILED: {type(error).__name__}: {error}", failed + 1
             if name == "start":
                 print(f"{name:30} {said}")

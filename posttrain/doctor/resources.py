@@ -79,7 +79,7 @@ def _engine(case: Case) -> Iterator[Finding]:
     case.report.fact(AREA, f"{found} generates.")
     if not is_tried(found):
         do = "the run proves its log-probs when it starts; if vLLM does not start, take a version that was tried"
-        what = f"{found} was not tried with posttrain; {', '.join(f'{known}.x' for known in TRIED)} was."
+        what = f"{found} was not tried with posttrain; {' and '.join(f'{known}.x' for known in TRIED)} were."
         yield Finding(NOTE, AREA, what, "the Python environment", do)
 
 
