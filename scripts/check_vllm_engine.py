@@ -164,6 +164,8 @@ class Desk:
             run = [sys.executable, "-m", "posttrain.trainer.main_ppo", "algorithm.adv_estimator=grpo"]
             settings = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=4"]
             settings += ["actor_rollout_ref.rollout.max_num_seqs=64"]
+            if self.device.type == "cuda":  # this process holds some of it
+                settings += ["actor_rollout_ref.rollout.gpu_memory_utilization=0.3"]
             settings += ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
             settings += ["trainer.total_training_steps=3", f"trainer.default_local_dir={place}"]
             path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
