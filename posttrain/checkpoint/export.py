@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.places import steps_in
 from posttrain.checkpoint.verify import read_manifest, verify
 
 HUGGINGFACE = "huggingface"
@@ -36,3 +37,12 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> P
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, copy)
     return target
+
+
+def refuse_run(path: Path) -> None:
+    """CheckpointError if this is the folder of a run, where one of its checkpoints belongs."""
+    folder = path / "checkpoints"
+    if folder.is_dir() and (path / "config.yaml").is_file():
+        steps = steps_in(folder)
+        hint = f", such as {folder / f'global_step_{steps[-1]}'}" if steps else " (it holds none)"
+        raise CheckpointError(f"{path} is the folder of a run; name one of its checkpoints{hint}.")

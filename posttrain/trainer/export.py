@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.export import HUGGINGFACE, export, free_folder
+from posttrain.checkpoint.export import HUGGINGFACE, export, free_folder, refuse_run
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest
 from posttrain.config.model import ModelConfig
@@ -32,6 +32,7 @@ def export_checkpoint(
 ) -> Path:
     """Write the model of `checkpoint` (`.../global_step_N`) into the new folder `out`; `adapter`: without its base."""
     source, target = Path(checkpoint), Path(out)
+    refuse_run(source)
     manager = CheckpointManager(source.parent)
     lora = stored_lora(manager, source)
     if lora is None and (adapter or base is not None):

@@ -204,6 +204,12 @@ def test_a_supervised_key_given_to_RL_is_answered_with_its_program(capsys: pytes
 def test_export_of_something_else_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
     assert "nothing" in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoints" / "global_step_12").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "is the folder of a run; name one of its checkpoints, such as" in said and "global_step_12." in said
+    assert "damaged" not in said
 
 
 def test_the_modules_own_entry_is_the_command():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.export import HUGGINGFACE
+from posttrain.checkpoint.export import HUGGINGFACE, refuse_run
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest, verify
 from posttrain.config.model import ModelConfig
@@ -51,10 +51,7 @@ def find_model(name: str, settings: Settings, say: Any) -> ModelSource:
     path = Path(os.path.expandvars(os.path.expanduser(name)))
     if is_checkpoint(name):
         return _of_checkpoint(name, path, model, say)
-    if (path / "checkpoints").is_dir() and (path / "config.yaml").is_file():
-        newest = sorted((path / "checkpoints").glob("global_step_*"), key=lambda p: p.stat().st_mtime)
-        hint = f", such as {newest[-1]}" if newest else " (it holds none)"
-        raise ModelError(f"{name} is the folder of a run; name one of its checkpoints{hint}")
+    refuse_run(path)
     return ModelSource(name, replace(model, path=local_or_hub(name)))
 
 

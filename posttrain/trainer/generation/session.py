@@ -58,7 +58,8 @@ class Speed:
 
     def __str__(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        return f"{self.responses:,} responses, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f} tokens/s)"
+        responses = "1 response" if self.responses == 1 else f"{self.responses:,} responses"
+        return f"{responses}, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f} tokens/s)"
 
 
 class Session:
