@@ -77,7 +77,11 @@ def test_files_have_the_calls_and_a_column_of_that_name_is_in_the_way_with_tools
                 wanted = {"turn": 1, "name": "add", "arguments": {"a": n, "b": n + 7}, "answer": str(2 * n + 7)}
                 assert made == wanted | {"error": None}
             last = f"so {2 * n + 7}" if n % 2 == 0 else "no idea"
+            assert row["own_words"] == [f"{call(n, n + 7)}\n{last}"] * 2
             assert row["responses"] == [f"{call(n, n + 7)}<tool_response>{2 * n + 7}</tool_response>{last}"] * 2
+        assert cli.main(["eval", "--responses", name, "reward.num_workers=1", "--out", f"scores of {name}"]) == 0
+        metrics = read_report(Path(f"scores of {name}"))["results"]["math_reasoning"]["metrics"]
+        assert metrics["accuracy"]["value"] == 0.5, "what the tool said is no answer"
     rows = [{"prompt": "1+1=", "tool_calls": "mine"}]
     Path("taken.jsonl").write_text(json.dumps(rows[0]))
     again = ["generate", str(tiny_model), "--data", "taken.jsonl", "--out", "again.jsonl", "--overwrite"]

@@ -10,7 +10,6 @@ from typing import Any
 
 from posttrain.data.rows import RowTable
 from posttrain.rewards.types import RewardResult
-from posttrain.texts import own_words
 from posttrain.tracking.redact import redact
 from posttrain.trainer.evaluation.report import make_report, write_report, write_samples
 from posttrain.trainer.evaluation.responses import answered_prompts
@@ -39,17 +38,14 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
                 data_source=item["data_source"],
                 ground_truth=item["ground_truth"],
                 extra_info=item["extra_info"],
-                more=_facts(row, session.tokenizer),
+                more=_facts(row),
             )
 
         for row in parts.table().to_pylist():
             feed(row)
         session.run(parts, lambda item, answers: feed(vars(answers)))
         results = scoring.finish()
-        prompts = [
-            _of_row(row, items[row["index"]], scoring, results, _facts(row, session.tokenizer))
-            for row in parts.table().to_pylist()
-        ]
+        prompts = [_of_row(row, items[row["index"]], scoring, results) for row in parts.table().to_pylist()]
     about = {
         "model": model,
         "engine": session.engine_name,
@@ -68,25 +64,18 @@ def _own_tokens(row: dict[str, Any]) -> list[int | None]:
     return [sum(marks) for marks in row["marks"]] if row["marks"] else [len(ids) for ids in row["response_ids"]]
 
 
-def _facts(row: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
+def _facts(row: dict[str, Any]) -> list[dict[str, Any]]:
     """What rewards are told of each response of several turns, as in a run; nothing without tools."""
     if not row["marks"]:
         return []
-    own = own_words(row["response_ids"], row["marks"], tokenizer)
-    columns = zip(own, row["num_turns"], row["tool_calls"], row["tool_rewards"], strict=True)
+    columns = zip(row["own_words"], row["num_turns"], row["tool_calls"], row["tool_rewards"], strict=True)
     return [
         {"own_words": words, "num_turns": turns, "tool_calls": len(json.loads(calls)), "tool_reward": reward}
         for words, turns, calls, reward in columns
     ]
 
 
-def _of_row(
-    row: dict[str, Any],
-    item: Any,
-    scoring: Scoring,
-    results: dict[Any, RewardResult],
-    facts: list[dict[str, Any]],
-) -> ScoredPrompt:
+def _of_row(row: dict[str, Any], item: Any, scoring: Scoring, results: dict[Any, RewardResult]) -> ScoredPrompt:
     found = [results[row["index"], number] for number in range(len(row["responses"]))]
     return ScoredPrompt(
         messages=item["raw_prompt"],
@@ -102,7 +91,7 @@ def _of_row(
         prompt_ids=item["prompt_ids"],
         response_ids=row["response_ids"],
         marks=row["marks"] or [],
-        own_words=[one["own_words"] for one in facts],
+        own_words=row["own_words"] or [],
         num_turns=row["num_turns"] or [],
         tool_calls=row["tool_calls"] or [],
     )
@@ -124,6 +113,7 @@ def evaluate_responses(
                 data_source=fields.data_source,
                 ground_truth=fields.ground_truth,
                 extra_info=fields.extra_info,
+                more=[{"own_words": words} for words in one.own_words],
             )
         results = scoring.finish()
         prompts = []
@@ -142,6 +132,7 @@ def evaluate_responses(
                     errors=[result.error for result in found],
                     finish_reasons=one.finish_reasons,
                     tokens=one.tokens,
+                    own_words=one.own_words,
                 )
             )
     about = {

@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.config.data import DataConfig
 from posttrain.data.fields import PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable
-from posttrain.trainer.generation.results import COLUMNS
+from posttrain.trainer.generation.results import COLUMNS, OF_TURNS
 
 SAMPLE_COLUMNS = ("uid", "sample", "score", "finish_reason", "response_ids")
 
@@ -21,6 +21,8 @@ class AnsweredPrompt:
     responses: list[str] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
     tokens: list[int | None] = field(default_factory=list)
+    own_words: list[str] = field(default_factory=list)
+    """With tools: what the model wrote of each response; empty without."""
 
 
 def answered_prompts(table: RowTable, config: DataConfig, response_key: str | None = None) -> list[AnsweredPrompt]:
@@ -41,6 +43,8 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
             groups[group] = AnsweredPrompt(_fields(table, number, config, key))
         one = groups[group]
         one.responses += texts
+        if whole and isinstance(row.get("own_words"), list) and len(row["own_words"]) == len(texts):
+            one.own_words += row["own_words"]
         one.finish_reasons += _listed(row, "finish_reasons", "finish_reason", len(texts))
         lengths = _listed(row, "response_tokens", "response_ids" if not whole else "", len(texts))
         one.tokens += [len(ids) if isinstance(ids, list) else ids for ids in lengths]
@@ -49,7 +53,8 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
 
 def _fields(table: RowTable, number: int, config: DataConfig, response_key: str) -> PromptFields:
     """The prompt's fields as training sees them: what was generated is no part of them."""
-    generated = {response_key, *COLUMNS, *(SAMPLE_COLUMNS if response_key == "response" else ())}
+    of_turns = OF_TURNS if "own_words" in table.rows[number] else ()
+    generated = {response_key, *COLUMNS, *of_turns, *(SAMPLE_COLUMNS if response_key == "response" else ())}
     kept = {name: value for name, value in table.rows[number].items() if name not in generated}
     one = RowTable([kept], [0], [table.number_of[number]], [table.files[table.file_of[number]]])
     return fields_of(one, 0, prompt_key=config.prompt_key, data_source=config.data_source)

@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import row_seeds
+from posttrain.texts import own_words
 from posttrain.trainer.generation.asking import Asking
 
 
@@ -22,6 +23,8 @@ class Answers:
     finish_reasons: list[str]
     marks: list[list[bool]] | None = None
     """With tools: which tokens the model wrote itself."""
+    own_words: list[str] | None = None
+    """With tools: what it wrote itself, a line for each turn: what built-in scorers read."""
     num_turns: list[int] | None = None
     tool_calls: list[str] | None = None
     """With tools: the calls of each response as JSON, as samples of a run have them."""
@@ -80,6 +83,7 @@ def _answers(index: int, outputs: dict[int, Output], decode: Callable[[list[int]
     if asking.turns is not None:
         records = [asking.turns.records.pop((index, number)) for number in range(len(outputs))]
         answers.marks = [list(map(bool, output.written or ())) for output in ordered]
+        answers.own_words = own_words(answers.response_ids, answers.marks, asking.turns.tokenizer)
         answers.num_turns = [record.turns for record in records]
         answers.tool_calls = [json.dumps(record.calls, ensure_ascii=False) for record in records]
         answers.tool_rewards = [record.reward for record in records]

@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
         "response_ids": pa.list_(pa.list_(pa.int32())),
         "finish_reasons": pa.list_(pa.string()),
         "marks": pa.list_(pa.list_(pa.bool_())),
+        "own_words": pa.list_(pa.string()),
         "num_turns": pa.list_(pa.int32()),
         "tool_calls": pa.list_(pa.string()),
         "tool_rewards": pa.list_(pa.float64()),

@@ -5,6 +5,7 @@
 | `responses` | the texts, one per sample |
 | `finish_reasons` | `stop`, or `length` where the limit cut one off (`turns`: no further turn was allowed) |
 | `response_tokens` | the number of tokens of each |
+| `own_words` | with tools: what the model wrote of each, without what it was told; scorers read it |
 | `tool_calls` | with tools: the calls of each as JSON, with arguments and answers |
 """
 
@@ -22,13 +23,14 @@ from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 
 COLUMNS = ("responses", "finish_reasons", "response_tokens")
-CALLS = "tool_calls"
+OF_TURNS = ("own_words", "tool_calls")
+"""Columns of responses with tools."""
 SUFFIXES = (".parquet", ".jsonl")
 
 
 def check_rows(table: RowTable, path: Path, *, tools: bool = False) -> None:
     """Whether the rows can be written there at all: found out before hours are spent on answering them."""
-    taken = [name for name in (*COLUMNS, *([CALLS] if tools else [])) if any(name in row for row in table.rows)]
+    taken = [name for name in (*COLUMNS, *(OF_TURNS if tools else ())) if any(name in row for row in table.rows)]
     if taken:
         raise DataError(f"{table.files[0]} has a column `{taken[0]}` already; rename it, or remove it from the rows.")
     if path.suffix == ".parquet":
@@ -37,12 +39,12 @@ def check_rows(table: RowTable, path: Path, *, tools: bool = False) -> None:
 
 def write_results(path: Path, table: RowTable, answers: pa.Table) -> int:
     """Write the rows that have answers, in their order; gives their number."""
-    names = ("index", "responses", "finish_reasons", "response_ids", "tool_calls")
+    names = ("index", "responses", "finish_reasons", "response_ids", *OF_TURNS)
     columns = {name: answers[name].to_pylist() for name in names}
     rows: list[dict[str, Any]] = []
-    for index, responses, reasons, ids, calls in zip(*columns.values(), strict=True):
+    for index, responses, reasons, ids, *of_turns in zip(*columns.values(), strict=True):
         made = {"responses": responses, "finish_reasons": reasons, "response_tokens": [len(one) for one in ids]}
-        made |= {} if calls is None else {CALLS: calls}
+        made |= {name: value for name, value in zip(OF_TURNS, of_turns, strict=True) if value is not None}
         rows.append({**table.rows[index], **made})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":

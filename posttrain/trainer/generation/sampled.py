@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from posttrain.texts import own_words
 from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.command import settings_folder
 from posttrain.trainer.generation.settings import USED, USED_BY_REWARDS, read_settings
@@ -31,14 +30,12 @@ def sample_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list
     with Session(options.model, table_of_rows(rows, name=options.data), settings) as session:
         session.run(None, lambda item, answers: found.update({answers.index: answers}))
     return [
-        {**rows[index], "response": text, "group": index, **_own(answers, number, session.tokenizer)}
+        {**rows[index], "response": text, "group": index, **_own(answers, number)}
         for index, answers in sorted(found.items())
         for number, text in enumerate(answers.responses)
     ]
 
 
-def _own(answers: Answers, number: int, tokenizer: Any) -> dict[str, str]:
+def _own(answers: Answers, number: int) -> dict[str, str]:
     """With tools: what the model wrote itself, which built-in scorers read."""
-    if answers.marks is None:
-        return {}
-    return {"own_words": own_words([answers.response_ids[number]], [answers.marks[number]], tokenizer)[0]}
+    return {} if answers.own_words is None else {"own_words": answers.own_words[number]}
