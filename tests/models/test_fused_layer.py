@@ -25,18 +25,20 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
 # Three units: a prompt of 7 with responses of 5, 3 and 20; a plain row of 11; a prompt of 4 with responses of 1 and 17.
 UNITS = [(7, [5, 3, 20]), (11, []), (4, [1, 17])]
 LENGTHS = [prompt + sum(responses) for prompt, responses in UNITS]
+LONG = [(150, [3, 140, 1]), (290, [])]  # more keys than are gone through at a time
 
 
-def layout(shared=True):
+def layout(shared=True, units=UNITS):
     segments, positions = [], []
-    for prompt, responses in UNITS:
+    for prompt, responses in units:
         segments += [torch.zeros(prompt, dtype=torch.long)]
         positions += [torch.arange(prompt)]
         for number, length in enumerate(responses, start=1):
             segments.append(torch.full((length,), number if shared else 0))
             positions.append(torch.arange(prompt, prompt + length))
     segment_T = torch.cat(segments)
-    return PackedLayout(LENGTHS, segment_T=segment_T if shared else None, position_T=torch.cat(positions))
+    lengths = [prompt + sum(responses) for prompt, responses in units]
+    return PackedLayout(lengths, segment_T=segment_T if shared else None, position_T=torch.cat(positions))
 
 
 def rows_of(place):
@@ -126,16 +128,18 @@ def test_weights_that_are_cut_over_ranks_stay_where_they_were_mapped(monkeypatch
 
 
 @needs_compiler
+@pytest.mark.parametrize("units", [UNITS, LONG], ids=["short", "long"])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 32), (4, 2, 16), (6, 2, 24), (3, 1, 8), (5, 1, 7)])
-def test_attention_equals_the_written_out_formula(heads, key_heads, size):
+def test_attention_equals_the_written_out_formula(heads, key_heads, size, units):
     """Against float64 over all pairs with a mask, for groups that do not fill the lanes and odd head sizes."""
-    place = layout()
+    place = layout(units=units)
+    lengths = place.lengths.tolist()
     generator = torch.Generator().manual_seed(heads)
-    tokens = sum(LENGTHS)
+    tokens = sum(lengths)
     shapes = [(tokens, count, size) for count in (heads, key_heads, key_heads)]
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     weights = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    unit_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    unit_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     segment_T = place.segment_T
     order = torch.arange(tokens)
     seen = (unit_T[:, None] == unit_T) & (order[:, None] >= order)

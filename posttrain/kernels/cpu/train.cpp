@@ -11,15 +11,83 @@
 namespace {
 
 constexpr int LANES = 16;
-typedef float Lanes __attribute__((vector_size(64)));
+constexpr float NEVER = -3e38f, HIDDEN = -1e38f; // scores of tokens that are not seen, and what they stay below
 
-inline Lanes every(float x) { return Lanes{} + x; }
+// 16 numbers in registers as wide as the processor has them: wider ones would live in memory. A tile is as many sums of 16 as
+// fit into its registers beside what is multiplied.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 64, TILE = 8;
+#elif defined(__AVX__)
+constexpr int WIDTH = 32, TILE = 4;
+#else
+constexpr int WIDTH = 16, TILE = 4;
+#endif
+constexpr int PARTS = LANES * 4 / WIDTH;
+typedef float Register __attribute__((vector_size(WIDTH)));
+typedef int32_t Whole __attribute__((vector_size(WIDTH)));
+typedef float Anywhere __attribute__((vector_size(WIDTH), aligned(4), may_alias));
+struct Lanes {
+  Register part[PARTS];
+};
+#define EACH_PART _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++)
+
 inline Lanes read(const float *x) {
   Lanes to;
-  __builtin_memcpy(&to, x, sizeof to);
+  EACH_PART to.part[p] = *reinterpret_cast<const Anywhere *>(x + p * (LANES / PARTS));
   return to;
 }
-inline void write(float *to, Lanes x) { __builtin_memcpy(to, &x, sizeof x); }
+inline void write(float *to, const Lanes &x) {
+  EACH_PART *reinterpret_cast<Anywhere *>(to + p * (LANES / PARTS)) = x.part[p];
+}
+inline Lanes every(float x) {
+  Lanes to;
+  EACH_PART to.part[p] = Register{} + x;
+  return to;
+}
+inline void add(Lanes &sum, float x, const Lanes &y) { EACH_PART sum.part[p] += x * y.part[p]; }
+inline void add(Lanes &sum, const Lanes &y) { EACH_PART sum.part[p] += y.part[p]; }
+inline Lanes times(const Lanes &x, const Lanes &y) {
+  Lanes to;
+  EACH_PART to.part[p] = x.part[p] * y.part[p];
+  return to;
+}
+inline Lanes larger(const Lanes &x, const Lanes &y) {
+  Lanes to;
+  EACH_PART to.part[p] = x.part[p] > y.part[p] ? x.part[p] : y.part[p];
+  return to;
+}
+inline Lanes smaller(const Lanes &x, float y) {
+  Lanes to;
+  EACH_PART to.part[p] = x.part[p] < y ? x.part[p] : Register{} + y;
+  return to;
+}
+inline void write_added(float *to, const Lanes &x) {
+  Lanes sum = read(to);
+  add(sum, x);
+  write(to, sum);
+}
+
+// e^x as `exp_of` of one number has it, 16 at a time; 0 for tokens that are not seen.
+inline Lanes exp_of(const Lanes &of) {
+  constexpr float ROUND = 12582912.0f; // numbers this large have no digits behind the point
+  Lanes to;
+  EACH_PART {
+    Register x = of.part[p] < -87.0f ? Register{} - 87.0f : of.part[p];
+    Register n = (x * 1.44269504088896341f + ROUND) - ROUND;
+    Register r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Register e = Register{} + 1.9875691500e-4f;
+    e = e * r + 1.3981999507e-3f;
+    e = e * r + 8.3334519073e-3f;
+    e = e * r + 4.1665795894e-2f;
+    e = e * r + 1.6666665459e-1f;
+    e = e * r + 5.0000001201e-1f;
+    e = e * r * r + r + 1.0f;
+    e = e * Register((__builtin_convertvector(n, Whole) + 127) << 23);
+    to.part[p] = of.part[p] > HIDDEN ? e : Register{};
+  }
+  return to;
+}
 
 struct Shape { // mirrored by kernels/train.py
   int64_t tokens, units;
@@ -79,7 +147,8 @@ inline void some_products(const float *rows, int64_t stride, int size, const Blo
   for (int i = 0; i < N; i++) row[i] = rows + block.key(j + i) * stride;
   for (int d = 0; d < size; d++) {
     Lanes column = read(columns + d * LANES);
-    for (int i = 0; i < N; i++) sum[i] += every(row[i][d]) * column;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) add(sum[i], row[i][d], column);
   }
   for (int i = 0; i < N; i++) write(out + (j + i) * LANES, sum[i]);
 }
@@ -87,70 +156,75 @@ inline void some_products(const float *rows, int64_t stride, int size, const Blo
 // out[j] = sum over d of rows[key j][d] * columns[d].
 inline void products(const float *rows, int64_t stride, int size, const Block &block, const float *columns, float *out) {
   int64_t keys = block.keys(), j = 0;
-  for (; j + 8 <= keys; j += 8) some_products<8>(rows, stride, size, block, columns, j, out);
+  for (; j + TILE <= keys; j += TILE) some_products<TILE>(rows, stride, size, block, columns, j, out);
   for (; j + 2 <= keys; j += 2) some_products<2>(rows, stride, size, block, columns, j, out);
   for (; j < keys; j++) some_products<1>(rows, stride, size, block, columns, j, out);
 }
 
-// to[d] = sum over keys of rows[key j][d] * weights[j], eight d at a time.
+constexpr int64_t NEAR = 128; // keys whose weights stay in the nearest cache while all numbers of a head are gone through
+
+// to[d] = sum over keys of rows[key j][d] * weights[j], a tile of d at a time.
 inline void mix(const float *rows, int64_t stride, int size, const Block &block, const float *weights, float *to) {
-  int64_t keys = block.keys();
-  int d = 0;
-  for (; d + 8 <= size; d += 8) {
-    Lanes sum[8] = {};
-    for (int64_t j = 0; j < keys; j++) {
-      const float *row = rows + block.key(j) * stride + d;
-      Lanes w = read(weights + j * LANES);
-      for (int i = 0; i < 8; i++) sum[i] += every(row[i]) * w;
+  for (int64_t from = 0, keys = block.keys(); from < keys; from += NEAR) {
+    int64_t end = std::min(from + NEAR, keys);
+    int d = 0;
+    for (; d + TILE <= size; d += TILE) {
+      Lanes sum[TILE];
+      for (int i = 0; i < TILE; i++) sum[i] = from ? read(to + (d + i) * LANES) : every(0.0f);
+      for (int64_t j = from; j < end; j++) {
+        const float *row = rows + block.key(j) * stride + d;
+        Lanes w = read(weights + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < TILE; i++) add(sum[i], row[i], w);
+      }
+      for (int i = 0; i < TILE; i++) write(to + (d + i) * LANES, sum[i]);
     }
-    for (int i = 0; i < 8; i++) write(to + (d + i) * LANES, sum[i]);
-  }
-  for (; d < size; d++) {
-    Lanes sum{};
-    for (int64_t j = 0; j < keys; j++) sum += every(rows[block.key(j) * stride + d]) * read(weights + j * LANES);
-    write(to + d * LANES, sum);
+    for (; d < size; d++) {
+      Lanes sum = from ? read(to + d * LANES) : every(0.0f);
+      for (int64_t j = from; j < end; j++) add(sum, rows[block.key(j) * stride + d], read(weights + j * LANES));
+      write(to + d * LANES, sum);
+    }
   }
 }
 
 // rows[key j][d] += sum over lanes of weights[j][lane] * columns[lane][d]; columns lie as (16, size).
 inline void spread(float *rows, int64_t stride, int size, const Block &block, const float *weights, const float *columns) {
-  int64_t keys = block.keys();
-  int d = 0;
-  for (; d + LANES <= size; d += LANES) {
-    int64_t j = 0;
-    for (; j + 4 <= keys; j += 4) {
-      Lanes sum[4] = {};
-      for (int lane = 0; lane < LANES; lane++) {
-        Lanes column = read(columns + lane * size + d);
-        for (int i = 0; i < 4; i++) sum[i] += every(weights[(j + i) * LANES + lane]) * column;
+  for (int64_t from = 0, keys = block.keys(); from < keys; from += NEAR) {
+    int64_t end = std::min(from + NEAR, keys);
+    int d = 0;
+    for (; d + LANES <= size; d += LANES) {
+      int64_t j = from;
+      for (; j + 4 <= end; j += 4) {
+        Lanes sum[4] = {};
+        for (int lane = 0; lane < LANES; lane++) {
+          Lanes column = read(columns + lane * size + d);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) add(sum[i], weights[(j + i) * LANES + lane], column);
+        }
+        for (int i = 0; i < 4; i++) write_added(rows + block.key(j + i) * stride + d, sum[i]);
       }
-      for (int i = 0; i < 4; i++) {
-        float *row = rows + block.key(j + i) * stride + d;
-        write(row, read(row) + sum[i]);
+      for (; j < end; j++) {
+        Lanes sum{};
+        for (int lane = 0; lane < LANES; lane++) add(sum, weights[j * LANES + lane], read(columns + lane * size + d));
+        write_added(rows + block.key(j) * stride + d, sum);
       }
     }
-    for (; j < keys; j++) {
-      Lanes sum{};
-      for (int lane = 0; lane < LANES; lane++) sum += every(weights[j * LANES + lane]) * read(columns + lane * size + d);
-      float *row = rows + block.key(j) * stride + d;
-      write(row, read(row) + sum);
-    }
+    for (; d < size; d++)
+      for (int64_t j = from; j < end; j++) {
+        float sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += weights[j * LANES + lane] * columns[lane * size + d];
+        rows[block.key(j) * stride + d] += sum;
+      }
   }
-  for (; d < size; d++)
-    for (int64_t j = 0; j < keys; j++) {
-      float sum = 0;
-      for (int lane = 0; lane < LANES; lane++) sum += weights[j * LANES + lane] * columns[lane * size + d];
-      rows[block.key(j) * stride + d] += sum;
-    }
 }
 
-constexpr float NEVER = -3e38f;
-
-// Scores of tokens that a lane does not see.
+// Scores of tokens that a lane does not see: later ones and, where lanes are of several responses, those of the others.
 inline void hide(const Sight &sight, const Block &block, float *scores) {
   int32_t own[LANES], first[LANES], prompt_end = int32_t(block.prompt_end);
   for (int lane = 0; lane < LANES; lane++) own[lane] = int32_t(block.token[lane]), first[lane] = sight.first[own[lane]];
-  for (int64_t j = block.shared; j < block.keys(); j++) {
+  bool together = first[LANES - 1] == first[0];
+  int64_t later = block.keys() - (block.high - 1 - block.token[0]);
+  for (int64_t j = together ? std::max(block.shared, later) : block.shared; j < block.keys(); j++) {
     int32_t token = int32_t(block.key(j));
     float *row = scores + j * LANES;
 #pragma omp simd
@@ -190,17 +264,17 @@ void attention_forward(const Shape &at, const Sight &sight, const float *query, 
         products(key + head * size, stride, size, block, room.query.data(), scores);
         hide(sight, block, scores);
         int64_t keys = block.keys();
-        alignas(64) float top[LANES], sum[LANES] = {};
-        std::fill(top, top + LANES, NEVER);
-        for (int64_t j = 0; j < keys; j++)
-#pragma omp simd
-          for (int l = 0; l < LANES; l++) top[l] = scores[j * LANES + l] > top[l] ? scores[j * LANES + l] : top[l];
-        for (int64_t j = 0; j < keys; j++)
-#pragma omp simd
-          for (int l = 0; l < LANES; l++) {
-            float s = scores[j * LANES + l];
-            sum[l] += scores[j * LANES + l] = s > NEVER ? exp_of(s - top[l]) : 0.0f;
-          }
+        Lanes most = every(NEVER), all = every(0.0f);
+        for (int64_t j = 0; j < keys; j++) most = larger(read(scores + j * LANES), most);
+        for (int64_t j = 0; j < keys; j++) {
+          Lanes score = read(scores + j * LANES);
+          add(score, -1.0f, most);
+          score = exp_of(score);
+          write(scores + j * LANES, score);
+          add(all, score);
+        }
+        alignas(64) float top[LANES], sum[LANES];
+        write(top, most), write(sum, all);
         mix(value + head * size, stride, size, block, scores, room.out.data());
         for (int lane = 0; lane < block.count; lane++) {
           int64_t place = block.token[lane] * at.query_heads + block.head[lane];
@@ -247,14 +321,14 @@ void attention_backward(const Shape &at, const Sight &sight, const float *query,
         products(key + head * size, stride, size, block, room.query.data(), p);
         hide(sight, block, p);
         products(value + head * size, stride, size, block, room.gradient.data(), ds);
-        for (int64_t j = 0; j < keys; j++)
-#pragma omp simd
-          for (int l = 0; l < LANES; l++) {
-            float s = p[j * LANES + l];
-            float w = s > NEVER ? exp_of(std::min(s - sums[l], 0.0f)) : 0.0f;
-            p[j * LANES + l] = w;
-            ds[j * LANES + l] = w * (ds[j * LANES + l] - delta[l]);
-          }
+        Lanes total = read(sums), mean = read(delta);
+        for (int64_t j = 0; j < keys; j++) {
+          Lanes weight = read(p + j * LANES), slope = read(ds + j * LANES);
+          add(weight, -1.0f, total), add(slope, -1.0f, mean);
+          weight = exp_of(smaller(weight, 0.0f));
+          write(p + j * LANES, weight);
+          write(ds + j * LANES, times(weight, slope));
+        }
         mix(key + head * size, stride, size, block, ds, room.out.data());
         for (int lane = 0; lane < block.count; lane++) {
           int64_t place = block.token[lane] * at.query_heads + block.head[lane];
