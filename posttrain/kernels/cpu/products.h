@@ -6,6 +6,7 @@
 
 #pragma once
 #include "attention.h"
+#include "lanes.h"
 
 #ifdef __AMX_BF16__
 #include <immintrin.h>
@@ -23,24 +24,26 @@ template <typename T> struct Product {
   int64_t inner, outer; // width of the input; columns of the result before gating
 };
 
-typedef float Vector __attribute__((vector_size(64)));
-
-inline Vector same(float x) { return Vector{} + x; }
+constexpr int HALVES = WIDTH == 64 ? 2 : 1; // of a tile's columns, whose sums fit into the registers together
 
 // 8 rows x 32 columns, float32.
 inline void block_product(const float *x, int64_t stride, const float *weight, int64_t inner, float *to) {
-  Vector sum[8][2] = {};
-  const Vector *w = (const Vector *)weight;
-  for (int64_t k = 0; k < inner; k++) {
-    Vector w0 = w[2 * k], w1 = w[2 * k + 1];
-    for (int r = 0; r < 8; r++) {
-      Vector a = same(x[r * stride + k]);
-      sum[r][0] += a * w0;
-      sum[r][1] += a * w1;
+  for (int half = 0; half < 2; half += HALVES)
+    for (int first = 0; first < 8; first += TILE) {
+      Lanes sum[TILE][HALVES] = {};
+      const float *row = x + first * stride;
+      for (int64_t k = 0; k < inner; k++) {
+        Lanes w[HALVES];
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) w[h] = read(weight + k * COLUMNS + (half + h) * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < TILE; r++)
+#pragma GCC unroll 2
+          for (int h = 0; h < HALVES; h++) add(sum[r][h], row[r * stride + k], w[h]);
+      }
+      for (int r = 0; r < TILE; r++)
+        for (int h = 0; h < HALVES; h++) write(to + (first + r) * COLUMNS + (half + h) * LANES, sum[r][h]);
     }
-  }
-  for (int r = 0; r < 8; r++)
-    for (int half = 0; half < 2; half++) *(Vector *)(to + r * COLUMNS + half * 16) = sum[r][half];
 }
 
 // `rows` (at most ROWS, rounded up to what is computed together) x 32 columns into `to`.

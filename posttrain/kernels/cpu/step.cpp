@@ -246,9 +246,9 @@ void run_steps(const Model &model, const Workspace &work, const Layout &given, c
 FOR_TYPE(f32, float)
 FOR_TYPE(bf16, bf16)
 
-// Whether this processor has the instructions that the products of a type are written for, and lets us use them.
+// Whether this processor has the instructions that the products of a type were measured with, and lets us use them.
 extern "C" int can_multiply_f32() {
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__aarch64__)
   return 1;
 #else
   return 0;
