@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.sandbox import Sandbox, SandboxError
 
-INSTRUCTIONS = {"float32": "avx512f", "bfloat16": "amx_bf16"}
+INSTRUCTIONS = {"float32": {"avx512f", "asimd"}, "bfloat16": {"amx_bf16"}}  # asimd: of 64-bit ARM
 
 
 @cache
@@ -45,4 +45,5 @@ def has_compiler() -> bool:
 def multiplies(dtype: str) -> bool:
     """Whether the processor has the instructions that whole steps of this type are written for."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if has_compiler() else []
-    return INSTRUCTIONS[dtype] in next((line for line in lines if line.startswith("flags")), "").split()
+    known = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    return not INSTRUCTIONS[dtype].isdisjoint(known)

@@ -34,5 +34,6 @@ def test_a_run_decodes_with_the_engine_that_a_file_of_the_working_folder_registe
 def test_a_module_that_does_not_register_the_engine_ends_the_run_before_a_model_is_loaded(tiny_model, sums, tmp_path):
     empty = tmp_path / "empty.py"
     empty.write_text("")
-    with pytest.raises(UserError, match=r"rollout\.name=mine: there is no such rollout engine; known: native, hf, vllm\."):
+    said = r"rollout\.name=mine: there is no such rollout engine; known: native, hf, vllm\."
+    with pytest.raises(UserError, match=said):
         run(tiny_model, sums, tmp_path / "out", actor_rollout_ref__model__external_lib=str(empty), **NAME)
