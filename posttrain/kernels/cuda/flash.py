@@ -146,4 +146,5 @@ def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_
     over = back(grad, query, key, value, out, logsum, pieces.over, False)
     assert pieces.copies_N4 is not None
     grad_query = add_rows(grads[0], over[0], pieces.response_R)
-    return (grad_query, *add_copies(grads[1:], over[1:], pieces.copies_N4))
+    grad_key, grad_value = add_copies(grads[1:], over[1:], pieces.copies_N4)
+    return grad_query, grad_key, grad_value
