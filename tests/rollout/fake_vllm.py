@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from posttrain.rollout.vllm.build import VARIABLES
+
 
 @dataclass
 class SamplingParams:
@@ -157,8 +159,11 @@ def _sampled(logits: torch.Tensor, row: _Running) -> tuple[int, float]:
 
 
 def install(monkeypatch: Any) -> type[LLMEngine]:
-    """`import vllm` gives this one until the test ends."""
+    """`import vllm` gives this one until the test ends, and what an engine sets in the environment ends with it."""
     LLMEngine.made = []
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", *VARIABLES):
+        monkeypatch.setenv(name, "")  # only what it has set does it take back
+        monkeypatch.delenv(name)
     parts = {
         "vllm": {
             "EngineArgs": EngineArgs,
