@@ -5,6 +5,7 @@
 // from unit-stride loops without horizontal sums.
 
 #pragma once
+#include "lanes.h"
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -30,17 +31,8 @@ inline void store(bf16 *to, float x) {
 // e^x to about 1e-7 of itself, in a form that compilers vectorise; x is at most 0 here.
 inline float exp_of(float x) {
   x = x < -87.0f ? -87.0f : x;
-  float n = std::nearbyint(x * 1.44269504088896341f);
-  float r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * __builtin_bit_cast(float, int32_t(int32_t(n) + 127) << 23);
+  float n = std::nearbyint(x * EXP_SCALE);
+  return exp_near_0(x, n) * __builtin_bit_cast(float, int32_t(int32_t(n) + 127) << 23);
 }
 
 // The cache of one layer. A row is a list of blocks; block j holds its tokens from position starts[j] up to the next
@@ -139,7 +131,6 @@ void mix_values(const Cache<T> &cache, const Span &span, int column, float *cons
 template <int N, typename T>
 void attend(const Cache<T> &cache, int row, int head, const float *query, const int *begin, const int *end, float *out,
             std::vector<float> &scratch) {
-  constexpr float NEVER = -3e38f;
   Span span{row, head, 0, 0, *std::min_element(begin, begin + N), *std::max_element(end, end + N)};
   span.low = cache.block_of(row, span.begin), span.high = cache.block_of(row, span.end - 1);
   int width = (span.high - span.low + 1) * BLOCK;

@@ -62,23 +62,28 @@ inline void write_added(float *to, const Lanes &x) {
 
 constexpr float NEVER = -3e38f, HIDDEN = -1e38f; // scores of tokens that are not seen, and what they stay below
 
+// e^x is 2^n times e^r, where n is the whole number nearest to x * EXP_SCALE; this is e^r. One number, or a register of them.
+constexpr float EXP_SCALE = 1.44269504088896341f;
+template <typename Number> inline Number exp_near_0(Number x, Number n) {
+  Number r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Number p = Number{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  return p * r * r + r + 1.0f;
+}
+
 // e^x as `exp_of` of one number has it, 16 at a time; 0 for tokens that are not seen.
 inline Lanes exp_of(const Lanes &of) {
   constexpr float ROUND = 12582912.0f; // numbers this large have no digits behind the point
   Lanes to;
   EACH_PART {
     Register x = of.part[p] < -87.0f ? Register{} - 87.0f : of.part[p];
-    Register n = (x * 1.44269504088896341f + ROUND) - ROUND;
-    Register r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    Register e = Register{} + 1.9875691500e-4f;
-    e = e * r + 1.3981999507e-3f;
-    e = e * r + 8.3334519073e-3f;
-    e = e * r + 4.1665795894e-2f;
-    e = e * r + 1.6666665459e-1f;
-    e = e * r + 5.0000001201e-1f;
-    e = e * r * r + r + 1.0f;
-    e = e * Register((__builtin_convertvector(n, Whole) + 127) << 23);
+    Register n = (x * EXP_SCALE + ROUND) - ROUND;
+    Register e = exp_near_0(x, n) * Register((__builtin_convertvector(n, Whole) + 127) << 23);
     to.part[p] = of.part[p] > HIDDEN ? e : Register{};
   }
   return to;

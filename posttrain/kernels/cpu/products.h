@@ -6,7 +6,6 @@
 
 #pragma once
 #include "attention.h"
-#include "lanes.h"
 
 #ifdef __AMX_BF16__
 #include <immintrin.h>

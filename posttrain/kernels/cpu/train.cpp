@@ -6,7 +6,6 @@
 // of threads.
 
 #include "attention.h"
-#include "lanes.h"
 #include <omp.h>
 
 namespace {
