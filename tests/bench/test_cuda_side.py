@@ -174,6 +174,18 @@ def test_the_steps_that_verl_prints_are_read(monkeypatch):
     assert found["response_length/mean"] == 512.0 and found["timing_s/step"] == 20.0
 
 
+def test_verl_is_asked_for_the_work_that_the_others_do(monkeypatch):
+    """No reference, no KL, no second pass for old log-probs, one optimizer step of all rows."""
+    monkeypatch.syspath_prepend(str(PEERS))
+    job = {"prompts": 4, "n": 8, "prompt_tokens": 16, "tokens": 32, "model": "m", "checkpointing": False, "lora_rank": 0}
+    job |= {"lr": 1e-5, "weight_decay": 0.0, "lengths": "fixed", "steps": 2, "settings": {}}
+    given = importlib.import_module("run_verl").overrides(job, Path("folder"), Path("reward.py"))
+    assert given["algorithm.rollout_correction.bypass_mode"] is True
+    assert given["actor_rollout_ref.actor.use_kl_loss"] is given["algorithm.use_kl_in_reward"] is False
+    assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == given["data.train_batch_size"] == 4
+    assert given["actor_rollout_ref.rollout.ignore_eos"] is True and given["actor_rollout_ref.rollout.n"] == 8
+
+
 def test_verl_cut_off_tells_how_far_it_came(monkeypatch):
     """Its own processes may hold the pipe after it was ended; a second step that is missing leaves the first."""
     monkeypatch.syspath_prepend(str(PEERS))

@@ -160,6 +160,17 @@ def test_attention_equals_the_written_out_formula(heads, key_heads, size, units)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@needs_compiler
+def test_a_token_that_is_not_seen_has_no_weight_however_large_it_is():
+    place, generator = layout(), torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(sum(LENGTHS), 2, 16, generator=generator) for _ in range(3))
+    plain, _ = train.attention_forward(query, key, value, place.sight, 0.3)
+    value[LENGTHS[0] - 1] = 3e38  # the last of the first unit: nobody else sees it
+    found, _ = train.attention_forward(query, key, value, place.sight, 0.3)
+    others = torch.arange(sum(LENGTHS)) != LENGTHS[0] - 1
+    assert torch.equal(found[others], plain[others])
+
+
 def test_sight_finds_prompts_and_where_responses_start():
     sight = layout().sight
     assert sight.unit_starts.tolist() == [0, 35, 46, 68]
