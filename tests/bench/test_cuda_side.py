@@ -177,7 +177,8 @@ def test_the_steps_that_verl_prints_are_read(monkeypatch):
 def test_verl_is_asked_for_the_work_that_the_others_do(monkeypatch):
     """No reference, no KL, no second pass for old log-probs, one optimizer step of all rows."""
     monkeypatch.syspath_prepend(str(PEERS))
-    job = {"prompts": 4, "n": 8, "prompt_tokens": 16, "tokens": 32, "model": "m", "checkpointing": False, "lora_rank": 0}
+    job = {"prompts": 4, "n": 8, "prompt_tokens": 16, "tokens": 32, "model": "m"}
+    job |= {"checkpointing": False, "lora_rank": 0}
     job |= {"lr": 1e-5, "weight_decay": 0.0, "lengths": "fixed", "steps": 2, "settings": {}}
     given = importlib.import_module("run_verl").overrides(job, Path("folder"), Path("reward.py"))
     assert given["algorithm.rollout_correction.bypass_mode"] is True
