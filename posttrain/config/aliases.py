@@ -42,6 +42,8 @@ MOVED_SECTIONS: dict[str, str] = {
 """Prefix -> prefix; applied before the renames below. The first that fits is taken."""
 SWITCHES = (f"{_ROLLOUT}.multi_turn",)
 """Free dicts that are switched by their own name: `KEY=True` is `KEY.enable=True`."""
+JOINED = (*SWITCHES, f"{_ROLLOUT}.engine_kwargs", f"{_ROLLOUT}.engine_kwargs.vllm")
+"""Free dicts that keys outside of them write into, too: one that is given whole does not replace what these say."""
 
 RENAMED: dict[str, str] = {
     "algorithm.name": "algorithm.adv_estimator",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
+from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.parallel import check_sizes, one_worker
 from posttrain.config.problem import Problem
@@ -138,5 +139,6 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_sizes,
     check_ray,
     check_turns,
+    check_engine_kwargs,
     one_process,
 ]

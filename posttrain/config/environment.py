@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.config.closest import closest
+from posttrain.config.engine_kwargs import KEY, given_for, installed_arguments, unknown
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
@@ -178,6 +179,8 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     if not is_installed():
         what = f"`{_ROLLOUT}.name=vllm`: the package vllm is not installed in this environment."
         yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), INSTALL)
+    elif (given := given_for("vllm", resolved.value(KEY))) and (known := installed_arguments()) is not None:
+        yield from (Problem(what, resolved.where(KEY), do) for what, do in unknown(given, known))
     key = f"{_ROLLOUT}.tensor_model_parallel_size"
     if (size := resolved.value(key)) > 1:
         what = f"`{key}={size}`: a vLLM engine over several devices is not built; every worker has one of its own."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.aliases import SWITCHES, canonical, nearest, spellings
+from posttrain.config.aliases import JOINED, SWITCHES, canonical, nearest, spellings
 from posttrain.config.compose import Composed, Layer, flatten
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
@@ -121,8 +121,8 @@ def add(
     key, leaf = found.key, leaf_of(found.key)
     if key in SWITCHES and str(value).lower() in ("true", "false"):
         key = f"{key}.enable"
-    elif key in SWITCHES and isinstance(value, dict):  # what other spellings have put into it stays
-        for inner, inner_value in value.items():
+    elif key in JOINED and (inside := _whole_dict(value)) is not None:  # what other spellings have put into it stays
+        for inner, inner_value in inside.items():
             add(merged, f"{key}.{inner}", inner_value, source, rank, explicit=explicit, from_file=from_file)
         return
     if leaf is not None and leaf.key != key:
@@ -132,7 +132,7 @@ def add(
             _not_yaml(merged, spelling, value, source, error)
             return
     optional = leaf is not None and split_hint(leaf.hint)[1]
-    if key != spelling and not optional and str(value).lower() in NULLS:
+    if (key != spelling or key in JOINED) and not optional and str(value).lower() in NULLS:
         return  # in verl the other name is then unset, and the setting counts
     if value is None and from_file and not optional:
         merged.note(f"`{spelling}:` in {source} is empty and counts as not given.")
@@ -183,6 +183,16 @@ def _inside(merged: Merged, leaf_key: str, key: str, value: Any) -> dict[str, An
         inner = inner[part]
     inner[last] = parse_yaml(value) if isinstance(value, str) and value and not value.startswith("$") else value
     return whole
+
+
+def _whole_dict(value: Any) -> dict[str, Any] | None:
+    """A dict, also one that is written out; None for all else, which is judged where its type is known."""
+    if isinstance(value, str) and value.startswith("{") and "${" not in value:
+        try:
+            value = parse_yaml(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, dict) else None
 
 
 def _not_yaml(merged: Merged, key: str, value: Any, source: str, error: ValueError) -> None:

@@ -65,4 +65,6 @@ class RolloutConfig(Section):
     multi_turn: dict[str, Any] = field(default_factory=dict)
     """Responses of several turns, in which the model calls tools: `multi_turn=True tools=[calculator]`; what else
     there is to set stands in docs/tools.md."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the rollout engine's own, under its name (`engine_kwargs.vllm`); docs/rollout.md says which."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

@@ -10,6 +10,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
+from posttrain.config.engine_kwargs import longest_row
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor import counting, meta_models, on_cuda
 from posttrain.doctor.counting import ModelBytes
@@ -195,7 +196,9 @@ def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter,
     cache = shape.wave * shape.longest * per_token
     if serving:  # the engine takes its share of the device at once, working memory included
         if rollout.name == "vllm" and (rollout.kv_cache_gb is not None or device.kind == "cpu"):
-            cache = allowed_cache(rollout, device.kind, device.bytes, shape.longest + 1, per_token)
+            cache = allowed_cache(
+                rollout, device.kind, device.bytes, longest_row(rollout.engine_kwargs, shape.longest) + 1, per_token
+            )
             temporary = _step_peak(config, device, shape, counter)
             return {"rollout weights": copy, "KV cache": cache, "temporary tensors": temporary}
         if rollout.gpu_memory_utilization is not None:

@@ -53,7 +53,7 @@ def test_a_name_is_meant_only_where_it_is_a_slip_away(word, known, found):
         (f"{ROLLOUT}.lora_adapter_path", f"did you mean `{MODEL}.lora_adapter_path`?"),
         ("data.train_batch_siz", "did you mean `data.train_batch_size`?"),
         (f"{ACTOR}.use_dynamic_bzs", f"did you mean `{ACTOR}.use_dynamic_bsz`?"),
-        (f"{ROLLOUT}.enforce_eagre", f"did you mean `{ROLLOUT}.enforce_eager`?"),
+        (f"{ROLLOUT}.enforce_eagre", f"did you mean `{ROLLOUT}.enforce_eager` (that is `"),
         ("adv_estimator", "did you mean `algorithm.adv_estimator`?"),
         ("optim.lr", "did you mean `actor_rollout_ref.actor.optim.lr` or `critic.optim.lr`?"),
         ("actor_rolout_ref.rollout.n", f"did you mean `{ROLLOUT}.n`?"),

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from posttrain.config.engine_kwargs import FIXED, ON_CPU
 from posttrain.rollout.vllm.build import VARIABLES
+
+ARGUMENTS = (
+    *("model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
+    *("gpu_memory_utilization", "enable_sleep_mode", "block_size", "mm_processor_cache_gb", "compilation_config"),
+    *FIXED,
+    *ON_CPU,
+)
+"""Of `EngineArgs`: what posttrain gives, and some that users do."""
 
 
 @dataclass
@@ -35,9 +44,7 @@ class SamplingParams:
     output_kind: str = "cumulative"
 
 
-class EngineArgs:
-    def __init__(self, **given: Any) -> None:
-        self.__dict__.update(given)
+EngineArgs = make_dataclass("EngineArgs", [(name, Any, None) for name in ARGUMENTS])
 
 
 class Model(torch.nn.Module):

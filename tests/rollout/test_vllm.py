@@ -97,8 +97,41 @@ def test_vllm_is_made_with_what_follows_from_the_settings(fake, model):
     cuda = torch.device("cuda")
     shared = build.arguments(RolloutConfig(gpu_memory_utilization=0.4), model, cuda, 64)
     assert shared["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in shared
-    assert shared["enable_sleep_mode"] and not shared["enforce_eager"]
+    assert shared["enable_sleep_mode"] and "enforce_eager" not in shared
     assert build.arguments(RolloutConfig(), model, cuda, 64)["gpu_memory_utilization"] == build.SHARE
+
+
+def test_arguments_of_the_users_own_reach_vllm_and_null_is_not_given(fake, model):
+    given = {"block_size": 16, "compilation_config": {"mode": 3}, "mm_processor_cache_gb": None, "max_model_len": 80}
+    built(model, engine_kwargs={"vllm": given, "sglang": {"attention_backend": "fa3"}})
+    args = fake.made[0].args
+    assert args.block_size == 16 and args.compilation_config == {"mode": 3} and args.mm_processor_cache_gb is None
+    assert args.max_model_len == 81  # rows of 80 tokens, and one more where they are scored
+    cuda = torch.device("cuda")
+    for value in (True, False):
+        given = {"vllm": {"enforce_eager": value, "enable_chunked_prefill": not value}}
+        eager = build.arguments(RolloutConfig(engine_kwargs=given), model, cuda, 64)
+        assert eager["enforce_eager"] is value and eager["enable_chunked_prefill"] is not value
+        on_cpu = build.arguments(RolloutConfig(engine_kwargs=given), model, CPU, 64)
+        assert on_cpu["enforce_eager"] and not on_cpu["enable_chunked_prefill"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"block_sise": 16},
+            r"vllm.block_sise`: the vLLM that is installed has no such argument. did you mean `block_s",
+        ),
+        ({"wobble": 1}, r"vllm.wobble`: the vLLM that is installed has no such argument. remove it"),
+        ({"dtype": "half"}, r"vllm.dtype` cannot be set: `actor_rollout_ref.model.dtype` decides it"),
+        ({"load_format": "auto"}, r"load_format=auto` cannot be used: posttrain's engine is built on dummy"),
+    ],
+)
+def test_arguments_that_vllm_does_not_have_or_that_are_decided_here_are_refused(fake, model, given, said):
+    with pytest.raises(UserError, match=said):
+        built(model, engine_kwargs={"vllm": given})
+    assert not fake.made
 
 
 def test_making_it_leaves_the_random_numbers_of_the_process_alone(fake, model):
@@ -117,6 +150,13 @@ def test_what_vllm_says_when_it_does_not_start_is_said_with_what_decides_it(fake
 
     monkeypatch.setattr(fake, "from_engine_args", fails)
     with pytest.raises(UserError, match=r"Free memory on device is less than desired\. Its share .*gpu_memory_utiliz"):
+        built(model)
+
+    def refuses(args):
+        raise ValueError("1 validation error for CacheConfig\nblock_size\n  Input should be an integer\n    more")
+
+    monkeypatch.setattr(fake, "from_engine_args", refuses)
+    with pytest.raises(UserError, match=r"for CacheConfig block_size Input should be an integer$"):
         built(model)
 
 

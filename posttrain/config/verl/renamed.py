@@ -37,6 +37,7 @@ RENAMED: dict[str, str] = {
     **{f"{_ACTOR}.clip_cov_{name}": f"{_ACTOR}.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")},
     f"{_ACTOR}.loss_mode": f"{_ACTOR}.policy_loss.loss_mode",
     f"{_ACTOR}.use_remove_padding": f"{_MODEL}.use_remove_padding",
+    f"{_ROLLOUT}.enforce_eager": f"{_ROLLOUT}.engine_kwargs.vllm.enforce_eager",
     f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
     f"{_ROLLOUT}.response_length": "data.max_response_length",
     f"{_MODEL}.torch_dtype": f"{_MODEL}.dtype",

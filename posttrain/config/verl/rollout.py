@@ -8,7 +8,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 ENGINE: tuple[Rule, ...] = (
     not_needed(
-        f"{_ROLLOUT}.{{enforce_eager,cudagraph_capture_sizes,enable_chunked_prefill,enable_prefix_caching,"
+        f"{_ROLLOUT}.{{cudagraph_capture_sizes,enable_chunked_prefill,enable_prefix_caching,"
         "disable_log_stats,scheduling_policy,skip_tokenizer_init,moe_load_balance_metrics_interval}",
         "the engine decides it itself: long prompts in pieces, equal ones once, captured graphs on GPUs",
     ),
@@ -21,8 +21,8 @@ ENGINE: tuple[Rule, ...] = (
         "the engine gives its memory back before the update, and wakes in two stages",
     ),
     not_needed(
-        f"{_ROLLOUT}.{{engine_kwargs,engine_kwargs.*}}",
-        "the arguments of vLLM follow from the settings here, and no other engine has any",
+        f"{_ROLLOUT}.engine_kwargs.{{sglang,sglang.*,trtllm,trtllm.*,dynamo,dynamo.*}}",
+        "they are arguments of an engine that is not built here",
     ),
     not_needed(
         f"{_ROLLOUT}.{{checkpoint_engine.*,update_weights_bucket_megabytes,layer_name_map.*}}",

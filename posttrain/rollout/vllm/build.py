@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from posttrain.config.engine_kwargs import FIXED, LENGTH, ON_CPU, faults, given_for, unknown
 from posttrain.config.rollout import RolloutConfig
 from posttrain.config.vllm import INSTALL, installed_version, is_installed
 from posttrain.errors import UserError, first_line
@@ -32,17 +34,6 @@ VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # these threads are the trainer's, too
 }
 """Of the environment, where the user has not set them."""
-FIXED: dict[str, Any] = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "logprobs_mode": "processed_logprobs",
-    "enable_prefix_caching": True,
-    "disable_log_stats": True,
-    "async_scheduling": False,
-    "seed": 0,
-}
-"""Arguments that the engine is built on: weights come from the trainer, requests are token ids with seeds of their own,
-a step has ended when it gives its tokens."""
 
 
 def build_vllm(
@@ -61,6 +52,7 @@ def build_vllm(
         os.environ.setdefault(name, value)
     from vllm import EngineArgs, LLMEngine, ModelRegistry  # pyright: ignore
 
+    check_arguments(config, [one.name for one in dataclasses.fields(EngineArgs)])
     base: Any = without_adapters(module)
     kind, weight = type(base).__name__, next(base.parameters())
     place = device or weight.device
@@ -81,7 +73,7 @@ def build_vllm(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UserError(f"{NAME}: vLLM does not start: {first_line(error)}{_advice(str(error))}") from error
+            raise UserError(f"{NAME}: vLLM does not start: {_words(error)}{_advice(str(error))}") from error
     engine = VLLMEngine(llm, decode=decode, source=(lambda: _weights(module)) if live else None)
     engine.load_weights(_weights(module), 0)
     return engine, f"vllm ({installed_version() or 'of unknown version'}, weights copied at every sync)"
@@ -92,30 +84,35 @@ def check_installed() -> None:
         raise UserError(f"{NAME}: the package vllm is not installed in this environment. {INSTALL}")
 
 
+def check_arguments(config: RolloutConfig, known: Sequence[str]) -> None:
+    """What a user gives vLLM besides; a command has been told before anything was loaded."""
+    given = given_for("vllm", config.engine_kwargs)
+    for what, do in (*faults(given), *unknown(given, known)):
+        raise UserError(f"{what} {do}")
+
+
 def arguments(config: RolloutConfig, module: Any, device: torch.device, longest: int | None) -> dict[str, Any]:
     """What vLLM is asked for besides the model."""
-    on_cuda = device.type == "cuda"
+    on_cuda, given = device.type == "cuda", given_for("vllm", config.engine_kwargs)
     positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    most = max(longest or positions or 0, LEAST) + 1  # a row that is scored gets a token more
+    most = (
+        max(given.pop(LENGTH, None) or longest or positions or 0, LEAST) + 1
+    )  # a row that is scored gets a token more
     if positions and most > positions:
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # whether that is right has been said already
     settings: dict[str, Any] = {
         "max_model_len": most,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(step_limit(config, device.type), config.max_num_seqs),
-        "enforce_eager": not on_cuda,  # compiled graphs of vLLM's CPU build would hold old weights
     }
-    if not on_cuda:  # seeds of vLLM's CPU build do not survive a prompt in pieces
-        settings["enable_chunked_prefill"] = False
+    if not on_cuda:  # prompts are not cut into pieces there
         settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], most)
     if config.kv_cache_gb is not None or not on_cuda:
         memory = device_memory(device)
         settings["kv_cache_memory_bytes"] = allowed_cache(config, device.type, memory, most, bytes_per_token(module))
     else:
         settings["gpu_memory_utilization"] = config.gpu_memory_utilization or SHARE
-    if on_cuda:
-        settings["enable_sleep_mode"] = True
-    return settings | FIXED
+    return given | settings | FIXED | ({"enable_sleep_mode": True} if on_cuda else ON_CPU)
 
 
 def allowed_cache(config: RolloutConfig, kind: str, memory: int, longest: int, per_token: int) -> int:
@@ -141,6 +138,14 @@ def _written_config(module: Any, kind: str) -> Any:
 def _weights(module: Any) -> Weights:
     state = merged_state(module) if has_adapters(module) else module.state_dict()
     return state.items()
+
+
+def _words(error: BaseException) -> str:
+    """Its first line; where that only counts what is wrong with an argument, what it is."""
+    first = first_line(error)
+    if "validation error" not in first:
+        return first
+    return " ".join(line.strip() for line in str(error).splitlines()[:3])
 
 
 def _advice(text: str) -> str:

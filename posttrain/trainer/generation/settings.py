@@ -51,7 +51,7 @@ USED = (
     *(f"{_MODEL}.{name}" for name in ("tokenizer_path", "trust_remote_code", "dtype", "override_config")),
     *(f"{_ROLLOUT}.{name}" for name in ("name", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos")),
     *(f"{_ROLLOUT}.{name}" for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gb")),
-    *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "multi_turn")),
+    *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "multi_turn", "engine_kwargs")),
     "trainer.seed",
     "trainer.device",
 )
