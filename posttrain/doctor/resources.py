@@ -14,11 +14,11 @@ from typing import Any
 from posttrain import cores
 from posttrain.config.loggers import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
-from posttrain.config.vllm import TRIED, installed_version, is_tried
 from posttrain.doctor.case import Case
 from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.doctor.memory import Plan, shown
+from posttrain.doctor.packages import check_packages
 from posttrain.doctor.remedies import RL, find_remedies
 from posttrain.doctor.settling import settle
 from posttrain.doctor.supervised import LEVERS, ROLE
@@ -33,7 +33,7 @@ _SIZE = struct.Struct("<Q")
 
 def check_resources(case: Case) -> Iterator[Finding]:
     _versions(case)
-    yield from _engine(case)
+    yield from check_packages(case)
     yield from _run_directory(case)
     yield from _loggers(case)
     yield from _weights(case)
@@ -69,46 +69,7 @@ def _versions(case: Case) -> None:
     case.report.fact(AREA, f"{', '.join(found)}.", f"The run would be on {case.device.words}.")
 
 
-def _engine(case: Case) -> Iterator[Finding]:
-    """vLLM's version, where it would generate: that it is missing is among the problems of the settings."""
-    if not case.is_rl or case.config.actor_rollout_ref.rollout.name != "vllm":
-        return
-    found = installed_version()
-    if found is None:
-        return
-    case.report.fact(AREA, f"{found} generates.")
-    if not is_tried(found):
-        do = "the run proves its log-probs when it starts; if vLLM does not start, take a version that was tried"
-        what = f"{found} was not tried with posttrain; {' and '.join(f'{known}.x' for known in TRIED)} were."
-        yield Finding(NOTE, AREA, what, "the Python environment", do)
-
-
-def wrong_versions() -> list[str]:
-    """Installed packages that posttrain was not made for, by its own requirements."""
-    from packaging.requirements import Requirement
-
-    wrong = []
-    try:
-        wanted = importlib.metadata.requires("posttrain") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a folder: its pyproject.toml is not installed
-        return []
-    for text in wanted:
-        need = Requirement(text)
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            there = importlib.metadata.version(need.name)
-        except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{need.name} is not installed ({need})")
-            continue
-        if not need.specifier.contains(there, prereleases=True):
-            wrong.append(f"{need.name} {there} is installed, {need} is needed")
-    return wrong
-
-
 def _loggers(case: Case) -> Iterator[Finding]:
-    for what in wrong_versions():
-        yield Finding(WARNING, AREA, what, "the Python environment", f"pip install '{what.split('(')[-1].rstrip(')')}'")
     for problem in missing_packages(case.resolved):
         yield Finding.of(problem, AREA)
 

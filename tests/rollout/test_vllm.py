@@ -12,10 +12,8 @@ import torch
 
 from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
-from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
 from posttrain.config.rollout import RolloutConfig
-from posttrain.doctor.checkup import look_at
 from posttrain.errors import UserError
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.models.lora import merged_state, with_adapters
@@ -275,12 +273,3 @@ def test_a_further_turn_goes_on_from_its_parents_tokens(engine, model):
     own = expected(model, prompt, ended[0].token_ids)
     torch.testing.assert_close(torch.tensor(ended[0].log_probs), own, rtol=0, atol=1e-5)
     engine.release(["turn 2"])
-
-
-def test_M_38_the_doctor_names_the_version_that_would_generate_and_whether_it_was_tried(monkeypatch, tiny_model):
-    found = load_config([f"{ROLLOUT}.name=vllm", f"actor_rollout_ref.model.path={tiny_model}"])
-    for there, notes in (("vllm 0.32.1", 0), ("vllm 0.3.2", 1), (None, 0)):
-        monkeypatch.setattr("posttrain.doctor.resources.installed_version", lambda there=there: there)
-        report = look_at(found, PPO, areas=["resources"])
-        said = [finding.what for finding in report.findings if "was not tried with posttrain" in finding.what]
-        assert len(said) == notes and (f"{there} generates." in report.facts["resources"]) == (there is not None)

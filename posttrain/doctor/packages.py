@@ -1,0 +1,115 @@
+"""Packages of the environment: versions that posttrain was not made for, rollout engines, and the torch they want.
+
+An engine is installed behind posttrain and brings the torch that it was built for: what posttrain takes may be another.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from posttrain.config.vllm import TRIED, installed_version, is_tried
+from posttrain.doctor.finding import NOTE, WARNING, Finding
+
+if TYPE_CHECKING:
+    from posttrain.doctor.case import Case
+
+AREA, WHERE = "resources", "the Python environment"
+_NAME = "actor_rollout_ref.rollout.name"
+_APART = (
+    "an environment of its own is best for an engine: there, pip install 'posttrain[vllm]' takes one with its torch"
+)
+
+
+def check_packages(case: Case) -> Iterator[Finding]:
+    yield from _engines(case)
+    yield from _wrong_versions()
+
+
+def _engines(case: Case) -> Iterator[Finding]:
+    """Those that are installed, whether one of them generates or not."""
+    if not case.is_rl:
+        return
+    chosen = case.config.actor_rollout_ref.rollout.name
+    for name, found in installed_engines().items():
+        if name == "vllm":
+            tried = f"{' and '.join(f'{known}.x' for known in TRIED)} were"
+            state = "was tried with posttrain" if is_tried(found) else f"was not tried with posttrain; {tried}"
+            does = "generates" if chosen == name else f"is installed, and generates with {_NAME}={name}"
+            case.report.fact(AREA, f"{found} {does}; this version {state}.")
+        else:
+            case.report.fact(AREA, f"{found} is installed; posttrain does not use it: {_NAME}={name} is not built.")
+            continue
+        if chosen == name and not is_tried(found):
+            do = "the run proves its log-probs when it starts; if vLLM does not start, take a version that was tried"
+            yield Finding(NOTE, AREA, f"{found} was not tried with posttrain; {tried}.", WHERE, do)
+        if chosen == name and (need := _torch_of(found)) is not None and not _is_met(need):
+            what = f"{found} wants {need.name}{need.specifier}, and torch {_version('torch')} is installed."
+            yield Finding(WARNING, AREA, what, WHERE, f"pip install '{need.name}{need.specifier}'; {_APART}")
+
+
+def installed_engines() -> dict[str, str]:
+    """Engine -> package and version, of those that are installed."""
+    sglang = _version("sglang")
+    found = {"vllm": installed_version(), "sglang": f"sglang {sglang}" if sglang else None}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _wrong_versions() -> Iterator[Finding]:
+    """Packages that posttrain was not made for, by its own requirements."""
+    for need in _requirements("posttrain"):  # none where it runs from a folder, and is not installed
+        there, wanted = _version(need.name), f"{need.name}{need.specifier}"
+        if there is None:
+            yield Finding(WARNING, AREA, f"{need.name} is not installed ({wanted}).", WHERE, f"pip install '{wanted}'")
+        elif not _is_met(need):
+            what, do = f"{need.name} {there} is installed, {wanted} is needed", f"pip install '{wanted}'"
+            if need.name == "torch" and (by := _brought_by()):
+                what, do = f"{what}: {by} brought it", f"{do}, behind which {by} may not start; {_APART}"
+            yield Finding(WARNING, AREA, f"{what}.", WHERE, do)
+
+
+def _brought_by() -> str:
+    """The engines that want the torch that is there."""
+    wants = {found: _torch_of(found) for found in installed_engines().values()}
+    return " and ".join(found for found, need in wants.items() if need is not None and _is_met(need))
+
+
+def _torch_of(found: str) -> Any:
+    """What a package wants of torch; None if that is not known."""
+    needs = [need for need in _requirements(found.partition(" ")[0]) if need.name == "torch" and need.specifier]
+    return needs[0] if needs else None
+
+
+def _requirements(package: str) -> Iterator[Any]:
+    """Those that hold here, without extras."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        wanted = importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for text in wanted:
+        try:
+            need = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            yield need
+
+
+def _is_met(need: Any) -> bool:
+    """Builds of one version (`2.11.0+cpu`) are one version here."""
+    from packaging.specifiers import SpecifierSet
+
+    there = _version(need.name)
+    public = SpecifierSet(re.sub(r"\+[\w.]+", "", str(need.specifier)))
+    return there is not None and public.contains(there, prereleases=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
