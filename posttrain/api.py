@@ -38,6 +38,9 @@ def train(
     resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
     if resolved.dry_run:
         raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.command.examine([...])")
-    from posttrain.trainer.ppo.runner import run_training
+    from posttrain.tracking.waiting import waiting
+
+    with waiting():
+        from posttrain.trainer.ppo.runner import run_training
 
     return run_training(resolved, reward=reward, data=data, val_data=val_data)

@@ -12,6 +12,8 @@ from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.console import prepare_streams
 from posttrain.tracking.ending import exit_status
+from posttrain.tracking.folding import tell, tell_page
+from posttrain.tracking.waiting import waiting
 
 Arguments = Sequence[str]
 
@@ -44,7 +46,8 @@ def plan(args: Arguments) -> int:
     if "-h" in args or "--help" in args:
         print(PLAN_USAGE)
         return 0
-    from posttrain.doctor import table
+    with waiting():
+        from posttrain.doctor import table
 
     return table.main(args)
 
@@ -69,7 +72,7 @@ def explain(args: Arguments) -> int:
     parser.add_argument("name", nargs="?", help="e.g. grpo, rollout.n, kl_loss; without it, all names are listed")
     from posttrain.explain import explain as page
 
-    print(page(parser.parse_args(args).name))
+    tell_page(page(parser.parse_args(args).name))
     return 0
 
 
@@ -77,7 +80,7 @@ def reward(args: Arguments) -> int:
     if args and args[0] == "try":
         from posttrain.rewards import try_command
 
-        return try_command.main(args[1:], sample=_sample) or 0
+        return try_command.main(args[1:], sample=_sample, tell=tell)
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
     parser.parse_args(args)
@@ -241,8 +244,8 @@ def _dispatch(args: list[str]) -> int:
 
     near = closest(args[0], VERBS)
     hint = f" Did you mean `posttrain {near}`?" if near else ""
-    print(f"posttrain has no verb `{args[0]}`.{hint}", file=sys.stderr)
-    print(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", file=sys.stderr)
+    tell(f"posttrain has no verb `{args[0]}`.{hint}", sys.stderr)
+    tell(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", sys.stderr)
     return 2
 
 

@@ -25,6 +25,7 @@ from posttrain.launch_flags import (
     parse,
     variable_of,
 )
+from posttrain.tracking.folding import tell
 
 if TYPE_CHECKING:
     from posttrain.config import Resolved
@@ -141,7 +142,7 @@ def show_config(args: Sequence[str]) -> int:
 
     if (tree := command_tree("config", args)) and not {"-h", "--help"} & set(args):
         unset = ("model.path", "data.train_files") if len(args) == 1 else ()  # as below
-        print(load_config(args[1:] or {}, provided=unset, tree=tree).describe(), end="")
+        tell(load_config(args[1:] or {}, provided=unset, tree=tree).describe().rstrip("\n"))
         return 0
     request = parse(args[1:] if args[:1] == ["train"] else args)
     if request.help:
@@ -153,7 +154,7 @@ def show_config(args: Sequence[str]) -> int:
         resolved = load_config(request.rest)
     else:  # nothing but the defaults, not those of the embedded task that would serve
         resolved = load_config({}, provided=(MODEL, "data.train_files"))
-    print(resolved.describe(), end="")
+    tell(resolved.describe().rstrip("\n"))
     return 0
 
 

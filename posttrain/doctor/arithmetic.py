@@ -64,7 +64,7 @@ def _rl(case: Case, rows: int) -> Iterator[Finding]:
         f"A mini-batch is computed in at least {math.ceil(mini_rows / in_pass)} "
         f"pass{'es' * (mini_rows > in_pass)} of at most {in_pass} responses of the longest kind ({longest} tokens); "
         "how it is cut changes no result.",
-        f"{rows} prompts make {per_epoch} steps per epoch"
+        f"{rows} prompts make {per_epoch} step{'s' * (per_epoch != 1)} per epoch"
         + (f", {left_out} of them wait for another epoch's order" if left_out else "")
         + f"; the run has {sizes.total_steps} steps, {sizes.total_steps * sizes.responses:,} responses and "
         f"{sizes.total_updates:,} optimizer steps"
@@ -84,7 +84,8 @@ def _supervised(case: Case, rows: int) -> None:
         f"{batch} {unit} per optimizer step, computed in at least {math.ceil(batch / in_pass)} "
         f"pass{'es' * (batch > in_pass)} of at most {in_pass} {unit} of the longest kind ({data.max_length} tokens "
         "each); how it is cut changes no result.",
-        f"{rows} {unit} make {math.ceil(rows / batch)} steps per epoch; the run has {steps} steps.",
+        f"{rows} {unit} make {math.ceil(rows / batch)} step{'s' * (rows > batch)} per epoch; the run has {steps} "
+        "steps.",
     )
     case.run = _run(case, steps, steps)
 

@@ -16,7 +16,9 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import COMMANDS
 from posttrain.config.tree import Tree
 from posttrain.doctor.finding import ERROR, WARNING, Finding, Report
+from posttrain.tracking.folding import tell
 from posttrain.tracking.own_console import JSON, active
+from posttrain.tracking.waiting import waiting
 
 Check = Callable[[Any], Iterator[Finding]]
 
@@ -100,9 +102,10 @@ def _embedded_file(case: Any, folder: Path, file: str) -> Path:
 def dry_run(resolved: Resolved) -> Report:
     """For `trainer.dry_run=true`: prints the report instead of training, whatever voice the command has."""
     tree = next((tree for tree in COMMANDS.values() if isinstance(resolved.config, tree.root)), PPO)
-    with redirect_stdout(sys.stderr):  # what libraries print is no part of the report
+    with redirect_stdout(sys.stderr), waiting("looking"):  # what libraries print is no part of the report
         report = look_at(resolved, tree)
     console = active()
     wants_json = console is not None and console.voice == JSON
-    print(report.to_json() if wants_json else report.text(), file=console.out if console else sys.stdout)
+    out: Any = console.out if console else sys.stdout
+    print(report.to_json(), file=out) if wants_json else tell(report.text(), out)
     return report

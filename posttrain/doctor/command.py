@@ -13,6 +13,8 @@ from posttrain.config.supervised_tree import command_tree
 from posttrain.config.tree import Tree
 from posttrain.doctor.checkup import look_at
 from posttrain.doctor.finding import Finding, Report
+from posttrain.tracking.folding import tell
+from posttrain.tracking.waiting import waiting
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it
        posttrain doctor [--json] sft [key=value] ...                    as posttrain sft reads it
@@ -29,9 +31,9 @@ def main(args: Sequence[str]) -> int:
     if {"-h", "--help"} & set(rest):
         print(USAGE)
         return 0
-    with redirect_stdout(sys.stderr):  # what libraries print is no part of the report
+    with redirect_stdout(sys.stderr), waiting("looking"):  # what libraries print is no part of the report
         report = examine(rest)
-    print(report.to_json() if "--json" in args else report.text())
+    print(report.to_json()) if "--json" in args else tell(report.text())
     return report.exit_status
 
 

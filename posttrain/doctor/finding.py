@@ -90,7 +90,7 @@ class Report:
         if not errors and not warnings:
             return "Nothing was found that speaks against this run."
         counted = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
-        end = "the run would not work" if errors else "look at them before you start"
+        end = "the run would not work" if errors else f"look at {'it' if warnings == 1 else 'them'} before you start"
         return f"{' and '.join(counted)}: {end}."
 
     def text(self) -> str:

@@ -132,6 +132,11 @@ class Plan:
     def fits(self) -> bool:
         return self.peak() <= USABLE * self.device.bytes
 
+    def verdict(self) -> str:
+        usable = f"{shown(int(USABLE * self.device.bytes))} usable ({USABLE:.0%} of {self.device.words})"
+        state = "fits" if self.fits else "does not fit"
+        return f"It {state}: the peak, in {self.worst}, is {shown(self.peak())} of {usable}."
+
     def largest(self, part: str) -> int:
         """Most bytes of one part over the stages; 0 if no stage has it."""
         return max(parts.get(part, 0) for parts in self.stages.values())

@@ -50,13 +50,11 @@ def check_memory(case: Case) -> Iterator[Finding]:
     except UserError as error:
         yield Finding(ERROR, "memory", str(error))
         return
-    state = "fits" if plan.fits else "does not fit"
-    words = f"It {state}: the peak, in {plan.worst}, is {shown(plan.peak())} on {case.device.words}."
-    case.report.fact("memory", words, *settled)
+    case.report.fact("memory", plan.verdict(), *settled)
     if not plan.fits:
         remedies = find_remedies(case.config, plan, case.counter, levers)
         do = "; ".join(remedy.words() for remedy in remedies[:3]) or "take a smaller model"
-        yield Finding(ERROR, "memory", f"The run does not fit into memory. {words}", case.device.words, do)
+        yield Finding(ERROR, "memory", f"The run does not fit into memory. {plan.verdict()}", case.device.words, do)
 
 
 def _versions(case: Case) -> None:

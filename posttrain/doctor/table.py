@@ -10,12 +10,13 @@ from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.base import Section
 from posttrain.config.schema import lookup
 from posttrain.config.supervised_tree import command_tree
-from posttrain.doctor.memory import GIB, USABLE, Plan, find_device, shown
+from posttrain.doctor.memory import GIB, Plan, find_device, shown
 from posttrain.doctor.plan import Counter
 from posttrain.doctor.remedies import RL, Remedy, find_remedies
 from posttrain.doctor.settling import settle
 from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
 from posttrain.errors import UserError
+from posttrain.tracking.folding import tell
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
@@ -46,7 +47,7 @@ def main(args: Sequence[str]) -> int:
     device = find_device(config, gpu_gb)
     settled = settle(config, device, resolved.explicit, levers, counter)
     plan = levers.plan(config, device, counter)
-    print(report(config, plan, find_remedies(config, plan, counter, levers), settled))
+    tell(report(config, plan, find_remedies(config, plan, counter, levers), settled))
     return 0 if plan.fits else 1
 
 
@@ -84,10 +85,8 @@ def report(config: Section, plan: Plan, remedies: Sequence[Remedy], settled: Seq
     lines = [*_head(config, plan), *settled, "", *_table(plan), ""]
     if plan.host:
         lines += [f"In host memory outside their stage: {', '.join(f'{p} {shown(b)}' for p, b in plan.host.items())}."]
-    verdict = "It fits" if plan.fits else "It does not fit"
     lines += [
-        f"{verdict}: the peak, in {plan.worst}, is {shown(plan.peak())} of {shown(int(USABLE * plan.device.bytes))} "
-        f"usable ({USABLE:.0%} of {plan.device.words}).",
+        plan.verdict(),
         "What lowers it, with the present values:",
         *(f"  {remedy.words()}" for remedy in remedies),
     ]

@@ -119,7 +119,7 @@ def _library() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(target.parent):
             if not target.exists():
-                print("Compiling the CPU kernels (once, a few seconds) ...", file=sys.stderr, flush=True)
+                print("Compiling the CPU kernels (once, up to half a minute) ...", file=sys.stderr, flush=True)
                 _compile(compiler, target)
     return target
 

@@ -27,8 +27,8 @@ BUILT_IN = "builtin"
 ROWS, PROMPTS = 1000, 100
 
 
-def main(args: Sequence[str] | None = None, sample: Sample | None = None) -> int:
-    """Try a reward; 0 if nothing suspicious was found. `sample` answers prompts, for --model."""
+def main(args: Sequence[str] | None = None, sample: Sample | None = None, tell: Callable[[str], object] = print) -> int:
+    """Try a reward; 0 if nothing suspicious was found. `sample` answers prompts, for --model; `tell` shows reports."""
     options = _parser().parse_intermixed_args(list(args) if args is not None else None)
     try:
         _sort_words(options)
@@ -53,7 +53,7 @@ def main(args: Sequence[str] | None = None, sample: Sample | None = None) -> int
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(report(found, spec))
+    tell(report(found, spec))
     return 0 if found.ok else 1
 
 

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from posttrain.errors import UserError
 from posttrain.interrupts import interrupted
 from posttrain.tracking.console import as_console
+from posttrain.tracking.folding import tell
 
 INTERRUPTED = "interrupted"
 
@@ -26,7 +27,7 @@ def exit_status(work: Callable[[], int], *, if_interrupted: str = INTERRUPTED) -
             print(if_interrupted, file=sys.stderr)
             return 130
         if isinstance(error, UserError):
-            print(error, file=sys.stderr)
+            tell(error, sys.stderr)
             return 2
         if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):  # `posttrain config | head`
             as_console(sys.stdout).lose()

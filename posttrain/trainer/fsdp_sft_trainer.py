@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.interrupts import one_interrupt
+from posttrain.tracking.waiting import waiting
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain sft key=value ... [--config-path DIR --config-name NAME] [--cfg job] [--quiet | --json]
@@ -22,9 +23,10 @@ def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None
     from posttrain.config.supervised_tree import SFT
 
     resolved = settings_of(config, SFT, data=data, val_data=val_data)
-    from posttrain.data.supervised import SFTDataset
-    from posttrain.trainer.supervised.runner import run_supervised
-    from posttrain.trainer.supervised.sft_task import SFTTask
+    with waiting():
+        from posttrain.data.supervised import SFTDataset
+        from posttrain.trainer.supervised.runner import run_supervised
+        from posttrain.trainer.supervised.sft_task import SFTTask
 
     return run_supervised(
         resolved,

@@ -10,6 +10,8 @@ from posttrain.config.parallel import one_process
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking import ending
 from posttrain.tracking.console import keep_going, prepare_streams
+from posttrain.tracking.folding import tell
+from posttrain.tracking.waiting import waiting
 from posttrain.trainer.registered import registered_names
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -37,7 +39,7 @@ def _from_command_line(args: list[str]) -> Any:
     resolved = load_config(args, environment=not shows, known_names=registered_names())
     if resolved.show == "help":
         print(HELP)
-        print(resolved.describe())
+        tell(resolved.describe())
         return None
     if resolved.show is not None:
         print(resolved.to_yaml(), end="")
@@ -86,7 +88,8 @@ class TaskRunner:
             return dry_run(resolved)
         if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
-        from posttrain.trainer.ppo.runner import run_training
+        with waiting():
+            from posttrain.trainer.ppo.runner import run_training
 
         return run_training(resolved)
 

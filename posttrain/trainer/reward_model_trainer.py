@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.interrupts import one_interrupt
+from posttrain.tracking.waiting import waiting
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -22,10 +23,11 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
     from posttrain.config.supervised_tree import REWARD_MODEL
 
     resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
-    from posttrain.data.pairs import PairDataset
-    from posttrain.trainer.embedded import embedded_pairs
-    from posttrain.trainer.supervised.pair_task import PairTask
-    from posttrain.trainer.supervised.runner import run_supervised
+    with waiting():
+        from posttrain.data.pairs import PairDataset
+        from posttrain.trainer.embedded import embedded_pairs
+        from posttrain.trainer.supervised.pair_task import PairTask
+        from posttrain.trainer.supervised.runner import run_supervised
 
     return run_supervised(
         resolved,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.errors import UserError
+from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.command import rows_of, settings_folder
 from posttrain.trainer.generation.settings import (
@@ -80,8 +81,9 @@ def main(args: Sequence[str]) -> int:
 
 def _score_model(model: str, options: argparse.Namespace, settings: Settings, out: Path) -> int:
     table = rows_of(options, settings)
-    from posttrain.trainer.evaluation.evaluate import evaluate_model
-    from posttrain.trainer.evaluation.report import table as lines
+    with waiting():
+        from posttrain.trainer.evaluation.evaluate import evaluate_model
+        from posttrain.trainer.evaluation.report import table as lines
 
     report = evaluate_model(model, table, settings, out, overwrite=options.overwrite)
     print(lines(report))
@@ -90,9 +92,10 @@ def _score_model(model: str, options: argparse.Namespace, settings: Settings, ou
 
 
 def _score_file(options: argparse.Namespace, settings: Settings, out: Path) -> int:
-    from posttrain.data.rows import load_rows
-    from posttrain.trainer.evaluation.evaluate import evaluate_responses
-    from posttrain.trainer.evaluation.report import table as lines
+    with waiting():
+        from posttrain.data.rows import load_rows
+        from posttrain.trainer.evaluation.evaluate import evaluate_responses
+        from posttrain.trainer.evaluation.report import table as lines
 
     rows = load_rows(options.responses, limit=settings.config.data.val_max_samples, setting="--responses")
     print(lines(evaluate_responses(rows, settings, out)))

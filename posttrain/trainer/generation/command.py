@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UserError
 from posttrain.texts import own_turns
+from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.settings import (
     Settings,
@@ -86,9 +87,10 @@ def _embedded_file() -> Path:
 
 def generate_file(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> int:
     """Answer the rows into a file; finished prompts lie in OUT.parts until all are."""
-    from posttrain.trainer.generation.parts import Parts
-    from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
-    from posttrain.trainer.generation.session import Session, check_target
+    with waiting():
+        from posttrain.trainer.generation.parts import Parts
+        from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
+        from posttrain.trainer.generation.session import Session, check_target
 
     check_target(out, SUFFIXES, overwrite=overwrite)
     check_rows(table, out, tools=settings.turns.enable)
@@ -119,7 +121,8 @@ def _shown(answers: Answers, number: int, tokenizer: Any) -> str:
 
 
 def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
-    from posttrain.trainer.generation.session import Session
+    with waiting():
+        from posttrain.trainer.generation.session import Session
 
     found: dict[int, Any] = {}
     with Session(model, table, settings) as session:

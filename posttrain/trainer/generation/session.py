@@ -27,6 +27,7 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.vllm.build import check_installed
+from posttrain.tracking.folding import tell
 from posttrain.trainer.generation.asking import Asking
 from posttrain.trainer.generation.loop import Answers, answer
 from posttrain.trainer.generation.memory import memory_words, settle_generation
@@ -45,7 +46,7 @@ from posttrain.workers.roles import pick_device
 
 def say(text: str) -> None:
     """A note to the user; standard output is for results."""
-    print(text, file=sys.stderr, flush=True)
+    tell(text, sys.stderr)
 
 
 @dataclass

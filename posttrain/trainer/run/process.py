@@ -25,7 +25,8 @@ from posttrain.trainer.run.memory import is_out_of_memory, out_of_memory_words
 def prepare_torch(config: Any, device: torch.device) -> None:
     """Seed and determinism as `trainer` says, and the device in words."""
     seed_and_determinism(config, device)
-    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{threads} thread{'s' * (threads != 1)}"
     say(f"Device: {device} ({what})")
 
 
