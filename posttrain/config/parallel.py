@@ -88,6 +88,14 @@ def derive_reference_sizes(merged: Merged) -> None:
             merged.problems.append(Problem(what, entry.source, do, (actors,)))
 
 
+def check_one_step_off(checked: Checked) -> Iterator[Finding]:
+    """Who trains cannot generate meanwhile."""
+    if checked.config.trainer.one_step_off and not rollout_workers_of(checked.config):
+        what = "`trainer.one_step_off=True` generates while it trains, but the same workers do both."
+        do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or trainer.one_step_off=False"
+        yield checked.problem(what, do, "trainer.one_step_off")
+
+
 def check_sizes(
     checked: Checked, shards: tuple[str, ...] = SHARD_SIZES, sequences: tuple[str, ...] = SEQUENCE_SIZES
 ) -> Iterator[Finding]:

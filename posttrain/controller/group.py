@@ -19,6 +19,8 @@ class WorkerGroup(ABC):
     """Whether workers go on while the caller does something else."""
     config: Any
     """The settings that the workers were made with."""
+    meanwhile: Callable[[Future], None] | None = None
+    """What the caller does while it waits for a result; it comes back when that is there, or earlier."""
 
     @abstractmethod
     def _method(self, name: str) -> Any:
@@ -76,7 +78,12 @@ class WorkerGroup(ABC):
         if name.startswith("_"):
             raise AttributeError(name)
         self._marked(name)
-        return lambda *arguments: self.start(name, arguments).result()
+        return lambda *arguments: self._waited_for(self.start(name, arguments))
+
+    def _waited_for(self, call: Future) -> Any:
+        if self.meanwhile is not None:
+            self.meanwhile(call)
+        return call.result()
 
 
 class _View:

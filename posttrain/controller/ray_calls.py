@@ -20,21 +20,39 @@ class RayFuture(Future):
 
     def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], role: str = "") -> None:
         self.refs, self._join, self._role = refs, join, role
+        self.waiting = list(refs)
+        """Of ranks that have not answered, as far as was looked."""
+        self._found: dict[Any, Any] = {}
+        self._error: Exception | None = None
         self._value: Any = None
-        self._taken = False
+        self._joined = False
 
     def done(self) -> bool:
-        return self._taken or len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0]) == len(self.refs)
+        while not self._is_over() and self._look(timeout=0):
+            pass
+        return self._is_over()
 
     def result(self) -> Any:
-        if not self._taken:
-            found: dict[Any, Any] = {}
-            waiting = list(self.refs)
-            while waiting:
-                ready, waiting = ray.wait(waiting, num_returns=1)
-                found[ready[0]] = fetched(ready[0], self._role)
-            self._value, self._taken = self._join([found[ref] for ref in self.refs]), True
+        while not self._is_over():
+            self._look()
+        if self._error is not None:
+            raise self._error
+        if not self._joined:
+            self._value, self._joined = self._join([self._found.pop(ref) for ref in self.refs]), True
         return self._value
+
+    def _is_over(self) -> bool:
+        return self._error is not None or not self.waiting
+
+    def _look(self, timeout: float | None = None) -> bool:
+        """Take the next answer; False if none came in time."""
+        ready, self.waiting = ray.wait(self.waiting, num_returns=1, timeout=timeout)
+        for ref in ready:
+            try:
+                self._found[ref] = fetched(ref, self._role)
+            except Exception as error:
+                self._error = error
+        return bool(ready)
 
 
 def fetched(ref: Any, role: str = "") -> Any:
@@ -78,5 +96,5 @@ class RayWorkerGroup(WorkerGroup):
         return RayFuture([ref for part in parts for ref in part.refs], join, self.role)
 
     def wait_any(self, futures: Sequence[Any]) -> None:
-        if futures:
-            ray.wait([ref for future in futures for ref in future.refs], num_returns=1)
+        if futures and not any(future.done() for future in futures):
+            ray.wait([ref for future in futures for ref in future.waiting], num_returns=1)

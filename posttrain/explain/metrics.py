@@ -89,6 +89,10 @@ FAMILIES: dict[str, str] = {
         "Mean difference between the rollout's and the trainer's log-probs of the sampled tokens. 1e-6 in float32 "
         "is rounding; a jump means that the two no longer compute the same policy."
     ),
+    "rollout/age": (
+        "Updates between the weights that sampled the responses and those that learn from them, with "
+        "trainer.one_step_off: 0 in the first step, then 1. mismatch/* then shows what that update changed, too."
+    ),
     "mismatch/logp_max": "The largest such difference of one token (see mismatch/logp_mean).",
     "mismatch/kl": "KL of the rollout's policy to the trainer's, by the plain estimate; see mismatch/k3_kl.",
     "mismatch/ppl_ratio": "Perplexity of the trainer over that of the rollout, near 1.",

@@ -233,6 +233,8 @@ def mismatch_rises(known: Known) -> str | None:
     now, seen = known.lately("mismatch/logp_mean"), known.series("mismatch/logp_mean")
     if now is None or now < 0.01 or (now < 3 * seen[0] and now < 0.05):
         return None
+    if known.get("rollout/age"):
+        return None  # these weights are meant to be others: an update lies between
     return (
         f"Rollout and trainer log-probs differ by {now:.2g} per token (mismatch/logp_mean): responses come from other "
         "weights than the trained ones (stale, or computed differently). actor_rollout_ref.rollout.name=hf tells "

@@ -20,6 +20,8 @@ RIGHT_FROM = 0.5
 """A response whose score reaches this counts as right, unless its reward gave an `acc` part."""
 ROUNDING = 1e-10
 """A variance below this share of the mean square is what float32 leaves of equal numbers."""
+GENERATED_S = "generated_s"
+"""In a batch's `meta_info`: seconds of its generation where other work was done meanwhile."""
 _CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
 
 
@@ -30,6 +32,7 @@ def step_metrics(
     update: Mapping[str, float | Sequence[float]] | None = None,
     max_response_length: int | None = None,
     n_devices: int = 1,
+    generated_s: float | None = None,
 ) -> dict[str, float]:
     """Metrics by name.
 
@@ -37,6 +40,7 @@ def step_metrics(
     `token_level_rewards`, `advantages`, `returns`, `values`, `attention_mask`, `data_source`, `finish_reason`,
     `reward_parts` (a dict per row) and `reward_error` (text or None per row).
     `timing` maps stages (`gen`, `reward`, ..., and `step` for all of it) to seconds.
+    `generated_s` are the seconds from the first token to the last, where `gen` is only what was waited for.
     `update` holds the update's metrics by their names (`actor/policy_loss`, ...): numbers, or one per mini-batch.
     """
     fields = Fields(batch)
@@ -56,7 +60,7 @@ def step_metrics(
     metrics |= _source_metrics(fields, scores)
     metrics |= _part_metrics(fields, parts)
     metrics |= _update_metrics(update or {})
-    metrics |= _time_metrics(fields, lengths, timing or {}, n_devices)
+    metrics |= _time_metrics(fields, lengths, timing or {}, n_devices, generated_s)
     return metrics
 
 
@@ -219,7 +223,9 @@ def _update_metrics(update: Mapping[str, float | Sequence[float]]) -> dict[str, 
     return metrics
 
 
-def _time_metrics(fields: Fields, lengths: np.ndarray, timing: Mapping[str, float], n_devices: int) -> dict[str, float]:
+def _time_metrics(
+    fields: Fields, lengths: np.ndarray, timing: Mapping[str, float], n_devices: int, generated_s: float | None
+) -> dict[str, float]:
     metrics = {f"timing_s/{stage}": float(seconds) for stage, seconds in timing.items()}
     attention = fields.numbers("attention_mask")
     tokens = float(lengths.sum() if attention is None else attention.sum())
@@ -228,8 +234,9 @@ def _time_metrics(fields: Fields, lengths: np.ndarray, timing: Mapping[str, floa
     if seconds > 0:
         metrics["perf/time_per_step"] = float(seconds)
         metrics["perf/throughput"] = tokens / seconds / n_devices
-    if timing.get("gen", 0) > 0:
-        metrics["perf/generated_tokens_per_s"] = float(lengths.sum()) / timing["gen"]
+    generating = generated_s or timing.get("gen", 0)
+    if generating > 0:
+        metrics["perf/generated_tokens_per_s"] = float(lengths.sum()) / generating
     return metrics
 
 

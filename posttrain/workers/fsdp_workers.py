@@ -41,8 +41,8 @@ SHARED_PROOF_FREQ = 10
 
 def planned_critic_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
     """As the actor's."""
-    schedule = critic_schedule(group.config)
-    return planned(group, arguments[0], schedule, lambda mini: prepare_values(group.config, mini))
+    config = group.config  # a plan may travel, and the group should not travel with it
+    return planned(group, arguments[0], critic_schedule(config), lambda mini: prepare_values(config, mini))
 
 
 class ActorRefWorker(PolicyWorker, ReferenceWorker):

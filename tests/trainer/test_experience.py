@@ -114,6 +114,27 @@ def test_requests_that_come_while_a_worker_is_at_its_last_ones_are_not_forgotten
     assert experience.generated(two).batch["responses"].tolist() == [[30, 1]]
 
 
+class After:
+    """A call to other workers that is done when it was asked for so many times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def done(self):
+        self.times -= 1
+        return self.times < 0
+
+
+def test_what_is_under_way_moves_on_while_other_workers_are_waited_for_and_no_longer(experience):
+    rows = experience.ask(experience.number(prompts(10, 20, 30)), 1)
+    experience.until(After(2))
+    assert len(experience._outputs) == 2 and len(experience.pool.open) == 2  # these are with the rewards
+    endless = After(1000)
+    experience.until(endless)
+    assert len(experience._outputs) == 3 and endless.times == 999  # nothing is left to do
+    assert experience.generated(rows).batch["responses"].tolist() == [[10, 1], [20, 1], [30, 1]]
+
+
 def test_a_samples_seed_follows_from_its_prompts_serial_number_and_its_own_whatever_it_is_asked_with(experience):
     seed = experience.config.trainer.seed
     experience.ask(experience.number(prompts(1, 2, 3)), 2)

@@ -138,17 +138,20 @@ class Runs:
         fused = [group.fused_layers() for role, group in workers.groups.items() if role != "rollout"]
         return Ran(result.metrics, result.path, [min(counts) for counts in zip(*fused, strict=True)])
 
-    def _rl(self, name: str, workers: Workers, more: dict[str, Any], reward: Any = rarely_right) -> Any:
+    def _rl(
+        self, name: str, workers: Workers, more: dict[str, Any], reward: Any = rarely_right, trainer: Any = None
+    ) -> Any:
         given = {**settings(self.model, self.data, self.folder / name), **more, **self.common}
         with mock.patch.object(rl, "open_workers", lambda *_: workers):
             sizes = {"trainer.n_gpus_per_node": workers.world_size}
             sizes |= {"actor_rollout_ref.rollout.n_workers": workers.rollout_size}
             resolved = load_config({**given, **sizes})
-            return rl.run_training(resolved, reward=reward)
+            with rl.opened_training(resolved, reward=reward, trainer_class=trainer) as opened:
+                return opened.fit()
 
-    def free(self, name: str, count: int | tuple[int, int], more: dict[str, Any]) -> Any:
+    def free(self, name: str, count: int | tuple[int, int], more: dict[str, Any], trainer: Any = None) -> Any:
         """A run on what it samples itself; `count` is (processes that train, others that generate), or of all."""
-        return self._rl(name, self.ranks(count), more, even_share)
+        return self._rl(name, self.ranks(count), more, even_share, trainer)
 
     def watched(self, name: str, workers: Watched, more: dict[str, Any]) -> Any:
         """The same, of workers whose groups are looked at."""

@@ -34,6 +34,7 @@ from posttrain.kernels.train import can_train
 from posttrain.protocol import DataProto
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
@@ -357,6 +358,72 @@ def test_six_steps_apart_are_three_and_three_to_the_bit_and_each_layout_goes_on_
     assert furthest(weights_of(ended.path), weights_of(straight.path)) == 0.0
     check_same(colocated, runs.free("joined", 1, FLOAT64))
     check_same(colocated, runs.free("parted", layout, FLOAT64))
+
+
+# -- and generate while those train ------------------------------------------------------------------------------------
+
+OFF = {**FLOAT64, "trainer.one_step_off": True}
+
+
+class InTurn(RayPPOTrainer):
+    """One process that generates the next step's responses and then trains: what is done at once elsewhere."""
+
+    def _ask_ahead(self) -> None:
+        if self.step + 1 < self.sizes.total_steps and self.ahead.rows is None:
+            self.ahead.ask(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
+            self.ahead.finish()
+
+
+class AtOnce(RayPPOTrainer):
+    """Notes by step whether responses were under way, or there, when the update was done."""
+
+    begun: list[bool] = []
+
+    def _finish_ahead(self) -> None:
+        waiting = self.experience
+        AtOnce.begun.append(self.ahead.under_way and bool(waiting._advancing or waiting._outputs))
+        super()._finish_ahead()
+
+
+@pytest.fixture(scope="module")
+def one_off(runs):
+    AtOnce.begun = []
+    return runs.free("one step off", (2, 1), OFF, AtOnce)
+
+
+def test_one_step_off_is_what_generating_and_training_in_turn_gives_and_is_done_at_once(runs, one_off, colocated):
+    in_turn = runs.free("in turn", 1, FLOAT64, InTurn)
+    check_same(in_turn, one_off)
+    assert AtOnce.begun == [True] * 5 + [False]
+    assert [line["rollout/age"] for line in one_off.metrics] == [0.0, *[1.0] * 5]
+    first, second = ([line["reward_mean"] for line in run.metrics] for run in (colocated, one_off))
+    assert first[0] == second[0] and first[1:] != second[1:]  # on policy and one step off are not the same
+
+
+def test_one_step_off_ratios_are_those_to_the_policy_that_sampled(one_off):
+    """So they are not 1 before the first update on a batch; in the first step they are."""
+    moved = [line["actor/ratio_deviation"] for line in one_off.metrics]
+    assert moved[0] < 1e-9 and min(moved[1:]) > 1e-6
+    assert moved[1:] == pytest.approx([np.expm1(line["mismatch/logp_max"]) for line in one_off.metrics[1:]], rel=0.05)
+
+
+def test_one_step_off_goes_on_from_a_checkpoint_to_the_bit_in_either_layout(runs, one_off):
+    for name in ("again", "again in turn"):
+        copied = shutil.copytree(one_off.path, runs.folder / name / "test" / "run")
+        shutil.rmtree(copied / "checkpoints" / "global_step_6")
+    ended = runs.free("again", (2, 1), OFF)
+    assert metrics_of(ended.path) == metrics_of(one_off.path)
+    assert furthest(weights_of(ended.path), weights_of(one_off.path)) == 0.0
+    check_same(runs.free("again in turn", 1, FLOAT64, InTurn), one_off)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "remax"])
+def test_a_critic_greedy_baselines_and_filtered_groups_work_one_step_off(runs, estimator):
+    given = {**FLOAT64, "algorithm.adv_estimator": estimator, "trainer.total_training_steps": 4}
+    given |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 2}
+    off = {**given, "trainer.one_step_off": True}
+    in_turn = runs.free(f"in turn {estimator}", 1, given, InTurn)
+    check_same(in_turn, runs.free(f"one step off {estimator}", (1, 1), off))
 
 
 def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(

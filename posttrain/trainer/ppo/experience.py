@@ -15,6 +15,7 @@ what is sampled depends neither on the step, nor on the size of batches, nor on 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class Experience:
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.rollout, self.rewards, self.model_reward, self.turns = rollout, rewards, model_reward, turns
-        self.serial = 0
+        self.serial, self.last_ended = 0, 0.0
         self._prompts: dict[Key, Sequence[int]] = {}
         self._outputs: dict[Key, Output] = {}
         self._scores: dict[Key, RewardResult] = {}
@@ -149,11 +150,22 @@ class Experience:
         rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = scores
         return rows
 
-    def poll(self) -> list[Output]:
-        """Moves everything that is under way: responses that ended go to the rewards, and are given."""
+    def begin(self) -> None:
+        """Have the rollout set to work on what it was asked for, where it can do so by itself."""
+        if self.rollout.overlaps:
+            self._advance()
+
+    def until(self, call: Future) -> None:
+        """Moves everything on while a call to other workers is under way; returns early if nothing is left to do."""
+        while len(self._outputs) < len(self._prompts) and not call.done():
+            self.poll(call)
+
+    def poll(self, *others: Future) -> list[Output]:
+        """Moves everything that is under way: responses that ended go to the rewards, and are given. Comes back when
+        there is news, be it of one of the `others`."""
         self._advance()
         if self._advancing:
-            self.rollout.wait_any(list(self._advancing.values()))
+            self.rollout.wait_any([*self._advancing.values(), *others])
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
@@ -167,6 +179,7 @@ class Experience:
         if self.rollout.overlaps:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
+        self.last_ended = time.perf_counter() if ended else self.last_ended
         fed: list[tuple[Any, list[int]]] = [(output.id, output.token_ids) for output in ended]
         if self.turns:
             marks: dict[Any, Any] = {output.id: output.written for output in ended}

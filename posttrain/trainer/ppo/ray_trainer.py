@@ -24,6 +24,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.turns.loop import Turns
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.ahead import Ahead, age_of
 from posttrain.trainer.ppo.batch_advantage import compute_advantage
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience, take_prompts
@@ -122,6 +123,7 @@ class RayPPOTrainer:
         self.experience = Experience(
             config, tokenizer, self.rollout_wg, reward_fn, model_reward=self.model_reward, turns=turns
         )
+        self.ahead = Ahead(self.experience, self._training_groups() if config.trainer.one_step_off else ())
         self.validator = None
         if val_dataset is not None:
             self.validator = Validator(config, tokenizer, val_dataset, self.experience, self.recorder)
@@ -130,6 +132,10 @@ class RayPPOTrainer:
         """Create the workers and load their models; no step is made."""
         with named_stage("load"):
             make_workers(self)
+
+    def _training_groups(self) -> list[WorkerGroup]:
+        """Those who work while others generate."""
+        return [group for group in (self.actor_rollout_wg.training, self.critic_wg, self.rm_wg) if group is not None]
 
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
@@ -168,11 +174,12 @@ class RayPPOTrainer:
         stage = self.recorder.stage
         step = self.step + 1
         batch, metrics = self._rollout(step)
+        self._ask_ahead()
         self._check_step_zero(batch)
         if self.estimator.needs_greedy_baseline:
             with stage("greedy"):
                 metrics |= greedy_baselines(self.experience, batch)
-        if self._needs_old_log_probs():
+        if self._needs_old_log_probs(batch):
             with stage("old_log_prob"):
                 batch.union(self._old_log_probs(batch))
         if self.estimator.needs_sum_pi_squared:
@@ -189,6 +196,7 @@ class RayPPOTrainer:
             self._advantages(batch)
         self.recorder.keep_batch(step, batch)
         metrics |= self._update(batch, step)
+        self._finish_ahead()
         with stage("sync"):
             metrics |= self.actor_rollout_wg.sync_weights(step)
         self.step = step
@@ -207,13 +215,28 @@ class RayPPOTrainer:
             batch, metrics = self.group_filter.fill(lambda _: self._sample(), self.sizes.prompts)
             batch.set_decoder(self.experience.decode)
         batch.meta_info["step"] = step
+        if self.config.trainer.one_step_off:
+            metrics |= age_of(batch, self.step)
         return batch, metrics
 
     def _sample(self) -> DataProto:
         """A batch: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
-            batch = self._generate(self._next_prompts())
+            ahead = self.ahead.take()
+            batch = self._generate(self._next_prompts()) if ahead is None else ahead
         return self._score(batch)
+
+    def _ask_ahead(self) -> None:
+        """With `trainer.one_step_off`: have the next step's responses generated from here on."""
+        more = self.step + 1 < self.sizes.total_steps
+        if self.config.trainer.one_step_off and more and self.ahead.rows is None:
+            self.ahead.ask(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
+
+    def _finish_ahead(self) -> None:
+        """What is still being generated is waited for: the weights that follow are for later batches."""
+        if self.ahead.under_way:
+            with self.recorder.stage("gen"):
+                self.ahead.finish()
 
     def _next_prompts(self) -> DataProto:
         """The next prompts, each with a serial number and a uid of its own."""
@@ -232,14 +255,15 @@ class RayPPOTrainer:
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
-        with self.recorder.stage("reward"):
-            self.experience.scored(batch)
+        if "reward_score" not in batch.non_tensor_batch:  # a checkpoint's batch has its scores
+            with self.recorder.stage("reward"):
+                self.experience.scored(batch)
         if self.model_reward:
             with self.recorder.stage("reward_model"):
                 self.model_reward.join(batch)
         return self.experience.with_token_scores(batch)
 
-    def _needs_old_log_probs(self) -> bool:
+    def _needs_old_log_probs(self, batch: DataProto) -> bool:
         """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""
         algorithm = self.config.algorithm
         return (
@@ -249,15 +273,19 @@ class RayPPOTrainer:
             or algorithm.filter_groups.enable
             or correction_is_on(algorithm.rollout_correction)
             or self.estimator.needs_sum_pi_squared
+            or not self._fresh(batch).all()
         )
 
     def _old_log_probs(self, batch: DataProto) -> DataProto:
         source = self.config.actor_rollout_ref.actor.old_log_probs
         if source == "rollout" or (source == "auto" and self.old_from_rollout):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
+        as_sampled = source == "auto" and not correction_is_on(self.config.algorithm.rollout_correction)
+        older_B = ~torch.from_numpy(self._fresh(batch))  # sampled by earlier weights: those are their old policy
+        if as_sampled and older_B.all():
+            return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
-        if source == "auto" and not correction_is_on(self.config.algorithm.rollout_correction):
-            older_B = ~torch.from_numpy(self._fresh(batch))  # sampled by earlier weights: those are their old policy
+        if as_sampled:
             computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
         return computed
 

@@ -16,7 +16,7 @@ from posttrain.tracking.by_step import DIAGNOSIS, append_line
 from posttrain.tracking.curve import before_after, text_plot
 from posttrain.tracking.diagnosis import Known, RunFacts, diagnose, findings
 from posttrain.tracking.loggers import read_metrics
-from posttrain.tracking.metrics import step_metrics
+from posttrain.tracking.metrics import GENERATED_S, step_metrics
 from posttrain.tracking.progress import console_width, say
 from posttrain.tracking.redact import redact
 from posttrain.tracking.reward_errors import commonest
@@ -76,7 +76,11 @@ class Recorder(RunWriter):
         self.step = step
         self.timing["step"] = sum(self.timing.values())
         metrics = step_metrics(
-            batch, timing=self.timing, update=update, max_response_length=self.config.data.max_response_length
+            batch,
+            timing=self.timing,
+            update=update,
+            max_response_length=self.config.data.max_response_length,
+            generated_s=batch.meta_info.get(GENERATED_S),
         )
         metrics = {**metrics, **validation, **self.peaks.take()}
         self.timing = {}

@@ -19,6 +19,7 @@ def save(trainer: RayPPOTrainer) -> Path:
 
     def extra(folder: Path) -> None:
         trainer.group_filter.save(folder)
+        trainer.ahead.save(folder)
         if export_hf == "all" or (export_hf == "last" and last):
             trainer.actor_rollout_wg.export_hf(folder / "huggingface")
 
@@ -33,6 +34,7 @@ def save(trainer: RayPPOTrainer) -> Path:
         "old_from_rollout": trainer.old_from_rollout,
         "bad_steps": trainer.bad_steps,
         "surplus": trainer.group_filter.surplus is not None,
+        "ahead": trainer.ahead.rows is not None,
         "lora": _adapters(trainer),
     }
     return trainer.recorder.save(trainer.step, tensors=tensors, state=state, export=extra)
@@ -64,6 +66,8 @@ def resume(trainer: RayPPOTrainer) -> None:
     trainer.kl_controller.load_state_dict(state["kl_controller"])
     if state.get("surplus"):
         trainer.group_filter.load(path)
+    if state.get("ahead"):
+        trainer.ahead.load(path)
     restore_rng(checkpoints.load_rng(path))
     checkpoints.set_aside_after(trainer.step)
     trainer.actor_rollout_wg.sync_weights(trainer.step)

@@ -1,0 +1,81 @@
+"""One step off: the next step's responses are generated while this one trains.
+
+    step 1: generate 1 | train on 1, generate 2 | sync
+    step 2:              train on 2, generate 3 | sync         (2 was sampled before step 1's update)
+
+Weights go to the rollout only when the batch under way is whole. So each batch is sampled by one policy, which is one
+update older than the one that learns from it, and what is sampled depends on no clock: a run is the same every time,
+and goes on from a checkpoint, which holds the batch, to the bit.
+
+Rows that are older than the policy have the rollout's log-probs as their old ones, so that the loss's ratio is that to
+the policy that sampled them (`algorithm.rollout_correction` can weigh the difference instead).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from posttrain.controller.group import WorkerGroup
+from posttrain.protocol import DataProto
+from posttrain.tracking.metrics import GENERATED_S
+from posttrain.trainer.ppo.experience import Experience
+
+FOLDER, AGE = "ahead", "rollout/age"
+
+
+def age_of(batch: DataProto, version: int) -> dict[str, float]:
+    """By how many updates the weights are newer that learn from these tokens than those that sampled them."""
+    spans = [span for row in batch.non_tensor_batch["policy_versions"] for span in row]
+    tokens = sum(count for _, count in spans)
+    return {AGE: sum((version - sampled) * count for sampled, count in spans) / tokens if tokens else 0.0}
+
+
+class Ahead:
+    """Holds the batch that was asked for ahead of its step. Calls to `training` move it on while they are waited for;
+    these workers must be others than those that generate."""
+
+    def __init__(self, experience: Experience, training: Iterable[WorkerGroup] = ()) -> None:
+        self.experience = experience
+        self.rows: DataProto | None = None
+        self._asked: float | None = None
+        """When the responses were asked for; None where they are there."""
+        for group in training:
+            group.meanwhile = experience.until
+
+    def ask(self, prompts: DataProto, n: int) -> None:
+        """Ask for the responses of the next step; nobody waits for them yet."""
+        self.rows, self._asked = self.experience.ask(prompts, n), time.perf_counter()
+        self.experience.begin()
+
+    @property
+    def under_way(self) -> bool:
+        return self._asked is not None
+
+    def finish(self) -> None:
+        """Wait for the responses that are under way. New weights may go to the rollout from here on."""
+        if self._asked is None or self.rows is None:
+            return
+        self.rows = self.experience.generated(self.rows)
+        self.rows.meta_info[GENERATED_S] = self.experience.last_ended - self._asked
+        self._asked = None
+
+    def take(self) -> DataProto | None:
+        """The batch with its responses, if one was asked for."""
+        self.finish()
+        rows, self.rows = self.rows, None
+        return rows
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    def save(self, folder: Path) -> None:
+        """Write the batch into a checkpoint's folder, with its scores: those who compute them end with the run."""
+        self.finish()
+        if self.rows is not None:
+            if "reward_score" not in self.rows.non_tensor_batch:
+                self.experience.scored(self.rows)
+            self.rows.save_to_disk(folder / FOLDER)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote into a checkpoint that was verified."""
+        self.rows = DataProto.load_from_disk(folder / FOLDER).set_decoder(self.experience.decode)
