@@ -102,7 +102,8 @@ def _existing_folder(option: str, given: str, cwd: Path) -> Path:
 
 
 def _missing_file(name: str, folders: list[Path]) -> Problem:
-    there = sorted(file.stem for folder in folders for file in folder.glob("*.yaml"))
+    folders = list(dict.fromkeys(folders))
+    there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     close = closest(name, there)
     hint = f"did you mean `{close}`? " if close else ""
     searched = ", ".join(str(folder) for folder in folders)

@@ -1,5 +1,7 @@
 """Subclasses of RayPPOTrainer, reward managers and workers written for verl train here."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -230,3 +232,14 @@ def test_managers_put_scores_on_last_tokens(tiny_model):
     assert found["reward_extra_info"]["overlong_reward"] == pytest.approx([-0.5, -0.25])
     data.batch["rm_scores"] = torch.ones(2, width)
     assert get_reward_manager_cls("naive")(tokenizer, 0)(data).sum() == 2 * width
+
+
+def test_stages_of_ones_own_are_not_done_at_once(config):
+    class Own(RayPPOTrainer):
+        def _compute_advantage(self, batch):
+            raise AssertionError
+
+    trainer = Own(config, tokenizer=None)
+    trainer._inner = Mock(**{"config.trainer.one_step_off": True})
+    with pytest.raises(UserError, match=r"one_step_off=True: Own has stages of its own \(_compute_advantage\)"):
+        trainer.fit()

@@ -239,6 +239,8 @@ def test_log_probs_that_drift_apart_are_named_and_the_rounding_of_bfloat16_is_no
     assert diagnosis.mismatch_rises(over("mismatch/logp_mean", [0.008] * 8)) is None
     for steps in (1, 2, 8):  # as it was from the start
         assert diagnosis.mismatch_rises(over("mismatch/logp_mean", [0.02] * steps)) is None
+    older = over("mismatch/logp_mean", [1e-6, 0.05, 0.2], rollout__age=[0.0, 1.0, 1.0])
+    assert diagnosis.mismatch_rises(older) is None  # an update lies between, as was asked for
 
 
 def test_a_reward_that_rises_while_fewer_answers_are_right_names_the_part_that_pays():

@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import threading
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import light_rewards
@@ -377,7 +377,7 @@ class InTurn(RayPPOTrainer):
 class AtOnce(RayPPOTrainer):
     """Notes by step whether responses were under way, or there, when the update was done."""
 
-    begun: list[bool] = []
+    begun: ClassVar[list[bool]] = []
 
     def _finish_ahead(self) -> None:
         waiting = self.experience

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
+from posttrain.config.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -95,7 +95,7 @@ ENGINE: tuple[Rule, ...] = (
 ELSEWHERE: tuple[Rule, ...] = (
     not_supported(
         f"{_ROLLOUT}.{{total_rollout_steps,test_freq,total_epochs,standalone_gpu_memory_utilization}}",
-        "asynchronous training is not built: a step trains on responses of its own policy",
+        ASYNC,
         "set trainer.total_training_steps, trainer.total_epochs and trainer.test_freq, and start main_ppo",
     ),
 )

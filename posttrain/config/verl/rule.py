@@ -15,6 +15,8 @@ NOT_NEEDED, NOT_SUPPORTED = "not needed", "not supported"
 KINDS = (HONOURED, TRANSLATED, NOT_NEEDED, NOT_SUPPORTED)
 NOTHING = ("null", "none", "", "{}", "[]")
 """Values that ask for nothing, whatever the key."""
+ASYNC = "a step trains on whole batches, which are one update old at most"
+"""Of keys of verl's asynchronous trainers."""
 
 
 @dataclass(frozen=True)

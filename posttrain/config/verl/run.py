@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
+from posttrain.config.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
 
-_ASYNC = "asynchronous training is not built: a step trains on responses of its own policy"
 _PROFILE_DO = (
     "set it to torch, or remove it: trainer.profile_steps writes traces; nsys can watch the process from outside"
 )
@@ -19,7 +18,12 @@ RUN: tuple[Rule, ...] = (
     not_needed("ray_kwargs.timeline_json_file", "trainer.profile_steps writes traces of every rank"),
     not_needed("trainer.ray_wait_register_center_timeout", "workers are waited for until they are there"),
     not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
-    not_supported("trainer.v1.trainer_mode", _ASYNC, "set it to sync", off=("sync",)),
+    not_supported(
+        "trainer.v1.trainer_mode",
+        ASYNC,
+        "set it to sync, and trainer.one_step_off=True to generate while others train",
+        off=("sync",),
+    ),
     not_needed("trainer.v1.*", "settings of verl's asynchronous trainers"),
     not_needed("transfer_queue.*", "batches reach the workers without a queue"),
     not_needed(
@@ -47,7 +51,9 @@ RUN: tuple[Rule, ...] = (
     not_needed("*.profiler.*", "trainer.profile_steps alone traces every stage and every rank"),
     not_needed("{global_profiler,trainer.npu_profile}.*", "traces are those of torch's profiler, without options"),
     not_supported(
-        "{async_training,async_flow,async_resources}.*", _ASYNC, "remove it, and start main_ppo instead of the recipe"
+        "{async_training,async_flow,async_resources}.*",
+        ASYNC,
+        "remove it, and start main_ppo with trainer.one_step_off=True instead of the recipe",
     ),
     *(
         not_supported(
