@@ -170,10 +170,10 @@ def test_what_is_missing_says_what_to_use():
 
 
 def test_one_step_off_policy_is_a_setting_and_needs_workers_that_only_generate(monkeypatch, capfd):
+    for module in ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo"):
+        assert command(monkeypatch, module, *RUN) == 2
+        assert "set actor_rollout_ref.rollout.n_workers=1 or more, which only generate" in capfd.readouterr().err
     main = importlib.import_module("verl.experimental.one_step_off_policy.main_ppo")
     given = ["--config-path=config", "--config-name='one_step_off_ppo_trainer.yaml'", "rollout.nnodes=1"]
     assert main.settings(given) == ["trainer.one_step_off=True", "rollout.nnodes=1"]
     assert main.settings(["--config-path=mine"]) == ["trainer.one_step_off=True", "--config-path=mine"]
-    for module in ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo"):
-        assert command(monkeypatch, module, *RUN) == 2
-        assert "set actor_rollout_ref.rollout.n_workers=1 or more, which only generate" in capfd.readouterr().err
