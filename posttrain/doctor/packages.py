@@ -6,7 +6,6 @@ An engine is installed behind posttrain and brings the torch that it was built f
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +99,10 @@ def _requirements(package: str) -> Iterator[Any]:
 
 
 def _is_met(need: Any) -> bool:
-    """Builds of one version (`2.11.0+cpu`) are one version here."""
-    from packaging.specifiers import SpecifierSet
-
+    """As pip sees it: where a build is asked for by name (`2.11.0+cpu`), another of that version is not it, and vLLM's
+    compiled parts may lack symbols with it."""
     there = _version(need.name)
-    public = SpecifierSet(re.sub(r"\+[\w.]+", "", str(need.specifier)))
-    return there is not None and public.contains(there, prereleases=True)
+    return there is not None and need.specifier.contains(there, prereleases=True)
 
 
 def _version(package: str) -> str | None:

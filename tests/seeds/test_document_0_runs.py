@@ -42,7 +42,11 @@ def test_S0_61_the_entrys_help_works_from_any_folder(tmp_path):
         ),
         pytest.param("trainer.config.algorithm", "AlgorithmConfig", id="S0-65"),
         pytest.param("trainer.constants_ppo", "PPO_ENVIRONMENT", id="S0-66 module"),
-        pytest.param("workers.fsdp_workers", "ActorRolloutRefWorker CriticWorker", id="S0-67 S0-94"),
+        pytest.param(
+            "workers.fsdp_workers",
+            "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker",
+            id="S0-67 S0-94 S0-95",
+        ),
         pytest.param("workers.engine", "TrainEngine FSDPEngine", id="S0-68"),
         pytest.param("protocol", "DataProto", id="S0-69"),
         pytest.param("workers.actor.dp_actor", "DataParallelPPOActor", id="S0-116"),

@@ -3,10 +3,13 @@
 They take posttrain's arguments: a training makes them itself. A subclass in `role_worker_mapping` takes their place.
 """
 
-from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from posttrain.workers.fsdp_workers import (
+    ActorRolloutRefWorker,
+    AsyncActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+)
 from verl._missing import not_given
-
-AsyncActorRolloutRefWorker = ActorRolloutRefWorker
 
 __all__ = ["ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
 __getattr__ = not_given(__name__)
