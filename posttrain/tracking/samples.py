@@ -43,6 +43,7 @@ _TEXTS = {
     "policy_versions": ("policy_versions",),
     "extra_info": ("extra_info",),
     "tool_calls": ("tool_calls",),
+    "own_words": ("own_words",),
 }
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}
 ROWS_AT_ONCE = 256

@@ -270,6 +270,8 @@ def test_compare_prints_a_table_and_refuses_what_cannot_be_compared(evaluate, tm
     assert "share no prompt" in capsys.readouterr().err
     assert cli.main(["eval", "compare", str(tmp_path / "one"), str(tmp_path / "r.json")]) == 2
     assert "is no report" in capsys.readouterr().err
+    assert cli.main(["eval", "compare", str(tmp_path / "one"), str(tmp_path / "gone")]) == 2
+    assert f"There is no report {tmp_path / 'gone'}." in (said := capsys.readouterr().err) and "Errno" not in said
 
 
 WRONG = {

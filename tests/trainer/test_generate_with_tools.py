@@ -100,6 +100,8 @@ def test_an_evaluation_scores_what_the_model_said_and_goes_on_where_it_was(tiny_
     for n, row in enumerate(pq.read_table(sample).to_pylist()):
         assert row["num_turns"] == 2 and json.loads(row["tool_calls"])[0]["answer"] == str(2 * n + 7)
         assert 0 < sum(row["response_mask"]) < len(row["response_ids"])
+    assert cli.main(["eval", "--responses", str(sample), "reward.num_workers=1", "--out", "again"]) == 0
+    assert read_report(Path("again"))["results"]["math_reasoning"]["metrics"]["accuracy"]["value"] == 0.5
 
     plain = parts_module.Parts.add
 
@@ -142,6 +144,15 @@ def test_a_checkpoint_brings_the_tools_of_its_run(tiny_model, sums, engines, tmp
     result = run(tiny_model, sums, tmp_path / "runs", **more)
     capsys.readouterr()
     checkpoint = str(Path(result.path) / "checkpoints" / "global_step_1")
+    samples = Path(result.path) / "samples" / "step_1.parquet"
+    rows = pq.read_table(samples).to_pylist()
+    assert all("<tool_response>" in row["response"] and "<tool_response>" not in row["own_words"] for row in rows)
+    assert {row["own_words"].rpartition("\n")[2] for row in rows} >= {"no idea"}
+    assert cli.main(["eval", "--responses", str(samples), "reward.num_workers=1", "--out", "own"]) == 0
+    scored = read_report(Path("own"))["results"]["math_reasoning"]["metrics"]["reward"]["value"]
+    odd = sum(row["own_words"].endswith("no idea") for row in rows) / len(rows)
+    assert odd > 0 and abs(scored - (1 - odd)) < 1e-9, "as the run scored: what the tool said is no answer"
+    capsys.readouterr()
     assert cli.main(["generate", checkpoint, "--prompt", "2+3="]) == 0
     assert capsys.readouterr().out == f"{call(2, 3)}\n  add -> 5\nso 5\n"
     assert cli.main(["reward", "try", "builtin", "sums.jsonl", "--model", checkpoint, "-k", "1"]) in (0, 1)

@@ -71,6 +71,8 @@ def read_report(path: Path) -> dict[str, Any]:
     file = path / NAME if path.is_dir() else path
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no report {file}. `posttrain eval` writes one into the folder of --out.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a report: {error}. `posttrain eval` writes them.") from error
     if not isinstance(report, dict) or report.get("format") != FORMAT or "prompts" not in report:
@@ -120,6 +122,7 @@ def _batch(prompts: Sequence[ScoredPrompt], first: int) -> dict[str, Any]:
         "finish_reason": [prompt.finish_reasons[j] for _, prompt, j in rows],
         "num_turns": [prompt.num_turns[j] if prompt.num_turns else None for _, prompt, j in rows],
         "tool_calls": [prompt.tool_calls[j] if prompt.tool_calls else None for _, prompt, j in rows],
+        "own_words": [prompt.own_words[j] if prompt.own_words else None for _, prompt, j in rows],
     }
 
 

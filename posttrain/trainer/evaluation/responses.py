@@ -43,11 +43,19 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
             groups[group] = AnsweredPrompt(_fields(table, number, config, key))
         one = groups[group]
         one.responses += texts
-        if whole and isinstance(row.get("own_words"), list) and len(row["own_words"]) == len(texts):
-            one.own_words += row["own_words"]
+        written: Any = row.get("own_words") if whole else [row.get("own_words")]
+        if (
+            isinstance(written, list)
+            and len(written) == len(texts)
+            and all(isinstance(words, str) for words in written)
+        ):
+            one.own_words += written
         one.finish_reasons += _listed(row, "finish_reasons", "finish_reason", len(texts))
         lengths = _listed(row, "response_tokens", "response_ids" if not whole else "", len(texts))
         one.tokens += [len(ids) if isinstance(ids, list) else ids for ids in lengths]
+    for one in groups.values():
+        if len(one.own_words) < len(one.responses):  # rows of several runs, some without tools
+            one.own_words = []
     return list(groups.values())
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
 from posttrain.rollout.settings import sampling_words
+from posttrain.texts import own_words
 from posttrain.tracking.batches import drop_batches_after, keep_batch, keep_facts
 from posttrain.tracking.before import Before, read_before, write_before
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
@@ -43,6 +44,7 @@ class Recorder(RunWriter):
         super().__init__(config, run, total_steps, stored_config=stored_config)
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
         self.before: Before | None = None
+        self.tokenizer: Any = None
         actor = config.actor_rollout_ref.actor
         self.facts = RunFacts(
             kl_on=kl_on,
@@ -89,7 +91,7 @@ class Recorder(RunWriter):
         seen = metrics, self.history, self.facts
         line, advice = diagnose(*seen, width=self.progress.room, reward_error=error, tool_error=tools)
         if self.samples_are_due(step):
-            table = sample_table(step, batch, sampling=sampling_words(self.config))
+            table = self._samples(step, batch, sampling_words(self.config))
             self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
@@ -106,6 +108,7 @@ class Recorder(RunWriter):
 
     def keep_vocabulary(self, tokenizer: Any) -> None:
         """What each token id of the samples stands for; a tokenizer that cannot tell is no reason to stop."""
+        self.tokenizer = tokenizer
         try:
             write_vocabulary(self.run.path, tokenizer)
         except OSError:
@@ -117,7 +120,16 @@ class Recorder(RunWriter):
         """One batch of a validation for `write_validation_samples`; None where no samples are wanted."""
         if self.config.tracking.samples_freq == 0:
             return None
-        return sample_table(step, batch, sampling=sampling_words(self.config, validate=True))
+        return self._samples(step, batch, sampling_words(self.config, validate=True))
+
+    def _samples(self, step: int, batch: DataProto, sampling: dict[str, Any]) -> pa.Table:
+        """With tools beside each response what the model wrote of it, which `posttrain eval --responses` scores."""
+        table = sample_table(step, batch, sampling=sampling)
+        if self.tokenizer is None or "num_turns" not in batch.non_tensor_batch:
+            return table
+        ids, marks = (table[name].to_pylist() for name in ("response_ids", "response_mask"))
+        written = pa.array(own_words(ids, marks, self.tokenizer), pa.string())
+        return table.set_column(table.column_names.index("own_words"), "own_words", written)
 
     def write_validation_samples(self, step: int, tables: Sequence[pa.Table | None]) -> None:
         wanted = [table for table in tables if table is not None]
