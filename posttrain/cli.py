@@ -113,7 +113,8 @@ def export(args: Arguments) -> int:
         "--base", metavar="FOLDER", help="of a LoRA run: where the base model lies now, if it was moved"
     )
     options = parser.parse_args(args)
-    from posttrain.trainer.export import export_checkpoint
+    with waiting():
+        from posttrain.trainer.export import export_checkpoint
 
     print(f"written: {export_checkpoint(options.checkpoint, options.out, adapter=options.adapter, base=options.base)}")
     return 0

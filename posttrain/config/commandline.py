@@ -29,6 +29,7 @@ _REFUSED = {
     "--shell-completion": "shell completion is not offered",
     "--experimental-rerun": "a run directory holds `config.yaml`; a run continues by itself when started again",
 }
+_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?P<value>=.*)?$", re.DOTALL)
 CUT_SHORT = (
     "a comment after `\\`, a comment line or an empty line inside a continued command cuts it short: the keys after it "
@@ -122,6 +123,8 @@ def _stray(arguments: list[str]) -> Problem:
     file = next((Path(text) for text in arguments if text.endswith((".yaml", ".yml"))), None)
     if any(text.startswith("=") for text in arguments):
         do = "write key=value without spaces around `=`"
+    elif len(arguments) > 1 and _KEY.fullmatch(arguments[0]):
+        do = f"write `{arguments[0]}={arguments[1]}`, as key=value without a blank"
     elif file is not None:
         do = f"name a file of settings by --config-path={file.parent} --config-name={file.stem}"
     else:

@@ -37,7 +37,8 @@ def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
         return fitting[-1]
     known = [str(folder) for folder in runs_under(root)[-5:]]
     where = f"Runs in {root}/: {', '.join(reversed(known))}." if known else f"There is no run in {root}/ either."
-    raise NoSuchRun(f"There is no run `{name}`. Give the path of its folder, or its name. {where}")
+    what = f"The folder {name} holds no run" if Path(name).is_dir() else f"There is no run `{name}`"
+    raise NoSuchRun(f"{what}. Give the path of its folder, or its name. {where}")
 
 
 def _changed(folder: Path) -> tuple[float, str]:

@@ -16,8 +16,8 @@ _FULL = 90
 
 def tell(text: object, stream: TextIO | None = None) -> None:
     """Print an answer of a command: broken between words on a terminal, as it is elsewhere."""
-    stream = stream or sys.stdout
-    print(folded(str(text), columns(stream)) if is_terminal(stream) else text, file=stream, flush=True)
+    out: TextIO = stream or sys.stdout
+    print(folded(str(text), columns(out)) if is_terminal(out) else text, file=out, flush=True)
 
 
 def tell_page(text: str) -> None:

@@ -203,7 +203,11 @@ def test_a_supervised_key_given_to_RL_is_answered_with_its_program(capsys: pytes
 
 def test_export_of_something_else_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
-    assert "nothing" in capsys.readouterr().err
+    assert "nothing does not exist. Name a folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["export", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
+    assert "empty is no whole checkpoint: it has no manifest.json" in (said := capsys.readouterr().err)
+    assert "resume" not in said
     (tmp_path / "run" / "checkpoints" / "global_step_12").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("")
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2

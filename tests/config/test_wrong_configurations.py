@@ -81,6 +81,11 @@ def test_M_04_words_of_a_comment_get_the_same_message(problems, args):
     assert "not settings (key=value)" in text and f"`{args[0]}`" in text and "comment" in text
 
 
+def test_a_key_and_its_value_as_two_words_are_told_how_they_are_written(problems):
+    text = problems("trainer.seed=1", "algorithm.adv_estimator", "grpo")
+    assert "write `algorithm.adv_estimator=grpo`" in text and "comment" not in text
+
+
 def test_M_09_without_model_and_data_the_embedded_ones_serve(load):
     resolved = load("algorithm.adv_estimator=grpo")
     assert resolved.value("data.train_files") == resolved.value(f"{MODEL}.path") == "embedded"

@@ -73,7 +73,9 @@ def test_an_error_has_the_status_1_and_no_arguments_show_the_schema_alone(capsys
     ("args", "why"),
     [
         (["calculater"], "there is no tool 'calculater'"),
-        (["calculator", "{x}"], "ARGUMENTS is no JSON"),
+        (["calc"], "there is no tool 'calc'. Did you mean calculator?"),
+        (["calculator", "{x}"], "ARGUMENTS `{x}` is no JSON"),
+        (["calculator", "{x}"], "names and texts in double quotes"),
         (["search", "x", "y", "corpus=embedded"], "one too many"),
         (["calculator", "1", "--given", "[]"], "--given must be a JSON object"),
         (["calculator", "1", "digits=3"], "no setting 'digits'"),

@@ -73,6 +73,10 @@ def test_samples_shows_the_newest_or_the_asked_step_best_first_and_steers_no_ter
         with RunDirectory("outputs", "project", "sft-1") as run:
             run.write_config({"tracking": {"samples_freq": freq}})
         assert main(["samples", "sft-1"]) == 2 and why in capsys.readouterr().err
+    (outputs / "empty").mkdir()
+    assert (
+        main(["samples", "outputs/empty"]) == 2 and "The folder outputs/empty holds no run." in capsys.readouterr().err
+    )
     assert main(["samples", "grpo-7"]) == 2
     assert "There is no run `grpo-7`" in (said := capsys.readouterr().err) and "outputs/project/grpo-1" in said
 

@@ -69,7 +69,8 @@ def _found(name: str) -> tuple[str, Maker]:
     if is_place(name):
         called = called_name(name)
         return called, _maker(find_tool(name), called)
-    near = closest(name, TOOLS)
+    longer = [known for known in TOOLS if name and known.startswith(name)]
+    near = closest(name, TOOLS) or (longer[0] if len(longer) == 1 else None)
     hint = f" Did you mean {near}?" if near else ""
     raise UserError(
         f"there is no tool {name!r}.{hint} Known: {', '.join(TOOLS)}.\n"

@@ -92,7 +92,10 @@ def _object(text: str, where: str) -> dict[str, Any]:
     try:
         made = json.loads(text)
     except ValueError as error:
-        raise UserError(f"{where} is no JSON: {error}. Put single quotes around it.") from None
+        raise UserError(
+            f"{where} `{text}` is no JSON: {error}.\n"
+            '  to do:  names and texts in double quotes, and single quotes around it all: \'{"name": "value"}\''
+        ) from None
     if not isinstance(made, dict):
         raise UserError(f'{where} must be a JSON object, like \'{{"name": "value"}}\'.')
     return made
