@@ -19,6 +19,7 @@ from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.closest import closest
 from posttrain.config.devices import runs_on_cpu
+from posttrain.config.problem import Problem
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 KEY = f"{_ROLLOUT}.engine_kwargs"
@@ -64,6 +65,12 @@ OURS = (
 """Arguments that no setting decides: vLLM runs in the worker's process, sleeps on GPUs, and makes one token after the
 other, whose log-probs are those of the model."""
 
+GONE = {
+    "disable_mm_preprocessor_cache": "remove it: prompts are text (newer versions call it mm_processor_cache_gb=0)",
+    "swap_space": "remove it: newer versions have no such space",
+}
+"""Arguments of older versions that scripts written for verl give -> what to do where they are not known."""
+
 
 def given_for(engine: str, engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that were given for an engine."""
@@ -83,17 +90,17 @@ def check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
         known = tuple(dict.fromkeys((*ROLLOUT_ENGINES, *ELSEWHERE, rollout.name)))
         if engine not in known:
             what = f"`{KEY}.{engine}`: there is no rollout engine of this name; known: {', '.join(known)}."
-            yield checked.problem(what, nearest_name(engine, known), KEY)
+            yield _problem(checked, what, nearest_name(engine, known))
         elif given is not None and not isinstance(given, dict):
             what = f"`{KEY}.{engine}={given}`: expected arguments by their names."
-            yield checked.problem(what, f"give such as {KEY}.{engine}.NAME=VALUE", KEY)
+            yield _problem(checked, what, f"give such as {KEY}.{engine}.NAME=VALUE")
         elif engine != rollout.name:
             idle += [f"{KEY}.{engine}.{name}" for name in given_for(engine, rollout.engine_kwargs)]
         elif engine == "vllm":
             yield from _of_vllm(checked, given_for(engine, rollout.engine_kwargs))
         elif engine in ("native", "hf") and given:
             what = f"`{KEY}.{engine}`: this engine has no arguments of its own."
-            yield checked.problem(what, f"set those of {_ROLLOUT}", KEY)
+            yield _problem(checked, what, f"set those of {_ROLLOUT}")
     if idle:
         verb = "has" if len(idle) == 1 else "have"
         yield f"{', '.join(idle)} {verb} no effect with {_ROLLOUT}.name={rollout.name}."
@@ -102,17 +109,26 @@ def check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
 def _of_vllm(checked: Checked, given: Mapping[str, Any]) -> Iterator[Finding]:
     """What is wrong whatever the version of vLLM."""
     for what, do in faults(given):
-        yield checked.problem(what, do, KEY)
+        yield _problem(checked, what, do)
     data, length = checked.config.data, given.get(LENGTH)
     longest = data.max_prompt_length + data.max_response_length
     if _is_count(length) and length < longest:
         what = f"`{VLLM}.{LENGTH}={length}`: rows may have {longest} tokens (data.max_prompt_length + "
         what += "data.max_response_length)."
-        yield checked.problem(what, f"set it to {longest} or more, leave it out, or make rows shorter", KEY)
+        yield _problem(checked, what, f"set it to {longest} or more, leave it out, or make rows shorter")
     if runs_on_cpu(checked.config):
         for name in ON_CPU.keys() & given.keys():
             if given[name] != ON_CPU[name]:
                 yield f"{VLLM}.{name}={given[name]} has no effect: on a CPU vLLM runs with {ON_CPU[name]}."
+
+
+def source_of(where: str) -> str:
+    """Where the dict was set, without the one key that was written last."""
+    return where.partition(", written `")[0]
+
+
+def _problem(checked: Checked, what: str, do: str) -> Problem:
+    return Problem(what, source_of(checked.where(KEY)), do, (KEY,))
 
 
 def faults(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -134,9 +150,10 @@ def faults(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def unknown(given: Mapping[str, Any], known: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The same of names that are not among those that vLLM has."""
     names = tuple(sorted({*known} - {*DECIDED, *OURS}))
-    for name in given.keys() - {*names, *DECIDED, *OURS, *FIXED}:
+    for name in (name for name in given if name not in {*names, *DECIDED, *OURS, *FIXED}):
         close = closest(name, names)
-        do = f"did you mean `{close}`?" if close else "remove it: the fields of its `EngineArgs` are its arguments"
+        near = f"did you mean `{close}`?" if close else "remove it: the fields of its `EngineArgs` are its arguments"
+        do = GONE.get(name, near)
         yield f"`{VLLM}.{name}`: the vLLM that is installed has no such argument.", do
 
 
@@ -149,8 +166,9 @@ def installed_arguments() -> set[str] | None:
     None where there is none, or it lies elsewhere."""
     try:
         found = importlib.util.find_spec("vllm")
-        folders = found.submodule_search_locations if found is not None else None
-        text = Path((folders or [""])[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
+        if found is None or not found.submodule_search_locations:
+            return None
+        text = Path(found.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
         classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     except (ImportError, ValueError, OSError, SyntaxError):
         return None

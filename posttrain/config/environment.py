@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.config.closest import closest
-from posttrain.config.engine_kwargs import KEY, given_for, installed_arguments, unknown
+from posttrain.config.engine_kwargs import KEY, given_for, installed_arguments, source_of, unknown
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
@@ -180,11 +180,15 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         what = f"`{_ROLLOUT}.name=vllm`: the package vllm is not installed in this environment."
         yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), INSTALL)
     elif (given := given_for("vllm", resolved.value(KEY))) and (known := installed_arguments()) is not None:
-        yield from (Problem(what, resolved.where(KEY), do) for what, do in unknown(given, known))
+        yield from (Problem(what, source_of(resolved.where(KEY)), do) for what, do in unknown(given, known))
     key = f"{_ROLLOUT}.tensor_model_parallel_size"
     if (size := resolved.value(key)) > 1:
-        what = f"`{key}={size}`: a vLLM engine over several devices is not built; every worker has one of its own."
-        yield Problem(what, resolved.where(key), f"set {key}=1, or {_ROLLOUT}.name=native, which does not need it")
+        what = f"`{key}={size}`: a vLLM engine over several devices is not built; every worker has one of its own, "
+        what += "with the whole model in it."
+        do = (
+            f"set {key}=1, as it is with the other engines, too; `posttrain plan` says whether a device holds the model"
+        )
+        yield Problem(what, resolved.where(key), do)
 
 
 def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:

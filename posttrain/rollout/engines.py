@@ -133,11 +133,14 @@ def make_hf(order: Order) -> Made | str:
 
 @register_engine("vllm")
 def make_vllm(order: Order) -> Made | str:
-    """vLLM, where it is installed."""
+    """vLLM, where it is installed. What is made room for it with goes back if it does not serve."""
+    place = next(order.module.parameters()).device
     made = build_vllm(order.module, order.config, decode=order.decode, device=order.device, longest=order.longest)
     if isinstance(made, str):
         return made
     if (problem := why_wrong(made[0], order.module)) is None:
         return made
     made[0].close()
+    if next(order.module.parameters()).device != place:
+        order.module.to(place)
     return problem

@@ -71,6 +71,7 @@ def test_null_is_not_given(load, vllm, nothing):
     [
         ("vllm.block_sise=32", "has no such argument.", "did you mean `block_size`?"),
         ("vllm.inside=1", "has no such argument.", "remove it"),
+        ("vllm.disable_mm_preprocessor_cache=True", "has no such argument.", "mm_processor_cache_gb=0"),
         ("vllm.model=x", "`actor_rollout_ref.model.path` decides it", "set actor_rollout_ref.model.path"),
         ("vllm.seed=3", "`trainer.seed` decides it", "set trainer.seed"),
         ("vllm.gpu_memory_utilization=0.5", f"`{ROLLOUT}.gpu_memory_utilization` decides it", "set"),

@@ -6,6 +6,8 @@ The real one is in the conformance suite, where it is installed.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from posttrain.errors import UserError
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.models.lora import merged_state, with_adapters
 from posttrain.models.plain_rows import row_log_probs
+from posttrain.rollout import engines
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
@@ -68,7 +71,9 @@ def test_an_engine_over_several_devices_is_refused_and_one_that_is_there_is_not(
     assert load_config([f"{ROLLOUT}.name=vllm"], environment=True).value(f"{ROLLOUT}.name") == "vllm"
     with pytest.raises(ConfigError, match="a vLLM engine over several devices is not built") as refused:
         load_config([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], environment=True)
-    assert str(refused.value).startswith("1 problem")
+    text = str(refused.value)
+    assert text.startswith("1 problem") and "every worker has one of its own, with the whole model in it" in text
+    assert f"set {ROLLOUT}.tensor_model_parallel_size=1" in text and "`posttrain plan`" in text
 
 
 def test_it_is_built_by_its_name_and_proved_and_what_it_does_not_know_hf_serves(fake, model, tiny_model, monkeypatch):
@@ -81,6 +86,30 @@ def test_it_is_built_by_its_name_and_proved_and_what_it_does_not_know_hf_serves(
     assert [one.closed for one in fake.made] == [False, True]
     monkeypatch.setattr("vllm.ModelRegistry.get_supported_archs", lambda: [])
     assert "it does not know Qwen2ForCausalLM" in build_engine(RolloutConfig(name="vllm"), model, tokenizer)[1]
+
+
+def test_a_model_that_made_room_for_vllm_is_back_on_its_device_where_vllm_does_not_serve(monkeypatch):
+    class Module:
+        """Weights in name only: there is no GPU here."""
+
+        def __init__(self):
+            self.device = torch.device("cuda")
+
+        def parameters(self):
+            return iter([self])
+
+        def to(self, device):
+            self.device = torch.device(device)
+
+    closed = []
+    engine = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(engines, "build_vllm", lambda module, *args, **named: module.to("cpu") or (engine, "vllm"))
+    for problem, where in (("its log-probs are wrong", "cuda"), (None, "cpu")):
+        monkeypatch.setattr(engines, "why_wrong", lambda engine, module, problem=problem: problem)
+        order: Any = SimpleNamespace(module=Module(), config=None, decode=None, device=None, longest=None)
+        engines.make_vllm(order)
+        assert order.module.device.type == where
+    assert closed == [True]
 
 
 def test_vllm_is_made_with_what_follows_from_the_settings(fake, model):

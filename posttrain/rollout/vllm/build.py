@@ -62,7 +62,7 @@ def build_vllm(
         return f"it does not know {kind}"
     live = any(weight.requires_grad for weight in module.parameters())
     if not live and place.type == "cuda" and not getattr(base, "is_quantized", False):
-        module.to("cpu")  # nobody trains it: once vLLM has its weights it only proves them
+        module.to("cpu")  # nobody trains it: once vLLM has its weights it only proves them (`make_vllm` knows of it)
         gc.collect()
         torch.cuda.empty_cache()  # vLLM looks at what is free
     with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, nothing_disturbed():
