@@ -146,16 +146,21 @@ def length_drifts(known: Known) -> str | None:
     if change < 0:
         return f"{drift}. Look whether the reward pays for short answers."
     right, wrong = known.get("response_length/right/mean"), known.get("response_length/wrong/mean")
-    gain = known.change("reward_mean") or 0.0
-    if gain > 0 and not known.is_noise("reward_mean") and (wrong is None or right is None or right >= wrong):
+    gains = (known.change("reward_mean") or 0.0) > 0 and not known.is_noise("reward_mean")
+    if gains and (wrong is None or right is None or right >= wrong):
         return (
             f"{drift}, and the reward with them: look at samples whether the reward pays for length itself; then the "
             "reward must change (a length penalty), not the loss."
         )
+    why = (
+        f"and wrong ones are the longest ({wrong:.0f} tokens, right ones {right:.0f})"
+        if gains
+        else "without more reward"
+    )
     if known.run.loss_agg_mode == "seq-mean-token-sum-norm":
-        return f"{drift}, without more reward. Look at the samples, or lower data.max_response_length."
+        return f"{drift}, {why}. Look at the samples, or lower data.max_response_length."
     return (
-        f"{drift}, without more reward: the loss may favour long wrong answers. "
+        f"{drift}, {why}: the loss may favour long wrong answers. "
         f"actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm (now {known.run.loss_agg_mode}) takes that out."
     )
 

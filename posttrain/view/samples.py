@@ -19,6 +19,8 @@ from posttrain.view.tokens import token_texts
 KINDS = {"step": sample_files, "val": validation_files}
 PREVIEW = 160
 """Characters of a prompt or response in a list."""
+SAME = 40
+"""Characters with which the prompts of a step may all begin before a list leaves them out."""
 
 
 class NoSamples(LookupError):
@@ -56,10 +58,20 @@ def groups(folder: Path, kind: str, step: int) -> list[dict[str, Any]]:
     rows: dict[Any, list[int]] = {}
     for row, uid in enumerate(column["uid"]):
         rows.setdefault(uid, []).append(row)
-    return [_group(uid, members, column) for uid, members in rows.items()]
+    same = _beginning([column["prompt"][members[0]] or "" for members in rows.values()])
+    return [_group(uid, members, column, same) for uid, members in rows.items()]
 
 
-def _group(uid: Any, rows: list[int], column: dict[str, list[Any]]) -> dict[str, Any]:
+def _beginning(prompts: list[str]) -> int:
+    """Characters with which all prompts begin, where they would fill a list: system prompt, tools, instruction."""
+    first, last = min(prompts, default=""), max(prompts, default="")  # what these share, all do
+    length = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    while length and first[length - 1].isalnum():  # whole words
+        length -= 1
+    return length if length >= SAME else 0
+
+
+def _group(uid: Any, rows: list[int], column: dict[str, list[Any]], same: int) -> dict[str, Any]:
     scores = [column["score"][row] for row in rows]
     known = [score for score in scores if score is not None and math.isfinite(score)]
     lengths = [column["length"][row] or 0 for row in rows]
@@ -67,7 +79,7 @@ def _group(uid: Any, rows: list[int], column: dict[str, list[Any]]) -> dict[str,
     return {
         "uid": uid,
         "data_row": column["data_row"][rows[0]],
-        "prompt": preview(column["prompt"][rows[0]]),
+        "prompt": "… " * bool(same) + preview((column["prompt"][rows[0]] or "")[same:]),
         "scores": [number(score) for score in scores],
         "mean": number(float(np.mean(known))) if known else None,
         "length": number(float(np.mean(lengths))),

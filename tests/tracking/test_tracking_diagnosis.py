@@ -192,7 +192,9 @@ def test_S3_75_M_27_reward_that_grows_with_length_is_told_apart():
     assert advice and "the reward with them" in advice and "seq-mean-token-sum-norm" not in advice
     wrong_are_longer = over("response_length", ramp(100, 200), reward_mean=ramp(0.2, 0.6))
     wrong_are_longer.now = {**wrong_are_longer.now, "response_length/right/mean": 90, "response_length/wrong/mean": 300}
-    assert "seq-mean-token-sum-norm" in (diagnosis.length_drifts(wrong_are_longer) or "")
+    said = diagnosis.length_drifts(wrong_are_longer) or ""
+    assert "seq-mean-token-sum-norm" in said and "without more reward" not in said, "the reward rose"
+    assert "wrong ones are the longest (300 tokens, right ones 90)" in said
 
 
 def test_shrinking_and_steady_lengths():

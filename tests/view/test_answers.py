@@ -13,12 +13,14 @@ import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.by_step import DIAGNOSIS, append_line
+from posttrain.tracking.samples import write_samples
 from posttrain.view import courtesy
 from posttrain.view.answers import Answers
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
 from posttrain.view.page import SCRIPT, static_file
 from posttrain.view.runs import Runs
+from posttrain.view.samples import groups
 from posttrain.view.tokens import token_texts
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
@@ -105,9 +107,9 @@ def test_a_growing_file_is_read_on_and_one_that_was_cut_is_read_anew(tmp_path):
 
 def test_groups_responses_and_tokens_are_those_of_the_file(client, made):
     rows = rows_of(made)
-    groups = client.ask("groups", run="synthetic", step=STEPS)
-    assert [group["uid"] for group in groups] == list(dict.fromkeys(row["uid"] for row in rows))
-    third = groups[2]
+    found = client.ask("groups", run="synthetic", step=STEPS)
+    assert [group["uid"] for group in found] == list(dict.fromkeys(row["uid"] for row in rows))
+    third = found[2]
     own = [row for row in rows if row["uid"] == third["uid"]]
     assert third["scores"] == [row["score"] for row in own] and third["data_row"] == own[0]["data_row"]
     assert third["truncated"] == sum(row["finish_reason"] == "length" for row in own)
@@ -123,6 +125,19 @@ def test_groups_responses_and_tokens_are_those_of_the_file(client, made):
     )
     assert tokens["numbers"]["old_log_probs"] == pytest.approx(own[1]["old_log_probs"], rel=1e-6)
     assert len(tokens["prompt_texts"]) == len(own[1]["prompt_ids"])
+
+
+def test_what_all_prompts_of_a_step_begin_with_is_left_out_of_their_list(tmp_path):
+    said = "<|system|>Tools: a long description that all have<|end|><|user|>"
+    for name, prompts, shown in (
+        ("long", [f"{said}hat<|end|>", f"{said}ham<|end|>"], ["… hat<|end|>", "… ham<|end|>"]),
+        ("short", ["<|user|>1 + 2 = ?", "<|user|>1 + 3 = ?"], ["<|user|>1 + 2 = ?", "<|user|>1 + 3 = ?"]),
+        ("one", [f"{said}hat<|end|>"], [f"{said}hat<|end|>"]),
+    ):
+        rows = len(prompts)
+        batch = {"responses": [[1]] * rows, "response_mask": [[1]] * rows, "prompt": prompts, "uid": [*range(rows)]}
+        write_samples(tmp_path / name / "samples", 1, batch)
+        assert [group["prompt"] for group in groups(tmp_path / name, "step", 1)] == shown
 
 
 def test_validations_are_shown_like_steps(client, made):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.errors import UserError
+from posttrain.tracking.folding import tell
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.command import rows_of, settings_folder
@@ -86,7 +87,7 @@ def _score_model(model: str, options: argparse.Namespace, settings: Settings, ou
         from posttrain.trainer.evaluation.report import table as lines
 
     report = evaluate_model(model, table, settings, out, overwrite=options.overwrite)
-    print(lines(report))
+    tell(lines(report))
     print(f"{out}: report.json, samples/")
     return 0
 
@@ -98,7 +99,7 @@ def _score_file(options: argparse.Namespace, settings: Settings, out: Path) -> i
         from posttrain.trainer.evaluation.report import table as lines
 
     rows = load_rows(options.responses, limit=settings.config.data.val_max_samples, setting="--responses")
-    print(lines(evaluate_responses(rows, settings, out)))
+    tell(lines(evaluate_responses(rows, settings, out)))
     print(f"{out}: report.json, samples/")
     return 0
 
@@ -127,5 +128,5 @@ def _compare(args: Sequence[str]) -> int:
     options = parser.parse_args(list(args))
     from posttrain.trainer.evaluation.compare import compare_files
 
-    print(compare_files([options.first, options.second]))
+    tell(compare_files([options.first, options.second]))
     return 0

@@ -13,10 +13,13 @@ function colourOf(name) {
   return colours.get(key);
 }
 
-function axes() {
+/** Steps are whole: no tick stands between two of them. */
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((ten) => [ten, 2 * ten, 5 * ten]);
+
+function axes(time = false) {
   const look = {stroke: colourOf("--soft"), grid: {stroke: colourOf("--line"), width: 1}, ticks: {stroke: colourOf("--line"), width: 1}};
   const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
-  return [{...look, size: 32}, {...look, size: 56, values}];
+  return [{...look, size: 32, ...(time ? {} : {incrs: WHOLE})}, {...look, size: 56, values}];
 }
 
 /** {element, set(make, {log, time})}; make() gives [{label, x, y, colour, faint, dots, smooth}], each with steps of its
@@ -48,7 +51,7 @@ export function lineChart(title, {onpick} = {}) {
       width: wide,
       height: HEIGHT,
       scales: {x: {time}, y: log ? {distr: 3} : {range: heights}},
-      axes: axes(),
+      axes: axes(time),
       cursor: {sync: {key: time ? "time" : "step"}, drag: {x: true, y: false}},
       legend: {live: true},
       series: [{label: time ? "time" : "step"}, ...series.map((one) => ({

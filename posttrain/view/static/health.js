@@ -56,7 +56,7 @@ export function healthPage(root) {
     const said = new Set(kind.steps);
     const element = h("article", {class: "advice"},
       h("p", {}, h("b", {}, `step ${kind.step}: `), kind.text),
-      h("p", {class: "soft"}, `said at ${kind.steps.length} steps, from ${kind.steps[0]} to ${kind.step}`),
+      h("p", {class: "soft"}, kind.steps.length === 1 ? "said at this step alone" : `said at ${kind.steps.length} steps, from ${kind.steps[0]} to ${kind.step}`),
       chart && chart.element);
     const draw = () => chart && chart.set(() => [
       {label: kind.metric, x: data.steps, y: values, colour: COLOURS[i % COLOURS.length]},
