@@ -1,7 +1,8 @@
 # Sourced by the examples, after scripts/env.sh. `smoke KIND` sets the array `small`, which stands behind a script's own
 # settings: empty, or with SMOKE=1 two steps of the embedded model on the embedded data by a CPU, into a new folder
 # ($SMOKE_OUT if it is set). KIND: grpo, ppo (with a critic), ppo_rm (and a reward model), search (with
-# a tool), lookup (the embedded model itself, taught by SFT: into $folder, of $taught steps), sft or chats.
+# a tool), lookup (the embedded model itself, taught by SFT: into $folder, of $taught steps), guess (the embedded model
+# itself: into $folder), sft or chats.
 # `start MODULE key=value ...` runs a trainer after what must be made for it (`first`, a command; empty if nothing). Its
 # settings are read before that, so that a mistyped key is said at once.
 # `not_yet SENTENCE` ends a script whose run waits for a part of posttrain that is not built, with status 69.
@@ -24,7 +25,7 @@ smoke() {
     fi
     return
   fi
-  if [[ "$1" == lookup ]]; then
+  if [[ "$1" == lookup || "$1" == guess ]]; then
     folder="$out" taught=2
     small+=(data.val_max_samples=16)
     return

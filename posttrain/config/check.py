@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
@@ -141,5 +142,6 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_ray,
     check_turns,
     check_engine_kwargs,
+    check_agent,
     one_process,
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.aliases import JOINED, SWITCHES, canonical, nearest, spellings
+from posttrain.config.aliases import JOINED, NAMED_BY, SWITCHES, canonical, nearest, spellings
 from posttrain.config.compose import Composed, Layer, flatten
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
@@ -121,6 +121,8 @@ def add(
     key, leaf = found.key, leaf_of(found.key)
     if key in SWITCHES and str(value).lower() in ("true", "false"):
         key = f"{key}.enable"
+    elif key in NAMED_BY and isinstance(value, str) and value.lower() not in NULLS and not value.startswith("{"):
+        key = f"{key}.{NAMED_BY[key]}"
     elif key in JOINED and (inside := _whole_dict(value)) is not None:  # what other spellings have put into it stays
         for inner, inner_value in inside.items():
             add(merged, f"{key}.{inner}", inner_value, source, rank, explicit=explicit, from_file=from_file)

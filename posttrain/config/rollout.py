@@ -67,4 +67,7 @@ class RolloutConfig(Section):
     there is to set stands in docs/tools.md."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the rollout engine's own, under its name (`engine_kwargs.vllm`); docs/rollout.md says which."""
+    agent: dict[str, Any] = field(default_factory=dict)
+    """A function of your own that leads each conversation: `agent=FILE.py:NAME`; what else there is to set stands in
+    docs/own_agent.md."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

@@ -13,6 +13,7 @@ from posttrain.rewards.types import RewardError
 
 PATIENCE = 3
 """Batches in a row that may fail altogether once there were scores."""
+TRY = "correct it; `posttrain reward try FN DATA` shows what a reward makes of data, without a model"
 
 
 class AllFailed(RewardError):
@@ -22,8 +23,8 @@ class AllFailed(RewardError):
 class FailureWatch:
     """Told the errors of every batch of one reward; raises AllFailed when it gives no scores."""
 
-    def __init__(self, what: str = "reward", where: str = "") -> None:
-        self.what, self.where = what, where
+    def __init__(self, what: str = "reward", where: str = "", do: str = "") -> None:
+        self.what, self.where, self.do = what, where, do or TRY
         self._worked, self._in_a_row = False, 0
 
     def look(self, errors: Sequence[str | None]) -> None:
@@ -35,10 +36,12 @@ class FailureWatch:
             return
         self._in_a_row += 1
         if not self._worked or self._in_a_row >= PATIENCE:
-            raise all_failed([error or "" for error in errors], self.what, self.where, batches=self._in_a_row)
+            raise all_failed([error or "" for error in errors], self.what, self.where, self.do, batches=self._in_a_row)
 
 
-def all_failed(errors: Sequence[str], what: str = "reward", where: str = "", *, batches: int = 1) -> AllFailed:
+def all_failed(
+    errors: Sequence[str], what: str = "reward", where: str = "", do: str = TRY, *, batches: int = 1
+) -> AllFailed:
     """The error for responses none of which could be scored."""
     often = Counter(errors).most_common()
     reason = often[0][0].replace("\n", "\n    ")
@@ -47,5 +50,5 @@ def all_failed(errors: Sequence[str], what: str = "reward", where: str = "", *, 
     return AllFailed(
         f"The {what} failed on all {len(errors)} responses{last}, so that nothing can be learnt:\n    {reason}{others}",
         where,
-        "correct it; `posttrain reward try FN DATA` shows what a reward makes of data, without a model",
+        do,
     )

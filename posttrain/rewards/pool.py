@@ -85,6 +85,18 @@ class RewardPool:
                     self._enqueue(self._groups.pop(item.group)[1])
             self._wake()
 
+    def leave_out(self, group: Hashable, size: int) -> None:
+        """One item fewer will come of a group of so many."""
+        if self.spec.form != "list":
+            return
+        with self._changed:
+            size, members = self._groups.pop(group, (size, []))
+            if len(members) < size - 1:
+                self._groups[group] = (size - 1, members)
+            elif members:
+                self._enqueue(members)
+            self._wake()
+
     def poll(self) -> list[tuple[Hashable, RewardResult]]:
         """What has been scored since the last call, without waiting."""
         with self._changed:

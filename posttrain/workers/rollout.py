@@ -103,9 +103,14 @@ class RolloutWorker:
 
     @register(to_all)
     def go_on(self, turns: Sequence[NextTurn]) -> None:
-        """Queue further turns of conversations; what the turn before left in the cache serves them."""
+        """Queue turns of conversations; what the turn before left in the cache serves them."""
+        if not self.awake:
+            self._wake()
         for turn in turns:
-            sampling = replace(self._sampling_of(DataProto(meta_info=turn.how)), max_tokens=turn.max_tokens)
+            sampling = self._sampling_of(DataProto(meta_info=turn.how))
+            sampling = replace(sampling, max_tokens=turn.max_tokens, stop=(*sampling.stop, *turn.stop))
+            if turn.fresh and turn.key in self.conversations:
+                self.rollout.release([self.conversations[turn.key]])
             self.rollout.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
             self.conversations[turn.key] = turn.id
 

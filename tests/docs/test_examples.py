@@ -25,6 +25,7 @@ EXAMPLES = ROOT / "examples"
 SHELL = [path for path in check_examples.examples() if path.suffix == ".sh"]
 RUNNING = [path for path in SHELL if not check_examples.waits_for(path)]
 FOLDERS = {  # S4-01, and the table of §12
+    "agents": 1,
     "ppo_trainer": 2,
     "grpo_trainer": 4,
     "remax_trainer": 1,
@@ -248,6 +249,43 @@ def test_the_run_with_a_tool_that_learns_pays_for_asking_and_reading_only_and_it
     assert main_ppo.cli() == 0
     found = pyarrow.parquet.read_table(tmp_path / "out/tools/lookup/samples/step_2.parquet").to_pylist()
     assert len(found) == 16 and all('"name": "where"' in row["prompt"] for row in found)
+
+
+GUESS = EXAMPLES / "agents" / "run_guess.sh"
+
+
+def test_the_run_with_an_agent_pays_for_near_guesses_and_its_small_form_trains(tiny_model, tmp_path, monkeypatch):
+    import asyncio
+    import runpy
+
+    from posttrain.trainer import main_ppo
+
+    play, told = runpy.run_path(str(GUESS.with_name("guess.py")))["play"], []
+
+    class Chat:
+        def __init__(self, *said: str) -> None:
+            self.said = list(said)
+
+        async def say(self) -> str:
+            return self.said.pop(0)
+
+        def tell(self, text: str) -> None:
+            told.append(text)
+
+    said = [("7",), ("5", "7"), ("9", "8"), ("5", "x"), ("seven",)]
+    found = [asyncio.run(play(Chat(*words), {"ground_truth": "7"})) for words in said]
+    assert [one["score"] for one in found] == pytest.approx([1, 1, 8 / 9, 0, 0]) and told == [
+        "higher",
+        "lower",
+        "higher",
+    ]
+    (learn,) = all_started(GUESS, tmp_path, smoke=True)
+    quick = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.export_hf=none"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *learn[2:], *quick, f"actor_rollout_ref.model.path={tiny_model}"])
+    assert main_ppo.cli() == 0
+    found = pyarrow.parquet.read_table(tmp_path / "out/agents/guess/samples/step_2.parquet").to_pylist()
+    assert len(found) == 16 and not any(row["error"] for row in found)
 
 
 TWO_STAGES = (LOOKUP, SEARCH, EXAMPLES / "ppo_trainer" / "run_qwen2-7b_rm.sh")

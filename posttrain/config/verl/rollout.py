@@ -101,14 +101,12 @@ ELSEWHERE: tuple[Rule, ...] = (
 )
 
 AGENTS: tuple[Rule, ...] = (
-    not_needed(f"{_ROLLOUT}.agent.num_workers", "one engine per worker serves all requests"),
+    not_needed(f"{_ROLLOUT}.agent.num_workers", "all conversations run in one event loop, which waits for the engines"),
     not_supported(
-        f"{_ROLLOUT}.agent.default_agent_loop",
-        "one loop serves all: the model's calls are answered where multi_turn.enable is True",
-        "set it to single_turn_agent or tool_agent",
-        off=("single_turn_agent", "tool_agent"),
+        f"{_ROLLOUT}.agent.{{agent_loop_manager_class,custom_async_server.*}}",
+        "agents are led by posttrain's own manager, above its own engines",
+        "remove it",
     ),
-    not_supported(f"{_ROLLOUT}.agent.*", "agent loops of your own are not built: tools are", "remove it"),
     not_supported(
         f"{_ROLLOUT}.multi_turn.max_user_turns",
         "the model's own turns are counted",

@@ -25,16 +25,16 @@ class Lane:
 
     def _begin(self) -> None:
         loop = asyncio.new_event_loop()
-        self._loop, self._thread = loop, threading.Thread(target=_serve, args=(loop,), name=self.name, daemon=True)
+        self.loop, self._thread = loop, threading.Thread(target=_serve, args=(loop,), name=self.name, daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """The future of a coroutine that runs in the lane's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def renew_if_stuck(self) -> None:
         """A fresh loop, if something blocks this one. Called from another loop, after a deadline has passed."""
-        loop, reacts = self._loop, asyncio.get_running_loop().create_future()
+        loop, reacts = self.loop, asyncio.get_running_loop().create_future()
         ours = asyncio.get_running_loop()
 
         def react() -> None:
@@ -44,13 +44,13 @@ class Lane:
         try:
             await asyncio.wait_for(reacts, _REACTS_S)
         except TimeoutError:
-            if self._loop is loop:  # nobody else has noticed yet
+            if self.loop is loop:  # nobody else has noticed yet
                 loop.call_soon_threadsafe(loop.stop)
                 self._begin()
 
     def stop(self) -> None:
         """End the loop; one that is stuck is not waited for."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_JOIN_S)
 
 

@@ -29,6 +29,22 @@ class Conversation:
     calls: list[dict[str, Any]] = field(default_factory=list)
     """For samples: turn, name, arguments, answer and error of each call."""
     tool_seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What an agent leaves for reward functions."""
+    score: Any = None
+    """What an agent gave as the reward; None leaves it to the reward function."""
+    error: str | None = None
+    """Why an agent failed."""
+    own_prompt: bool = False
+    """Whether an agent made another prompt than the row's."""
+    before: list[int] = field(default_factory=list)
+    """What the model had read and written when its last turn ended: a turn that goes on from it begins with these."""
+    samples: list[Output] = field(default_factory=list)
+    """What an agent had the model write beside the conversation."""
+    full: bool = False
+    """Whether an agent wanted a further turn, for which there was no room."""
+    finish_reason: str = "stop"
+    """Of the model's last turn."""
     _tokens: list[int] = field(default_factory=list)
     _written: list[bool] = field(default_factory=list)
     _log_probs: list[np.ndarray] = field(default_factory=list)
@@ -45,12 +61,21 @@ class Conversation:
         """Everything so far, the prompt in front."""
         return [*self.prompt_ids, *self._tokens]
 
-    def wrote(self, output: Output) -> None:
+    @property
+    def marks(self) -> list[bool]:
+        """Of each token so far, whether the model wrote it."""
+        return self._written
+
+    def wrote(self, output: Output, marks: Sequence[bool] | None = None) -> None:
+        """A turn of the model's; `marks` say which of its tokens count as its own, where not all do."""
         drawn = output.sampling_log_probs
         self._add(output.token_ids, output.log_probs, output.log_probs if drawn is None else drawn, written=True)
+        if marks is not None:
+            self._written[-len(marks) :] = marks
         self._filtered |= drawn is not None
         self._versions += output.versions
         self.turns += 1
+        self.finish_reason = output.finish_reason
 
     def heard(self, ids: Sequence[int]) -> None:
         nothing = np.zeros(len(ids), np.float32)

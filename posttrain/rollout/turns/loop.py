@@ -11,7 +11,7 @@ then does not depend on how long a tool took, and a run can be repeated to the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.config.turns import TurnSettings
@@ -24,9 +24,15 @@ from posttrain.rollout.turns.conversation import Conversation
 from posttrain.rollout.turns.next_turn import Key, NextTurn
 from posttrain.rollout.turns.replies import Replies
 
+Row = Mapping[str, Any]
+"""A row's fields, by name: `extra_info`, and others as they are there."""
+
 
 class Turns:
     """The conversations of a run."""
+
+    asks_first = False
+    """Whether a conversation asks for its first turn itself; otherwise it is that of the prompt, asked for with it."""
 
     def __init__(
         self,
@@ -54,11 +60,11 @@ class Turns:
         return [tool.schema for tool in self.runner.tools.values()]
 
     def begin(
-        self, key: Key, prompt_ids: Sequence[int], seed: int, how: dict[str, bool], given: dict[str, Any]
+        self, key: Key, prompt_ids: Sequence[int], seed: int, how: dict[str, bool], row: Row, rank: int = 0
     ) -> None:
-        """A conversation whose first request is `key`; `given` is what its row has for each tool."""
+        """A conversation whose first request is `key`; its row may have something for tools."""
         self._open[key] = Conversation(key, prompt_ids, seed, how)
-        self.runner.open(key, given)
+        self.runner.open(key, given_by(row.get("extra_info")))
 
     def took(self, rank: int, outputs: Sequence[Output]) -> list[Output]:
         """Whole responses among what a rank has ended; calls of the others are being answered."""
@@ -162,3 +168,11 @@ class Turns:
             found.setdefault(rank, []).append(key)
         self._ended = []
         return found
+
+
+def given_by(info: Any) -> dict[str, Any]:
+    """What a row's `extra_info` has for its tools, by their names."""
+    asked = info.get("tools_kwargs") if isinstance(info, dict) else None
+    if not isinstance(asked, dict):
+        return {}
+    return {name: (own or {}).get("create_kwargs") or {} for name, own in asked.items()}

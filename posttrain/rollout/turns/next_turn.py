@@ -1,4 +1,4 @@
-"""A further turn of a conversation, as a rollout worker is asked for it."""
+"""A turn of a conversation, as a rollout worker is asked for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = tuple[Any, int]
 
 @dataclass(frozen=True)
 class NextTurn:
-    """Goes on from the turn before, whose tokens are the beginning of `prompt_ids`."""
+    """Goes on from the turn before, whose tokens are the beginning of `prompt_ids`; one that is `fresh` does not."""
 
     key: Key
     turn: int
@@ -20,11 +20,16 @@ class NextTurn:
     seed: int
     how: dict[str, bool]
     """`validate`, `greedy`: as the conversation was asked for."""
+    stop: tuple[str, ...] = ()
+    """Texts that end this turn besides those of the settings."""
+    fresh: bool = False
 
     @property
     def id(self) -> Any:
-        return (*self.key, self.turn)
+        return self.key if self.turn == 0 else (*self.key, self.turn)
 
     @property
     def parent(self) -> Any:
+        if self.fresh or self.turn == 0:
+            return None
         return self.key if self.turn == 1 else (*self.key, self.turn - 1)

@@ -1,4 +1,5 @@
-"""Conversations and the rows of a batch: what each row brings for its tools, and what its turns leave for samples."""
+"""Conversations and the rows of a batch: what each row brings for its conversation, and what its turns leave for
+samples."""
 
 from __future__ import annotations
 
@@ -6,37 +7,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.protocol import DataProto
+from posttrain.rollout.agents.loop import Agents
+from posttrain.rollout.turns.conversation import Conversation
 from posttrain.rollout.turns.loop import Turns
 from posttrain.rollout.turns.next_turn import Key
 
+Loop = Turns | Agents
+"""Who leads conversations: tools' own loop, or agents."""
+ROW = ("raw_prompt", "data_source", "ground_truth", "extra_info", "index")
+"""Fields of a row that its conversation may know of."""
 
-def begin_all(turns: Turns, keys: Sequence[Key], asked: DataProto, rows: DataProto) -> None:
+
+def begin_all(turns: Loop, keys: Sequence[Key], asked: DataProto, rows: DataProto, ranks: int = 1) -> None:
     """A conversation for each row that is asked for. A row may have something for a tool of its own:
-    `extra_info["tools_kwargs"][NAME]["create_kwargs"]`."""
+    `extra_info["tools_kwargs"][NAME]["create_kwargs"]`. Conversations of one prompt have their turns on one rank."""
     prompts, seeds = asked.non_tensor_batch["raw_prompt_ids"], asked.non_tensor_batch["seed"]
-    more = rows.non_tensor_batch.get("extra_info", [None] * len(rows))
-    for key, ids, seed, info in zip(keys, prompts, seeds, more, strict=True):
-        turns.begin(key, ids, int(seed), dict(asked.meta_info), given_by(info))
+    known = {name: rows.non_tensor_batch[name] for name in ROW if name in rows.non_tensor_batch}
+    groups = {uid: number for number, uid in enumerate(dict.fromkeys(uid for uid, _ in keys))}
+    for number, (key, ids, seed) in enumerate(zip(keys, prompts, seeds, strict=True)):
+        row = {name: values[number] for name, values in known.items()}
+        turns.begin(key, ids, int(seed), dict(asked.meta_info), row, groups[key[0]] * ranks // len(groups))
 
 
-def given_by(info: Any) -> dict[str, Any]:
-    """What a row's `extra_info` has for its tools, by their names."""
-    asked = info.get("tools_kwargs") if isinstance(info, dict) else None
-    if not isinstance(asked, dict):
-        return {}
-    return {name: (own or {}).get("create_kwargs") or {} for name, own in asked.items()}
+def facts_of(record: Conversation) -> dict[str, Any]:
+    """What reward functions find in `extra_info` of a whole response."""
+    calls = {"num_turns": record.turns, "tool_calls": len(record.calls), "tool_reward": record.reward}
+    return {**record.facts, **calls}
 
 
-def facts_for_rewards(turns: Turns, keys: Sequence[Key]) -> dict[Key, dict[str, Any]]:
-    """What reward functions find in `extra_info` of these whole responses."""
-    records = {key: turns.records[key] for key in keys}
-    return {
-        key: {"num_turns": record.turns, "tool_calls": len(record.calls), "tool_reward": record.reward}
-        for key, record in records.items()
-    }
-
-
-def fields_of_turns(turns: Turns, keys: Sequence[Key]) -> DataProto:
+def fields_of_turns(turns: Loop, keys: Sequence[Key]) -> DataProto:
     """`num_turns` (the model's), `tool_calls`, `tool_reward` and `tool_seconds` of each row."""
     records = [turns.records.pop(key) for key in keys]
     return DataProto.from_dict(

@@ -39,6 +39,7 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
                 ground_truth=item["ground_truth"],
                 extra_info=item["extra_info"],
                 more=_facts(row),
+                by_agent=[one and json.loads(one) for one in row["agent_scores"] or []],
             )
 
         for row in parts.table().to_pylist():

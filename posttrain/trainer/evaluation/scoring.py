@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
+from posttrain.config.agent import agent_settings
 from posttrain.config.root import PPOConfig
 from posttrain.rewards.all_failed import all_failed
 from posttrain.rewards.functions import asks_sources, named_sources
@@ -28,13 +29,14 @@ class Scoring:
         self._spec = resolve_reward(config.custom_reward_function, functions=limits.functions)
         found = {source or self._default for source in sources}
         by_source = asks_sources(self._spec)
-        if by_source:
-            check_sources(found)
+        if by_source and not agent_settings(config.actor_rollout_ref.rollout.agent).enable:
+            check_sources(found)  # an agent may give all rewards itself
         self._spec.code = code_settings(limits)
         named = named_sources(self._spec)
         for note in check_programs(found | named, limits.sandbox, must_run=by_source or bool(named)):
             say(f"note: {note}")
         self._limits, self._say, self._stack = limits, say, ExitStack()
+        self._failed, self._given = limits.failure_score, dict[Any, RewardResult]()
 
     @property
     def label(self) -> str:
@@ -69,9 +71,14 @@ class Scoring:
         ground_truth: Any,
         extra_info: Any,
         more: Sequence[dict[str, Any]] = (),
+        by_agent: Sequence[dict[str, Any] | None] = (),
     ) -> None:
         """Score the responses to one prompt; returns at once. `more` is what several turns add to each `extra_info`,
-        `own_words` among it."""
+        `own_words` among it; `by_agent` are results that an agent gave itself."""
+        given = {number: RewardResult(**one) for number, one in enumerate(by_agent) if one is not None}
+        for number, result in given.items():
+            result.score = result.score if result.error is None else self._failed
+            self._given[prompt, number] = result
         items = [
             RewardItem(
                 data_source=data_source or self._default,
@@ -79,17 +86,17 @@ class Scoring:
                 ground_truth=ground_truth,
                 extra_info={**(extra_info or {}), **told} if told else extra_info,
                 group=prompt,
-                group_size=len(responses),
+                group_size=len(responses) - len(given),
                 tokens=length,
                 own_words=told.get("own_words"),
             )
             for text, length, told in zip(responses, tokens, more or [{}] * len(responses), strict=True)
         ]
-        self._pool.submit_many([((prompt, number), item) for number, item in enumerate(items)])
+        self._pool.submit_many([((prompt, at), item) for at, item in enumerate(items) if at not in given])
 
     def finish(self) -> dict[Any, RewardResult]:
         """(prompt, number of the response) -> its result, for all that was fed; AllFailed if none has a score."""
-        results = self._pool.wait_all()
+        results = {**self._given, **self._pool.wait_all()}
         errors = [result.error for result in results.values() if result.error is not None]
         if results and len(errors) == len(results):
             raise all_failed(errors, "reward", self.label)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.generate import advance
-from posttrain.rollout.turns.loop import Turns
 from posttrain.rollout.turns.next_turn import Key
-from posttrain.rollout.turns.rows import given_by
+from posttrain.rollout.turns.rows import ROW, Loop
 
 
 class Asking:
     """`submit` a prompt, `advance` until some responses are whole. Without `turns` a response has one turn."""
 
-    def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: Turns | None = None) -> None:
+    def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: Loop | None = None) -> None:
         self.engine, self.sampling, self.turns = engine, sampling, turns
         self._last: dict[Key, Hashable] = {}
         """Of each conversation, the request whose cache its next turn goes on from."""
 
-    def submit(self, key: Key, prompt_ids: list[int], seed: int, info: Any) -> None:
-        """`info` is the row's `extra_info`, which may have something for tools."""
+    def submit(self, key: Key, prompt_ids: list[int], seed: int, row: Mapping[str, Any]) -> None:
+        """`row` are the fields of the prompt's row, which may have something for tools or agents."""
         if self.turns is not None:
-            self.turns.begin(key, prompt_ids, seed, {}, given_by(info))
+            self.turns.begin(key, prompt_ids, seed, {}, {name: row[name] for name in ROW})
+            if self.turns.asks_first:
+                return
             self._last[key] = key
         self.engine.submit(Request(key, prompt_ids, self.sampling, seed, keep=self.turns is not None))
 
@@ -42,7 +43,9 @@ class Asking:
             following, full = self.turns.next(wait=at_rest)
             whole += full
             for turn in following.get(0, []):
-                sampling = replace(self.sampling, max_tokens=turn.max_tokens)
+                sampling = replace(self.sampling, max_tokens=turn.max_tokens, stop=(*self.sampling.stop, *turn.stop))
+                if turn.fresh and turn.key in self._last:
+                    self.engine.release([self._last[turn.key]])
                 self.engine.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
                 self._last[turn.key] = turn.id
         ended = self.turns.ended().get(0, [])

@@ -7,6 +7,7 @@ import json
 import os
 import textwrap
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,11 +113,25 @@ def _shown(answers: Answers, number: int, tokenizer: Any) -> str:
     """A response as it is printed: turn by turn where tools were called, each answer marked as what it is."""
     if answers.marks is None or answers.tool_calls is None:
         return answers.responses[number]
+    if answers.agent_scores is not None:
+        return _led(answers, number, tokenizer)
     (turns,) = own_turns([answers.response_ids[number]], [answers.marks[number]], tokenizer)
     calls, lines = json.loads(answers.tool_calls[number]), list[str]()
     for turn, text in enumerate(turns, start=1):
         lines.append(text)
         lines += [f"  {call['name'] or '(no call)'} -> {call['answer']}" for call in calls if call["turn"] == turn]
+    return "\n".join(lines)
+
+
+def _led(answers: Answers, number: int, tokenizer: Any) -> str:
+    """A conversation that an agent led: what it told the model is marked, and its reward or its error stands behind."""
+    marked, lines = zip(answers.response_ids[number], (answers.marks or [])[number], strict=True), list[str]()
+    for own, stretch in groupby(marked, lambda one: one[1]):
+        text = tokenizer.decode([token for token, _ in stretch], skip_special_tokens=True)
+        lines.append(text if own else f"  -> {text}".rstrip())
+    given = json.loads((answers.agent_scores or [])[number] or "null")
+    if given:
+        lines.append(f"  [{given['error'] or 'reward ' + format(given['score'], 'g')}]")
     return "\n".join(lines)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from posttrain.data.dataset import PromptItem
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import row_seeds
 from posttrain.texts import own_words
 from posttrain.trainer.generation.asking import Asking
+from posttrain.trainer.ppo.agent_rewards import score_by_agent
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Answers:
     tool_calls: list[str] | None = None
     """With tools: the calls of each response as JSON, as samples of a run have them."""
     tool_rewards: list[float] | None = None
+    agent_scores: list[str | None] | None = None
+    """With an agent: what it gave as each reward, as JSON of `score`, `parts` and `error`; None where it gave none."""
 
     @property
     def tokens(self) -> int:
@@ -37,18 +40,18 @@ class Answers:
 
 def answer(
     asking: Asking,
-    prompts: Iterable[tuple[int, list[int], Any]],
+    prompts: Iterable[PromptItem],
     *,
     n: int,
     seed: int,
     decode: Callable[[list[int]], str],
     in_flight: int,
 ) -> Iterator[Answers]:
-    """`n` responses to each prompt (row, token ids, `extra_info`), in the order in which prompts are finished.
+    """`n` responses to each prompt, in the order in which prompts are finished.
 
     A sample's seed is made of `seed`, its prompt's row and its number: which others are asked for does not matter.
     """
-    waiting: Iterator[tuple[int, list[int], Any]] | None = iter(prompts)
+    waiting: Iterator[PromptItem] | None = iter(prompts)
     open_: dict[int, dict[int, Output]] = {}
     running = 0
     while True:
@@ -57,11 +60,11 @@ def answer(
             if following is None:
                 waiting = None
                 break
-            index, ids, info = following
+            index = following["index"]
             open_[index] = {}
             running += n
             for number, own_seed in enumerate(row_seeds(n, seed, index)):
-                asking.submit((index, number), ids, own_seed, info)
+                asking.submit((index, number), following["prompt_ids"], own_seed, following)
         if not asking.has_work():
             return
         for output in asking.advance():
@@ -87,4 +90,7 @@ def _answers(index: int, outputs: dict[int, Output], decode: Callable[[list[int]
         answers.num_turns = [record.turns for record in records]
         answers.tool_calls = [json.dumps(record.calls, ensure_ascii=False) for record in records]
         answers.tool_rewards = [record.reward for record in records]
+        if asking.turns.asks_first:
+            found = [score_by_agent(record, 0.0) for record in records]
+            answers.agent_scores = [one and json.dumps(vars(one)) for one in found]
     return answers

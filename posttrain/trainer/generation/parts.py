@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
         "num_turns": pa.list_(pa.int32()),
         "tool_calls": pa.list_(pa.string()),
         "tool_rewards": pa.list_(pa.float64()),
+        "agent_scores": pa.list_(pa.string()),
     }
 )
 

@@ -40,7 +40,7 @@ from posttrain.trainer.generation.model import (
 )
 from posttrain.trainer.generation.parts import Parts
 from posttrain.trainer.generation.settings import Settings, described
-from posttrain.trainer.ppo.tools import opened_turns
+from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
 from posttrain.workers.roles import pick_device
 
 
@@ -79,6 +79,7 @@ class Session:
             self.turns = opened.enter_context(opened_turns(self.config, self.tokenizer, self.device, say))
             tools = self.turns.schemas if self.turns else ()
             self.prompts = self._prompts(table, tools)
+            check_agent_names(self.turns, self.prompts.column("agent_name"))
             self._opened = opened.pop_all()
         self.dropped = len(table) - len(self.prompts)
         self.engine_name, self.speed = "", Speed()
@@ -144,13 +145,12 @@ class Session:
         engine, self.engine_name = build_engine(rollout, module, self.tokenizer, device=device, longest=longest)
         say(f"{self.source.name} on {device}, engine {self.engine_name}")
         by_index = {item["index"]: item for item in todo}
-        asked = ((item["index"], item["prompt_ids"], item["extra_info"]) for item in todo)
         started = time.perf_counter()
         engine.wake()
         with self._bar(len(todo)) as bar:
             for answers in answer(
                 Asking(engine, self._sampling(module), self.turns),
-                asked,
+                todo,
                 n=settings.n,
                 seed=self.config.trainer.seed,
                 decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),

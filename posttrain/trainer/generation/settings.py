@@ -51,7 +51,7 @@ USED = (
     *(f"{_MODEL}.{name}" for name in ("tokenizer_path", "trust_remote_code", "dtype", "override_config")),
     *(f"{_ROLLOUT}.{name}" for name in ("name", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos")),
     *(f"{_ROLLOUT}.{name}" for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gb")),
-    *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "multi_turn", "engine_kwargs")),
+    *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "multi_turn", "engine_kwargs", "agent")),
     "trainer.seed",
     "trainer.device",
 )
@@ -223,4 +223,5 @@ def described(settings: Settings) -> dict[str, Any]:
         "system_prompt": data.system_prompt,
         "chat_template_kwargs": dict(data.apply_chat_template_kwargs),
         **({"multi_turn": redact(dict(rollout.multi_turn))} if settings.turns.enable else {}),
+        **({"agent": redact(dict(rollout.agent))} if rollout.agent else {}),
     }

@@ -30,8 +30,8 @@ from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
-from posttrain.rollout.turns.loop import Turns
-from posttrain.rollout.turns.rows import begin_all, facts_for_rewards, fields_of_turns
+from posttrain.rollout.turns.rows import Loop, begin_all, fields_of_turns
+from posttrain.trainer.ppo.agent_rewards import AgentWatch, feed_turns
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.reward import (
     Key,
@@ -55,7 +55,7 @@ class Experience:
         rewards: RewardManager,
         *,
         model_reward: ModelReward | None = None,
-        turns: Turns | None = None,
+        turns: Loop | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.rollout, self.rewards, self.model_reward, self.turns = rollout, rewards, model_reward, turns
@@ -68,6 +68,7 @@ class Experience:
         self._asked_meanwhile: set[int] = set()
         """Ranks that got requests while they were at work: that they had none left, as they say next, is no news."""
         self._told: list[Future] = []
+        self._watch = AgentWatch()
 
     def number(self, prompts: DataProto) -> DataProto:
         """Gives each prompt its serial number, its uid (the same as text)."""
@@ -98,9 +99,10 @@ class Experience:
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:
-            begin_all(self.turns, keys_of(rows), asked, rows)
-        self.rollout.submit(asked)
-        self._have_work(range(self.rollout.world_size))
+            begin_all(self.turns, keys_of(rows), asked, rows, self.rollout.world_size)
+        if not (self.turns and self.turns.asks_first):
+            self.rollout.submit(asked)
+            self._have_work(range(self.rollout.world_size))
         return rows
 
     def _have_work(self, ranks: Iterable[int]) -> None:
@@ -118,6 +120,8 @@ class Experience:
                 ended = self.poll()
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts = [self._prompts.pop(key) for key in keys]
+        if self.turns and self.turns.asks_first:
+            prompts = self._watch.look([self.turns.records[key] for key in keys], rows, self.tokenizer)
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
         if self.turns:
             outputs.union(fields_of_turns(self.turns, keys))
@@ -182,13 +186,17 @@ class Experience:
         self.last_ended = time.perf_counter() if ended else self.last_ended
         fed: list[tuple[Any, list[int]]] = [(output.id, output.token_ids) for output in ended]
         if self.turns:
-            marks: dict[Any, Any] = {output.id: output.written for output in ended}
-            self.rewards.feed(fed, facts_for_rewards(self.turns, [key for key, _ in fed]), marks)
+            feed_turns(self.rewards, self.turns, ended, failed=self.config.reward.failure_score, alone=self._no_reward)
         else:
             self.rewards.feed(fed)
         return ended
 
-    def _go_on(self, turns: Turns) -> list[Output]:
+    @property
+    def _no_reward(self) -> bool:
+        """Whether nobody but an agent could give a reward."""
+        return self.rewards.gives_none and self.model_reward is None
+
+    def _go_on(self, turns: Loop) -> list[Output]:
         """Conversations that were answered have their next turn; gives those that have no room for one."""
         at_rest = not self._busy
         following, full = turns.next(wait=at_rest) if at_rest or not turns.in_rounds else ({}, [])

@@ -21,7 +21,7 @@ from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.loop import Turns
+from posttrain.rollout.turns.rows import Loop
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.ahead import Ahead, age_of
@@ -87,7 +87,7 @@ class RayPPOTrainer:
         explicit: set[str] | None = None,
         stored_config: PPOConfig | None = None,
         workers: Workers | None = None,
-        turns: Turns | None = None,
+        turns: Loop | None = None,
     ) -> None:
         self.workers = workers or LocalWorkers()
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run

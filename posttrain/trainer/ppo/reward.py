@@ -36,6 +36,8 @@ class RewardManager:
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self._expected: dict[Key, tuple[Any, ...]] = {}
         self._unscored: list[tuple[Key, RewardResult]] = []
+        self.gives_none = pool is None
+        """Whether there is no function that could score."""
         self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
         """Ends the run when no response can be scored; None where another reward gives the scores."""
 
@@ -72,6 +74,14 @@ class RewardManager:
             items.append((key, item))
         self.pool.submit_many(items)
 
+    def settle(self, scored: Sequence[tuple[Key, RewardResult]]) -> None:
+        """Rows that have their scores by other means than the reward function."""
+        for key, _ in scored:
+            uid, size, *_ = self._expected.pop(key)
+            if self.pool is not None:
+                self.pool.leave_out(uid, size)
+        self._unscored += scored
+
     def _written(
         self, responses: Sequence[tuple[Key, Sequence[int]]], marks: Mapping[Key, Sequence[Any]]
     ) -> dict[Key, tuple[str, int]]:
@@ -89,13 +99,13 @@ class RewardManager:
 
     def poll(self) -> list[tuple[Any, RewardResult]]:
         """What was scored since the last call, without waiting."""
-        return self._without_pool() if self.pool is None else self.pool.poll()
+        return self._settled() + ([] if self.pool is None else self.pool.poll())
 
     def wait(self) -> list[tuple[Any, RewardResult]]:
         """As `poll`, but at least one if any is being scored."""
-        return self._without_pool() if self.pool is None else self.pool.wait_some()
+        return self._settled() or ([] if self.pool is None else self.pool.wait_some())
 
-    def _without_pool(self) -> list[tuple[Any, RewardResult]]:
+    def _settled(self) -> list[tuple[Any, RewardResult]]:
         found, self._unscored = self._unscored, []
         return found
 

@@ -27,7 +27,7 @@ from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.tools import opened_turns
+from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
 from posttrain.trainer.run.result import RunResult
@@ -98,14 +98,18 @@ def _build(
     train = PromptDataset(data if data is not None else config.data.train_files, tokenizer, config.data, tools=tools)
     held_out = val_data if val_data is not None else config.data.val_files
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
+    check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
     limits = config.reward
     sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
     named = spec.kind != "builtin"
     pool = None
-    if named or not config.reward_model.enable or _can_judge(config, sources, train, val):
+    others = config.reward_model.enable or bool(turns and turns.asks_first)  # who may give rewards too
+    if named or not others or _can_judge(config, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources))
+    elif turns and turns.asks_first:
+        say("note: there is no reward function for these rows: the agent's own rewards are the only ones.")
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
     stack.callback(keep_worker_logs, workers, run.logs)
     trainer = (trainer_class or RayPPOTrainer)(
@@ -149,7 +153,7 @@ def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset
     try:
         check_sources(sources)
     except RewardError:
-        if config.reward_model.function_weight:
+        if config.reward_model.enable and config.reward_model.function_weight:
             raise
         return False
     return not any(rows.rows_without_truth for rows in data if rows is not None)

@@ -35,7 +35,8 @@ def check_first_batch(trainer: RayPPOTrainer, batch: DataProto) -> bool:
     """Whether the rollout's own log-probs may serve as the old ones; errors where groups are not whole, rollout and
     trainer disagree, or the largest batch does not fit into memory."""
     config, actor = trainer.config, trainer.actor_rollout_wg
-    check_groups(batch, config.actor_rollout_ref.rollout.n)
+    turns = trainer.experience.turns
+    check_groups(batch, config.actor_rollout_ref.rollout.n, one_prompt=not (turns and turns.asks_first))
     ours = actor.compute_log_prob(batch).batch["old_log_probs"]
     facts = actor.engine_facts()
     sentence, largest = compare_log_probs(batch, ours, tolerance(config, facts.dtype))
@@ -52,15 +53,16 @@ def check_first_batch(trainer: RayPPOTrainer, batch: DataProto) -> bool:
     return largest <= ROLLOUT_IS_EXACT and not corrected
 
 
-def check_groups(batch: DataProto, n: int) -> None:
-    """Every uid must name exactly `n` rows, all with the same prompt; otherwise a group was split or mixed."""
+def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True) -> None:
+    """Every uid must name exactly `n` rows, all with the same prompt unless agents make their own; otherwise a group
+    was split or mixed."""
     prompts = batch.batch["prompts"]
     for rows in groups_of(batch.non_tensor_batch["uid"]):
         uid = batch.non_tensor_batch["uid"][rows[0]]
         what = None
         if len(rows) != n:
             what = f"has {len(rows)} rows instead of {n} (actor_rollout_ref.rollout.n): it was split or joined"
-        elif not bool((prompts[rows] == prompts[rows[0]]).all()):
+        elif one_prompt and not bool((prompts[rows] == prompts[rows[0]]).all()):
             what = "holds responses to different prompts: groups were mixed"
         if what is not None:
             raise GroupError(

@@ -1,27 +1,38 @@
-"""The tools of a run and the loop over its turns, from its configuration."""
+"""Who leads the conversations of a run, from its configuration: the loop over tools, agents, or nobody."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from posttrain.config.agent import BUILT_IN, KEY, agent_settings
 from posttrain.config.root import PPOConfig
 from posttrain.config.turns import turn_settings
+from posttrain.errors import UserError
+from posttrain.rollout.agents.composed import Limits
+from posttrain.rollout.agents.loop import Agents
+from posttrain.rollout.agents.registry import Leads
+from posttrain.rollout.agents.runner import AgentRunner
 from posttrain.rollout.tools.registry import make_tools
 from posttrain.rollout.tools.runner import ToolRunner
 from posttrain.rollout.turns.loop import Turns
 from posttrain.rollout.turns.replies import check_shown
+from posttrain.rollout.turns.rows import Loop
 from posttrain.tracking.progress import say
 
 
 @contextmanager
 def opened_turns(
     config: PPOConfig, tokenizer: Any, device: torch.device, say: Callable[[str], None] = say
-) -> Iterator[Turns | None]:
-    """The loop over turns with its tools at work; None where responses have one turn."""
+) -> Iterator[Loop | None]:
+    """The loop over turns with its tools or agents at work; None where responses have one turn."""
+    if agent_settings(config.actor_rollout_ref.rollout.agent).enable:
+        with _opened_agents(config, tokenizer, device, say) as agents:
+            yield agents
+        return
     several = turn_settings(config.actor_rollout_ref.rollout.multi_turn)
     if not several.enable:
         yield None
@@ -38,7 +49,7 @@ def opened_turns(
             runner,
             max_response_length=config.data.max_response_length,
             template_kwargs=config.data.apply_chat_template_kwargs,
-            in_rounds=device.type == "cpu" or config.trainer.deterministic,
+            in_rounds=_in_rounds(config, device),
         )
         check_shown(tokenizer, turns.schemas, config.data.apply_chat_template_kwargs)
         limit = several.max_assistant_turns
@@ -46,3 +57,39 @@ def opened_turns(
         yield turns
         for words in runner.counts.troubles():
             say(f"  ! {words}")
+
+
+@contextmanager
+def _opened_agents(
+    config: PPOConfig, tokenizer: Any, device: torch.device, say: Callable[[str], None]
+) -> Iterator[Agents]:
+    settings = agent_settings(config.actor_rollout_ref.rollout.agent)
+    leads = Leads(settings, {"config": config, "tokenizer": tokenizer})
+    with AgentRunner(settings.timeout_s) as runner:
+        say(f"Agent: {settings.default or 'by the rows (agent_name)'}; it leads each conversation.")
+        yield Agents(
+            leads,
+            tokenizer,
+            runner,
+            limits=Limits(config.data.max_prompt_length, config.data.max_response_length),
+            template_kwargs=config.data.apply_chat_template_kwargs,
+            in_rounds=_in_rounds(config, device),
+        )
+
+
+def _in_rounds(config: PPOConfig, device: torch.device) -> bool:
+    return device.type == "cpu" or config.trainer.deterministic
+
+
+def check_agent_names(turns: Loop | None, names: Iterable[Any]) -> None:
+    """Rows may name who leads their conversations (`agent_name`): all of these must be there before the first step."""
+    wanted = sorted({str(name) for name in names if name})
+    if isinstance(turns, Agents):
+        for name in wanted:
+            turns.leads.lead(name)  # pyright: ignore
+    elif strange := [name for name in wanted if name not in BUILT_IN]:
+        raise UserError(
+            f"rows name the agent {strange[0]} (column agent_name), but the run has no agents.\n"
+            f"  to do:  {KEY}.default_agent_loop={strange[0]} and its file in actor_rollout_ref.model.external_lib, or "
+            f"{KEY}.agent_loop_config_path=FILE.yaml, or {KEY}=FILE.py:NAME"
+        )

@@ -1,0 +1,1 @@
+"""Agents: conversations that a user's own function leads, above any rollout engine."""

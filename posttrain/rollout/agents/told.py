@@ -1,0 +1,66 @@
+"""What an agent tells a model as tokens behind the model's turn, and the opening of its next turn.
+
+The tokens that the model wrote stay as they are: only what the chat template puts behind a turn is rendered, behind a
+stand-in for that turn. A template that would write earlier turns in another way (without their thinking, say) is not
+asked to: the model goes on from what it has read and written itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.errors import UserError
+
+Message = Mapping[str, Any]
+_MARK = "1f6a9c27e4"
+
+
+class NoTemplate(UserError):
+    """A chat template that cannot show what an agent says."""
+
+
+class Told:
+    """Token ids of messages. Example: `Told(tokenizer).ids([{"role": "user", "content": "Higher."}], last_token)`."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self.options = tokenizer, dict(template_kwargs or {})
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
+        """Messages as a prompt, up to where the model's answer begins."""
+        return self._ids(self._rendered(messages, opens=True, **({"tools": tools} if tools else {})))
+
+    def ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """What comes behind a turn of the model that has this last token."""
+        end = self._behind([], opens=False)
+        text = self._behind(messages, opens=True)
+        if not text.startswith(end):
+            raise NoTemplate("The chat template ends a model's turn in another way once somebody has answered.")
+        if last_token in self.tokenizer.all_special_ids:  # the model has ended its turn itself
+            ends = [one for one in self.tokenizer.all_special_tokens if one and one in end]
+            text = text[max((end.rindex(one) + len(one) for one in ends), default=0) :]
+        return self._ids(text)
+
+    def _behind(self, messages: Sequence[Message], *, opens: bool) -> str:
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        text = self._rendered([*said, *messages], opens=opens)
+        behind = text[text.index(_MARK) + len(_MARK) :]
+        for message in messages:
+            if str(message["content"]).strip() not in behind:
+                raise NoTemplate(f"The chat template leaves out messages of the role `{message['role']}`.")
+        return behind
+
+    def _rendered(self, messages: Sequence[Message], *, opens: bool, **more: Any) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise NoTemplate(
+                "The tokenizer has no chat template, so that nothing says how a message is shown to the model. Use an "
+                "instruct model's tokenizer (model.tokenizer_path), or give token ids."
+            )
+        options = {**self.options, **more, "add_generation_prompt": opens}
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        except Exception as error:  # templates raise errors of their own making, such as an unsupported role
+            raise NoTemplate(f"The chat template refuses these messages: {error}") from error
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
