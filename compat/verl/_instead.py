@@ -21,9 +21,12 @@ INSTEAD = {
     "your own is registered with verl.trainer.ppo.core_algos.register_policy_loss.",
     "verl.workers.critic": "The critic's update is `posttrain.workers.critic.dp_critic`.",
     "verl.workers.reward_model": "Reward models are `posttrain.workers.reward_model`; reward_model.enable=true.",
-    "verl.experimental": "Not built: rollouts with tools or environments, agent loops, and asynchronous trainers. "
-    "Rewards already run while other responses are generated.",
-    "verl.interactions": "Between the turns of a model only tools speak.",
+    "verl.experimental.agent_loop": "`verl.experimental.agent_loop.agent_loop` gives AgentLoopBase, AgentLoopOutput "
+    "and register; calls of tools are answered by posttrain itself (rollout.multi_turn), and its "
+    "formats of calls are in posttrain/rollout/turns/calls.py.",
+    "verl.experimental": "Not built: fully asynchronous trainers. Rewards already run while other responses are "
+    "generated, and trainer.one_step_off=True generates while others train.",
+    "verl.interactions": "Between the turns of a model tools speak, or an agent of your own (docs/own_agent.md).",
     "verl.trainer.ppo.v1": "There is one trainer: `verl.trainer.ppo.ray_trainer.RayPPOTrainer`.",
     "verl.trainer.distillation": "Distillation is not built.",
     "verl.model_merger": "Nothing has to be merged: `posttrain export RUN` writes Hugging Face files.",

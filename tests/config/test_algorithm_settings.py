@@ -142,7 +142,8 @@ def test_kl_cov_holds_back_by_a_tenth_as_its_recipe_does():
 
 def test_there_are_fewer_than_200_settings():
     """Besides free-form dicts that their owners check themselves: those of `ray.init` (Ray), of the turns (config/
-    turns.py) and agents (config/agent.py), of engines (vLLM's), of a model's config.json (transformers), of a reward function, of a template."""
+    turns.py) and agents (config/agent.py), of engines (vLLM's), of a model's config.json (transformers), of a reward
+    function, of a template."""
     assert len([key for key, leaf in leaves().items() if not leaf.free_keys]) < 200
 
 

@@ -22,7 +22,6 @@ from posttrain.rollout.agents.chat import ChatFull
 from posttrain.rollout.agents.registry import AGENTS, register_agent
 from posttrain.rollout.engines import ENGINES
 from posttrain.rollout.sampling import combine_seeds
-from posttrain.trainer.evaluation.report import read_report
 
 R = "actor_rollout_ref__rollout__"
 AGENT = {
@@ -422,8 +421,9 @@ def test_generate_shows_a_conversation_with_its_reward_and_eval_counts_it(tiny_m
     assert cli.main(["generate", str(tiny_model), "--prompt", "1?", *more]) == 0
     assert capsys.readouterr().out == "7\n  -> once more\n7\n  [reward 0.75]\n"
     assert cli.main(["eval", str(tiny_model), "--data", "rows.jsonl", "--out", "out", *more]) == 0
-    report = read_report(tmp_path / "out")
-    assert report["metrics"]["x/mean@1"] == 0.75, report["metrics"]
+    assert "reward       0.750" in capsys.readouterr().out
+    (row,) = pq.read_table(tmp_path / "out" / "samples" / "step_0.parquet").to_pylist()
+    assert (row["score"], row["num_turns"], json.loads(row["reward_parts"])) == (0.75, 2, {"turns": 2.0})
 
 
 def with_truth(kind):

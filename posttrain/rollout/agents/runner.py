@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import posttrain
 from posttrain.rollout.agents.chat import Ask, ChatFull
 from posttrain.rollout.base import Output
 from posttrain.rollout.tools.answers import words_of
@@ -69,7 +68,9 @@ class AgentRunner:
     # -- called by the driver -------------------------------------------------------------------------------------
     def start(self, key: Hashable, lead: Callable[[], Awaitable[Any]]) -> None:
         """A conversation, led by the coroutine that `lead` gives."""
-        work = self._work[key] = _Work(key, self._lane)
+        with self._changed:
+            work = self._work[key] = _Work(key, self._lane)
+            self._moved = time.monotonic()
         self._lane.start(self._lead(work, lead))
 
     def give(self, key: Hashable, output: Output) -> None:
@@ -78,7 +79,7 @@ class AgentRunner:
         if work is None or work.turn is None:
             return
         with self._changed:
-            work.state = _GIVEN
+            work.state, self._moved = _GIVEN, time.monotonic()
         future, work.turn = work.turn, None
         self._in(work.lane, lambda: future.done() or future.set_result(output))
 
@@ -164,8 +165,6 @@ class AgentRunner:
             late = [work for work in self._work.values() if work.state == _THINKS and now - work.since > self.timeout_s]
             given = [work for work in self._work.values() if work.state == _GIVEN]
             stuck = bool(given) and not late and now - self._moved > self.timeout_s
-            if not any(work.state in (_GIVEN, _THINKS) for work in self._work.values()):
-                self._moved = now
         for work in late:
             self._fail(work, f"it took longer than {self.timeout_s:g} seconds between two turns (agent.timeout_s)")
         for lane in {work.lane for work in late}:
@@ -205,7 +204,7 @@ class AgentRunner:
             lane.loop.call_soon_threadsafe(what)
 
 
-_LIBRARIES = (str(Path(posttrain.__file__).parent), str(Path(asyncio.__file__).parent.parent))
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(asyncio.__file__).parent.parent))
 BLOCKED = "another conversation blocks the event loop: an agent awaits what takes time (`await asyncio.to_thread(...)`)"
 
 

@@ -1,0 +1,7 @@
+"""Agent loops: classes whose `run` leads a conversation."""
+
+from verl._missing import not_given
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+
+__all__ = ["AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register"]
+__getattr__ = not_given(__name__)

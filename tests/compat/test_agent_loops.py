@@ -1,0 +1,164 @@
+"""Agent loops written for verl lead conversations: their rows have the tokens that they say, and the log-probs that the
+engine gave."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "trainer"))
+
+import scripted
+from runs import run, settings
+
+import posttrain
+from posttrain.models.embedded import byte_tokenizer
+from posttrain.rollout.agents.registry import AGENTS
+
+R = "actor_rollout_ref__rollout__"
+LOOP = '''
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.utils.profiler import simple_timer
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+@register("my_agent")
+class MyAgent(AgentLoopBase):
+    """Asks twice, as verl's own loops do: prompts grow by what was written and what is told."""
+
+    def __init__(self, *args, bonus: float = 0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bonus = bonus
+        self.response_length = self.config.actor_rollout_ref.rollout.response_length
+        self.max_turns = self.rollout_config.multi_turn.max_assistant_turns
+
+    @rollout_trace_op
+    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
+        prompt_ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        ids, mask, metrics = list(prompt_ids), [], {}
+        for turn in range(2):
+            with simple_timer("generate_sequences", metrics):
+                output = await self.server_manager.generate(
+                    request_id=uuid4().hex, prompt_ids=ids, sampling_params=sampling_params
+                )
+            ids += output.token_ids
+            mask += [1] * len(output.token_ids)
+            assert len(output.log_probs) == len(output.token_ids)
+            told = await self.apply_chat_template([{"role": "user", "content": "more"}], remove_system_prompt=True)
+            ids += told
+            mask += [0] * len(told)
+        MODE
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=ids[len(prompt_ids) :][: self.response_length],
+            response_mask=mask[: self.response_length],
+            reward_score=SCORE,
+            num_turns=4,
+            metrics=metrics,
+            extra_fields={"truth": kwargs["reward_model"]["ground_truth"]},
+        )
+'''
+
+
+@pytest.fixture(autouse=True)
+def no_agents():
+    yield
+    AGENTS.clear()
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """A file with the loop, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, *, score: str = "0.5 + self.bonus", mode: str = "pass") -> str:
+        (tmp_path / f"{name}.py").write_text(LOOP.replace("MODE", mode).replace("SCORE", score))
+        return str(tmp_path / f"{name}.py")
+
+    return write
+
+
+AGENT = {
+    f"{R}name": "scripted",
+    "data__max_prompt_length": 64,
+    "data__max_response_length": 60,
+    "trainer__total_training_steps": 1,
+}
+
+
+def samples(result) -> list[dict]:
+    return pq.read_table(Path(result.path) / "samples" / "step_1.parquet").to_pylist()
+
+
+def test_a_registered_loop_is_the_run_s_by_its_name(tiny_model, sums, tmp_path, write, capsys):
+    scripted.use(lambda read, seed: str(seed % 10))
+    more = {f"{R}agent__default_agent_loop": "my_agent", "actor_rollout_ref__model__external_lib": write("first")}
+    result = run(tiny_model, sums, tmp_path / "out", **AGENT | more)
+    assert "the ratio is 1 within" in capsys.readouterr().out, "log-probs are those that the engine gave"
+    tokenizer = byte_tokenizer()
+    for row in samples(result):
+        pairs = list(zip(row["response_ids"], row["response_mask"], strict=True))
+        told = tokenizer.decode([one for one, own in pairs if not own])
+        assert told == "<|user|>more<|end|><|assistant|>", "what stands behind the model's last words is left out"
+        assert row["response"].startswith(str(row["seed"] % 10)) and pairs[-1] == (tokenizer.eos_token_id, 1)
+        assert (row["score"], row["num_turns"], row["finish_reason"], row["error"]) == (0.5, 2, "stop", None)
+
+
+def test_a_file_of_loops_gives_their_arguments_and_rows_name_them(tiny_model, tmp_path, write):
+    write("second")
+    (tmp_path / "agents.yaml").write_text("- {name: mine, _target_: second.MyAgent, bonus: 0.25}\n")
+    scripted.use(lambda read, seed: "7")
+    rows = [{"prompt": f"{n}?", "ground_truth": "1", "data_source": "x"} for n in range(4)]
+    rows = [row | {"agent_name": "mine" if n % 2 else "single_turn_agent"} for n, row in enumerate(rows)]
+    more = {f"{R}agent__agent_loop_config_path": "agents.yaml", f"{R}agent__num_workers": 8}
+    given = settings(tiny_model, {"train": Path()}, tmp_path / "out", **AGENT | more)
+    given.pop("data.train_files")
+    result = posttrain.train(
+        given, data=rows, reward=lambda data_source, solution_str, ground_truth, extra_info=None: 0.125
+    )
+    found = {(row["data_row"] % 2, row["num_turns"], row["score"]) for row in samples(result)}
+    assert found == {(1, 2, 0.75), (0, 1, 0.125)}
+
+
+def test_extra_fields_reach_the_reward_function_where_the_loop_gives_no_reward(tiny_model, sums, tmp_path, write):
+    scripted.use(lambda read, seed: "7")
+
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": 0.375, "same": extra_info["truth"] == ground_truth}
+
+    more = {f"{R}agent__default_agent_loop": "my_agent"}
+    more["actor_rollout_ref__model__external_lib"] = write("third", score="None")
+    rows = samples(run(tiny_model, sums, tmp_path / "out", reward=reward, **AGENT | more))
+    assert {(row["score"], json.loads(row["reward_parts"])["same"]) for row in rows} == {(0.375, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("mask[-1] = mask[-2] = 1", "is marked as the model's, and no turn of the model has it"),
+        (
+            "sampling_params['temperature'] = 0.3\n        await self.server_manager.generate(prompt_ids=ids, "
+            "sampling_params=sampling_params)",
+            "temperature=0.3 is not the run's",
+        ),
+        ("await self.server_manager.generate(prompt_ids=ids, image_data=[1])", "prompts are text"),
+        ("return [1, 2]", "a conversation ends in one row here"),
+        ("mask.pop()", "response_ids has"),
+    ],
+)
+def test_what_a_loop_of_verl_cannot_have_is_said(tiny_model, sums, tmp_path, write, mode, words):
+    scripted.use(lambda read, seed: "7")
+    name = f"wrong_{abs(hash(words)) % 1000}"
+    more = {
+        f"{R}agent__default_agent_loop": "my_agent",
+        "actor_rollout_ref__model__external_lib": write(name, mode=mode),
+    }
+    with pytest.raises(posttrain.errors.UserError, match=words):
+        run(tiny_model, sums, tmp_path / "out", **AGENT | more)
