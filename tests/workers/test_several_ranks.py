@@ -368,10 +368,13 @@ OFF = {**FLOAT64, "trainer.one_step_off": True}
 class InTurn(RayPPOTrainer):
     """One process that generates the next step's responses and then trains: what is done at once elsewhere."""
 
+    def __init__(self, config, **parts) -> None:
+        super().__init__(config, **parts)
+        self.config.trainer.one_step_off = True
+
     def _ask_ahead(self) -> None:
-        if self.step + 1 < self.sizes.total_steps and self.ahead.rows is None:
-            self.ahead.ask(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
-            self.ahead.finish()
+        super()._ask_ahead()
+        self.ahead.finish()
 
 
 class AtOnce(RayPPOTrainer):
@@ -400,11 +403,15 @@ def test_one_step_off_is_what_generating_and_training_in_turn_gives_and_is_done_
     assert first[0] == second[0] and first[1:] != second[1:]  # on policy and one step off are not the same
 
 
-def test_one_step_off_ratios_are_those_to_the_policy_that_sampled(one_off):
-    """So they are not 1 before the first update on a batch; in the first step they are."""
-    moved = [line["actor/ratio_deviation"] for line in one_off.metrics]
-    assert moved[0] < 1e-9 and min(moved[1:]) > 1e-6
-    assert moved[1:] == pytest.approx([np.expm1(line["mismatch/logp_max"]) for line in one_off.metrics[1:]], rel=0.05)
+def test_one_step_off_the_ratio_begins_at_1_and_the_older_policy_is_weighed_where_that_is_asked_for(runs, one_off):
+    assert max(line["actor/ratio_deviation"] for line in one_off.metrics) < 1e-9
+    assert (
+        one_off.metrics[0]["mismatch/logp_max"] < 1e-6 < min(line["mismatch/logp_max"] for line in one_off.metrics[1:])
+    )
+    twice = {**OFF, "trainer.total_training_steps": 2, f"{ACTOR}.ppo_mini_batch_size": 2}
+    weighed = runs.free("weighed", (1, 1), {**twice, "algorithm.rollout_correction.rollout_is": "token"}).metrics
+    assert weighed[0]["rollout_is/max"] == pytest.approx(1, abs=1e-6) and weighed[1]["rollout_is/max"] > 1 + 1e-4
+    assert weighed[1]["actor/ratio_deviation"] < 0.5 * np.expm1(weighed[1]["mismatch/logp_max"])  # as it was, too
 
 
 def test_one_step_off_goes_on_from_a_checkpoint_to_the_bit_in_either_layout(runs, one_off):

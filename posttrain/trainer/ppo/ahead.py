@@ -7,8 +7,9 @@ Weights go to the rollout only when the batch under way is whole. So each batch 
 update older than the one that learns from it, and what is sampled depends on no clock: a run is the same every time,
 and goes on from a checkpoint, which holds the batch, to the bit.
 
-Rows that are older than the policy have the rollout's log-probs as their old ones, so that the loss's ratio is that to
-the policy that sampled them (`algorithm.rollout_correction` can weigh the difference instead).
+The old policy of such a batch is the one that begins to learn from it, not the one that sampled it: clipping then holds
+the policy near where it stands. Clipped around where it was, what the last update moved has no gradient any more, and a
+run learns less (docs/layouts.md). What lies between the two, `algorithm.rollout_correction` weighs.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class RayPPOTrainer:
         if self.estimator.needs_greedy_baseline:
             with stage("greedy"):
                 metrics |= greedy_baselines(self.experience, batch)
-        if self._needs_old_log_probs(batch):
+        if self._needs_old_log_probs():
             with stage("old_log_prob"):
                 batch.union(self._old_log_probs(batch))
         if self.estimator.needs_sum_pi_squared:
@@ -263,7 +263,7 @@ class RayPPOTrainer:
                 self.model_reward.join(batch)
         return self.experience.with_token_scores(batch)
 
-    def _needs_old_log_probs(self, batch: DataProto) -> bool:
+    def _needs_old_log_probs(self) -> bool:
         """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""
         algorithm = self.config.algorithm
         return (
@@ -273,19 +273,15 @@ class RayPPOTrainer:
             or algorithm.filter_groups.enable
             or correction_is_on(algorithm.rollout_correction)
             or self.estimator.needs_sum_pi_squared
-            or not self._fresh(batch).all()
         )
 
     def _old_log_probs(self, batch: DataProto) -> DataProto:
-        source = self.config.actor_rollout_ref.actor.old_log_probs
-        if source == "rollout" or (source == "auto" and self.old_from_rollout):
-            return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
-        as_sampled = source == "auto" and not correction_is_on(self.config.algorithm.rollout_correction)
-        older_B = ~torch.from_numpy(self._fresh(batch))  # sampled by earlier weights: those are their old policy
-        if as_sampled and older_B.all():
+        source, ahead = self.config.actor_rollout_ref.actor.old_log_probs, self.config.trainer.one_step_off
+        if source == "rollout" or (source == "auto" and self.old_from_rollout and not ahead):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
-        if as_sampled:
+        if source == "auto" and not ahead and not correction_is_on(self.config.algorithm.rollout_correction):
+            older_B = ~torch.from_numpy(self._fresh(batch))  # sampled by earlier weights: those are their old policy
             computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
         return computed
 
