@@ -276,7 +276,8 @@ class RayPPOTrainer:
         )
 
     def _old_log_probs(self, batch: DataProto) -> DataProto:
-        source, ahead = self.config.actor_rollout_ref.actor.old_log_probs, self.config.trainer.one_step_off
+        source = self.config.actor_rollout_ref.actor.old_log_probs
+        ahead = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn, see ahead.py
         if source == "rollout" or (source == "auto" and self.old_from_rollout and not ahead):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
