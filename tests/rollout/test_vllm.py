@@ -59,6 +59,17 @@ def expected(model, prompt, tokens, temperature=1.0):
     return row_log_probs(model, [[*prompt, *tokens]], temperature)[0][-len(tokens) :]
 
 
+def test_a_row_as_long_as_it_is_made_for_is_scored_and_a_longer_one_is_refused(engine):
+    prompt, filtered = [5] * 60, {"temperature": 0.7, "top_k": 5}
+    engine.submit(Request("fits", prompt, Sampling(max_tokens=4, **filtered), 1))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert len(outputs[0].token_ids) == len(outputs[0].log_probs) == 4
+    with pytest.raises(ValueError, match="may have 65 tokens, more than the 64 that vLLM was made for"):
+        engine.submit(Request("long", prompt, Sampling(max_tokens=5, **filtered), 1))
+
+
 def test_without_vllm_asking_for_it_is_answered_at_once_with_what_to_install(monkeypatch, model, tiny_model):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'the package vllm is not installed[\s\S]*pip install "posttrain\[vllm\]"'):
@@ -285,9 +296,21 @@ def test_on_a_gpu_weights_that_a_sync_brings_are_read_once_and_others_when_the_c
     assert dropped[-1] == ("weights", True)  # nobody else has them
 
 
-def test_a_row_that_is_longer_than_vllm_was_made_for_is_refused(engine):
-    with pytest.raises(ValueError, match=r"may have 66 tokens, more than the 65"):
-        engine.submit(Request("long", [1] * 60, Sampling(max_tokens=6), 0))
+def test_rows_that_end_by_a_text_or_by_an_error_are_no_longer_vllms(fake, model, monkeypatch):
+    engine = built(model)
+    engine.decode = lambda ids: "enough" * len(ids)
+    engine.submit(Request("stops", PROMPTS[0], Sampling(max_tokens=9, stop=("enough",)), 2**63 + 5))
+    (output,) = engine.step()
+    assert output.finish_reason == "stop" and len(output.token_ids) == 1 and engine.llm.running == []
+    assert 0 <= engine.llm.asked[-1].seed < 2**63, "vLLM takes seeds of 63 bits"
+
+    def fails():
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(engine.llm, "step", fails)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.score([PROMPTS[0]])
+    assert not engine.has_work() and engine.llm.running == []
 
 
 def test_a_further_turn_goes_on_from_its_parents_tokens(engine, model):

@@ -67,7 +67,7 @@ class VLLMEngine(RolloutEngine):
         source: Callable[[], Weights] | None = None,
     ) -> None:
         self.llm, self.inside, self.decode, self.source = llm, Inside(llm), decode, source
-        self.longest: int = llm.vllm_config.model_config.max_model_len
+        self.longest: int = llm.vllm_config.model_config.max_model_len - 1  # a row that is scored gets a token more
         self.waiting: deque[_Row] = deque()
         self.rows: dict[str, _Row] = {}
         self.count = 0
