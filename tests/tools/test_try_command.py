@@ -88,6 +88,21 @@ def test_what_cannot_be_tried_is_said_in_words(args, why):
         main(args)
 
 
+def test_limits_of_a_run_hold_for_a_try(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("slow.py").write_text(
+        "import time\ndef slow(seconds: float) -> str:\n    '''Sleeps.'''\n    time.sleep(seconds)\n"
+        "    return 'ab' * 50\n"
+    )
+    for side, kept in (("left", "abab"), ("right", "abab")):
+        assert main(["slow.py", "0", "--max_chars", "5", "--side", side]) == 0
+        shown = capsys.readouterr().out.partition("<tool_response>")[2]
+        assert "[95 characters left out]" in shown and kept in shown
+        assert shown.strip().startswith("[") == (side == "right")
+    assert main(["slow.py", "20", "--timeout_s", "0.2"]) == 1
+    assert "gave no answer within 0.2 seconds" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("embedded", [False, True])
 def test_a_models_own_template_shows_the_conversation(tiny_model, capsys, embedded):
     assert main(["calculator", "2+3", "--model", "embedded" if embedded else str(tiny_model)]) == 0

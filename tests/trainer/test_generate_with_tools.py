@@ -13,9 +13,11 @@ import scripted
 from runs import run
 
 from posttrain import cli
-from posttrain.data.rows import load_rows
+from posttrain.config.data import DataConfig
+from posttrain.data.rows import load_rows, table_of_rows
 from posttrain.rollout.engines import ENGINES
 from posttrain.trainer.evaluation.report import read_report
+from posttrain.trainer.evaluation.responses import answered_prompts
 from posttrain.trainer.generation import parts as parts_module
 
 FLAGS = ["--tools", "my_tools.py:add", "--max-tokens", "240"]
@@ -89,6 +91,14 @@ def test_files_have_the_calls_and_a_column_of_that_name_is_in_the_way_with_tools
     assert "has a column `tool_calls` already" in capsys.readouterr().err
     assert cli.main([*again, "--max-tokens", "4"]) == 0
     assert load_rows(Path("again.jsonl")).rows[0]["tool_calls"] == "mine"
+
+
+def test_samples_of_runs_with_and_without_tools_in_one_file_are_scored_as_whole_texts():
+    rows = [
+        {"prompt": "1+1=", "response": text, "own_words": own, "uid": "a"} for text, own in (("2", None), ("32", "3"))
+    ]
+    (one,) = answered_prompts(table_of_rows(rows, name="mixed"), DataConfig())
+    assert one.responses == ["2", "32"] and one.own_words == []
 
 
 def test_an_evaluation_scores_what_the_model_said_and_goes_on_where_it_was(tiny_model, engines, monkeypatch, capsys):
