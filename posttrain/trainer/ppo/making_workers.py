@@ -9,6 +9,7 @@ from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import ROLLOUT
 from posttrain.errors import UserError
 from posttrain.tracking.progress import say
+from posttrain.tracking.waiting import waiting
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.sizes import critic_updates
 from posttrain.workers.apart import ActorRolloutApart
@@ -40,7 +41,8 @@ def _make_actor(trainer: RayPPOTrainer) -> None:
     """The layout is decided here: who generates is who trains, or others."""
     trainer.actor_rollout_wg, trainer.rollout_wg = (_apart if trainer.workers.rollout_size else _together)(trainer)
     actor = trainer.actor_rollout_wg
-    actor.init_model()
+    with waiting("loading the model"):
+        actor.init_model()
     say(f"Rollout engine: {actor.rollout_engine()}")
     trainer.said = actor.notes()
     for note in trainer.said:

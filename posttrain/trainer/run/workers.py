@@ -12,6 +12,7 @@ import torch
 from posttrain.config.parallel import one_process, rollout_workers_of, workers_of
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.tracking.progress import say
+from posttrain.tracking.waiting import waiting
 from posttrain.trainer.run.external import import_external
 from posttrain.trainer.run.process import seed_and_determinism
 
@@ -29,9 +30,10 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
     who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config, device, external), config.trainer.ray_init
-    workers = RayWorkers(
-        ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings, rollout=rollout
-    )
+    with waiting("starting Ray"):
+        workers = RayWorkers(
+            ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings, rollout=rollout
+        )
     if settings and workers.cluster.was_there:
         say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
     return workers

@@ -6,6 +6,9 @@ import {h, put, seconds, short, svg} from "./dom.js";
 
 const WIDTH = 1000, LANE = 26, LEFT = 90;
 
+/** There are more stages than colours: later ones are pale. */
+const colour = (i) => COLOURS[i % COLOURS.length] + (i < COLOURS.length ? "" : "77");
+
 export async function timelineSection(element, run, last, goTo) {
   const found = await ask("timeline", {run, last});
   put(element, h("h2", {}, "Stages in time"));
@@ -18,15 +21,15 @@ export async function timelineSection(element, run, last, goTo) {
   const drawing = svg("svg", {viewBox: `0 0 ${WIDTH} ${lanes.length * LANE + 24}`, role: "img", "aria-label": words, class: "timeline"},
     lanes.map((lane, i) => svg("text", {x: 0, y: i * LANE + 17, class: "lane"}, lane)),
     spans.map((span) => {
-      const bar = svg("rect", {x: x(span.begin).toFixed(1), y: lanes.indexOf(span.lane) * LANE + 3, width: Math.max(0.6, x(span.begin + span.spent) - x(span.begin)).toFixed(1), height: LANE - 6, fill: COLOURS[stages.indexOf(span.stage) % COLOURS.length]},
+      const bar = svg("rect", {x: x(span.begin).toFixed(1), y: lanes.indexOf(span.lane) * LANE + 3, width: Math.max(0.6, x(span.begin + span.spent) - x(span.begin)).toFixed(1), height: LANE - 6, fill: colour(stages.indexOf(span.stage))},
         svg("title", {}, `step ${span.step}, ${span.stage}: ${short(span.spent, 3)} s`));
       return bar;
     }),
     [0, 0.25, 0.5, 0.75, 1].map((share) => svg("text", {x: x(begin + share * (end - begin)), y: lanes.length * LANE + 18, class: "tick", "text-anchor": share === 1 ? "end" : share ? "middle" : "start"}, seconds(share * (end - begin)))));
   const legend = h("p", {class: "legend"}, stages.map((stage, i) => {
     const dot = h("span", {class: "dot"});
-    dot.style.background = COLOURS[i % COLOURS.length];
-    return h("span", {}, dot, `${stage} `);
+    dot.style.background = colour(i);
+    return h("span", {}, dot, stage);
   }));
   const [first, newest] = found.range, shownLast = found.steps[found.steps.length - 1].step;
   element.append(h("div", {class: "bar"},
