@@ -22,6 +22,7 @@ class ManagedRewards(RewardManager):
     def __init__(self, manager: Any, tokenizer: Any, default_source: str | None = None) -> None:
         super().__init__(None, tokenizer, default_source=default_source)
         self.manager = manager.with_tokenizer(tokenizer) if hasattr(manager, "with_tokenizer") else manager
+        self.gives_none = False
         self._rows: dict[Key, dict[str, Any]] = {}
         self._fed: list[tuple[Key, Sequence[int]]] = []
 
@@ -31,18 +32,29 @@ class ManagedRewards(RewardManager):
             self._rows[key] = {name: values[row] for name, values in fields.items()}
 
     def feed(
-        self, responses: Sequence[tuple[Key, Sequence[int]]], more: Mapping[Key, Mapping[str, Any]] | None = None
+        self,
+        responses: Sequence[tuple[Key, Sequence[int]]],
+        more: Mapping[Key, Mapping[str, Any]] | None = None,
+        marks: Mapping[Key, Sequence[Any]] | None = None,
     ) -> None:
+        """As verl's, a manager sees all tokens of a response: what the model was told in it, too."""
         self._fed += responses
         for key, facts in (more or {}).items():
             row = self._rows[key]
             row["extra_info"] = {**(row.get("extra_info") or {}), **facts}
 
+    def settle(self, scored: Sequence[tuple[Key, RewardResult]]) -> None:
+        for key, _ in scored:
+            del self._rows[key]
+        self._unscored += scored
+
     def poll(self) -> list[tuple[Any, RewardResult]]:
         """Nothing before somebody waits: then all are there, and the manager sees them together."""
-        return []
+        return self._settled()
 
     def wait(self) -> list[tuple[Any, RewardResult]]:
+        if found := self._settled():
+            return found
         if not self._fed:
             return []
         fed, self._fed = self._fed, []

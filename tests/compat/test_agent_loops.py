@@ -162,3 +162,32 @@ def test_what_a_loop_of_verl_cannot_have_is_said(tiny_model, sums, tmp_path, wri
     }
     with pytest.raises(posttrain.errors.UserError, match=words):
         run(tiny_model, sums, tmp_path / "out", **AGENT | more)
+
+
+def test_a_reward_manager_scores_the_conversations_that_no_agent_did(tiny_model, sums, tmp_path):
+    from omegaconf import OmegaConf
+
+    from posttrain.rollout.agents.registry import register_agent
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    @register_agent("some")
+    async def some(chat, row):
+        await chat.say()
+        return 0.5 if row["sample"] == 1 else None
+
+    seen = []
+
+    def manager(data, return_dict=False):
+        seen.append(len(data))
+        rewards = 0.0 * data.batch["responses"]
+        rewards[:, 0] = 0.25
+        return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+
+    scripted.use(lambda read, seed: "7")
+    config = OmegaConf.create({})
+    for key, value in settings(tiny_model, sums, tmp_path / "out", **AGENT | {f"{R}agent": "some"}).items():
+        OmegaConf.update(config, key, value)
+    trainer = RayPPOTrainer(config=config, reward_fn=manager)
+    trainer.init_workers()
+    rows = samples(trainer.fit())
+    assert {(row["sample"] == 1, row["score"]) for row in rows} == {(True, 0.5), (False, 0.25)} and seen == [8]

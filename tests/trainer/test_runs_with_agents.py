@@ -436,3 +436,30 @@ def with_truth(kind):
         return rows
 
     return made
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"actor_rollout_ref__actor__loss_agg_mode": "seq-mean-token-mean"},
+        {"actor_rollout_ref__actor__policy_loss__loss_mode": "gspo"},
+        {"algorithm__adv_estimator": "gae", "actor_rollout_ref__actor__use_kl_loss": True},
+        {"algorithm__adv_estimator": "rloo", "algorithm__use_kl_in_reward": True},
+    ],
+)
+def test_a_response_in_which_the_model_said_nothing_is_trained_around(tiny_model, sums, tmp_path, more):
+    """One of three never lets the model speak; whatever is computed of the batch is a number."""
+
+    async def some(chat, row):
+        if row["sample"] == 1:
+            raise ConnectionError("no environment")
+        await chat.say()
+        return chat.room % 3 + 1.0
+
+    register_agent("guess")(some)
+    critic = {"critic__model__path": str(tiny_model)} if more.get("algorithm__adv_estimator") == "gae" else {}
+    result = run(tiny_model, sums, tmp_path, **AGENT | {f"{R}name": "native"} | more | critic)
+    (line,) = metrics_of(result.path)
+    assert line["actor/grad_norm"] > 0 and all(value == value for value in line.values() if isinstance(value, float))
+    silent = [row for row in samples(result) if row["sample"] == 1]
+    assert len(silent) == 4 and all(sum(row["response_mask"]) == 0 and not any(row["advantages"]) for row in silent)
