@@ -128,7 +128,8 @@ def _led(answers: Answers, number: int, tokenizer: Any) -> str:
     marked, lines = zip(answers.response_ids[number], (answers.marks or [])[number], strict=True), list[str]()
     for own, stretch in groupby(marked, lambda one: one[1]):
         text = tokenizer.decode([token for token, _ in stretch], skip_special_tokens=True)
-        lines.append(text if own else f"  -> {text}".rstrip())
+        if own or text.strip():  # a response without a word of the model's is one token that says nothing
+            lines.append(text if own else f"  -> {text}")
     given = json.loads((answers.agent_scores or [])[number] or "null")
     if given:
         lines.append(f"  [{given['error'] or 'reward ' + format(given['score'], 'g')}]")
