@@ -39,9 +39,9 @@ def _other_roles(trainer: RayPPOTrainer) -> str:
 
 def _make_actor(trainer: RayPPOTrainer) -> None:
     """The layout is decided here: who generates is who trains, or others."""
-    trainer.actor_rollout_wg, trainer.rollout_wg = (_apart if trainer.workers.rollout_size else _together)(trainer)
-    actor = trainer.actor_rollout_wg
     with waiting("loading the model"):
+        trainer.actor_rollout_wg, trainer.rollout_wg = (_apart if trainer.workers.rollout_size else _together)(trainer)
+        actor = trainer.actor_rollout_wg
         actor.init_model()
     say(f"Rollout engine: {actor.rollout_engine()}")
     trainer.said = actor.notes()
