@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Ends `./train.sh trainer.n_workers=2` in four ways and sees what is left of it: nothing may be, within 5 seconds.
 
-    python scripts/drill_several_workers.py [--checkout FOLDER] [--allowed 5] [--apart]
+    python scripts/drill_several_workers.py [--checkout FOLDER] [--allowed 5] [--apart] [--one-step-off]
 
 The run ends by itself, by Ctrl-C, by `kill -9`, and because one of its workers was killed. With `--apart` one worker
-trains and another generates (`actor_rollout_ref.rollout.n_workers=1`), and it is the latter that is killed. With
-`--checkout` it is that of a fresh clone, whose `train.sh` makes its environment first; otherwise of this one. Left
-could be processes (known by a temporary folder of the run's own, which they inherit), files in shared memory, and Ray's
-session folder. Takes minutes; needs Ray.
+trains and another generates (`actor_rollout_ref.rollout.n_workers=1`), and it is the latter that is killed; with
+`--one-step-off` both do so at once. With `--checkout` it is that of a fresh clone, whose `train.sh` makes its
+environment first; otherwise of this one. Left could be processes (known by a temporary folder of the run's own, which
+they inherit), files in shared memory, and Ray's session folder. Takes minutes; needs Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 ENDS = {"by itself": None, "Ctrl-C": signal.SIGINT, "kill -9": signal.SIGKILL, "a worker killed": "worker"}
-LAYOUTS = {False: "trainer.n_workers=2", True: "actor_rollout_ref.rollout.n_workers=1"}
+TOGETHER, APART = ["trainer.n_workers=2"], ["actor_rollout_ref.rollout.n_workers=1"]
+AT_ONCE = [*APART, "trainer.one_step_off=True"]
 
 
 def processes_with(folder: str) -> list[str]:
@@ -44,11 +45,13 @@ def processes_with(folder: str) -> list[str]:
     return found
 
 
-def ended(train: Path, layout: str, how: signal.Signals | str | None, temporary: str, work: str) -> tuple[int, float]:
+def ended(
+    train: Path, layout: list[str], how: signal.Signals | str | None, temporary: str, work: str
+) -> tuple[int, float]:
     """(exit status, seconds until nothing was left; infinity if something stayed for a minute)."""
     shared = set(os.listdir("/dev/shm"))
     steps = 5 if how is None else 1000
-    command = [str(train), layout, f"trainer.total_training_steps={steps}", "trainer.export_hf=none"]
+    command = [str(train), *layout, f"trainer.total_training_steps={steps}", "trainer.export_hf=none"]
     env = {**os.environ, "TMPDIR": temporary}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=work, env=env, start_new_session=True, **pipes) as run:
@@ -92,14 +95,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, default=HERE)
     parser.add_argument("--apart", action="store_true", help="one worker trains, another generates")
+    parser.add_argument("--one-step-off", action="store_true", help="and both at once")
     parser.add_argument("--allowed", type=float, default=5.0)
     args = parser.parse_args()
+    layout = AT_ONCE if args.one_step_off else APART if args.apart else TOGETHER
     failed = 0
     for name, how in ENDS.items():
         temporary, work = tempfile.mkdtemp(prefix="d", dir="/tmp"), tempfile.mkdtemp()
         print(f"{name}:", flush=True)
         try:
-            status, seconds = ended(args.checkout.resolve() / "train.sh", LAYOUTS[args.apart], how, temporary, work)
+            status, seconds = ended(args.checkout.resolve() / "train.sh", layout, how, temporary, work)
         finally:
             shutil.rmtree(work, ignore_errors=True)
             shutil.rmtree(temporary, ignore_errors=True)
