@@ -25,6 +25,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     derive_reference_sizes(merged)
     derive_command(merged)
     derive_layout(merged)
+    _older_responses(merged)
     _embedded(merged, provided)
     _group_size(merged)
     _aggregation(merged)
@@ -110,6 +111,16 @@ def _aggregation(merged: Merged) -> None:
     chosen = merged.is_set(key) or merged.where(key).startswith("preset")
     if loss in PER_RESPONSE_LOSSES and not chosen and key not in merged.bad:
         _default(merged, key, PER_RESPONSE, f"under {loss}")
+
+
+def _older_responses(merged: Merged) -> None:
+    """One step off, the older policy's samples are weighed, unless the user says what else is done about them."""
+    section, switch = "algorithm.rollout_correction", "trainer.one_step_off"
+    said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
+    if merged.value(switch) is not True or any(merged.is_set(key) or key in merged.bad for key in said):
+        return
+    _default(merged, said[0], "token", f"under {switch}")
+    merged.note(f"{said[0]}=token under {switch}, as responses are one step older; null leaves that alone.")
 
 
 def _accumulation(merged: Merged) -> None:

@@ -74,7 +74,8 @@ class TrainerConfig(RunConfig):
     """Steps during which only the critic is trained."""
     one_step_off: bool = False
     """Generate the next step's responses while this one trains; they are one update older than the policy that learns
-    from them. For workers that only generate (`actor_rollout_ref.rollout.n_workers`)."""
+    from them, and weighed for it (`algorithm.rollout_correction.rollout_is=token`, unless that is set). For workers
+    that only generate (`actor_rollout_ref.rollout.n_workers`)."""
     rollout_mismatch_tol: float | None = None
     """Largest mean difference between rollout and trainer log-probs before a run stops; null takes 1e-3 in float32,
     5e-2 in bfloat16."""

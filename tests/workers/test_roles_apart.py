@@ -205,3 +205,15 @@ def test_a_class_of_the_users_own_for_both_roles_is_told_to_be_two():
     trainer = SimpleNamespace(actor_class=Own, workers=SimpleNamespace(rollout_size=2))
     with pytest.raises(UserError, match=r"n_workers=2 .*actor_class = Own.*policy_class and rollout_class"):
         _apart(trainer)  # pyright: ignore
+
+
+def test_one_step_off_older_responses_are_weighed_unless_somebody_says_what_is_done_about_them():
+    key, apart = "algorithm.rollout_correction.rollout_is", "actor_rollout_ref.rollout.n_workers=1"
+    assert load_config([apart]).value(key) is None
+    off = [apart, "trainer.one_step_off=True"]
+    assert load_config(off).value(key) == "token" and any(key in note for note in load_config(off).notes)
+    assert load_config([*off, f"{key}=null"]).value(key) is None
+    assert load_config([*off, f"{key}=sequence"]).value(key) == "sequence"
+    assert load_config([*off, f"{ACTOR}.old_log_probs=rollout"]).value(key) is None
+    with pytest.raises(UserError, match=r"n_workers=1 or more, which only generate"):
+        load_config(["trainer.one_step_off=True"])

@@ -363,6 +363,7 @@ def test_six_steps_apart_are_three_and_three_to_the_bit_and_each_layout_goes_on_
 # -- and generate while those train ------------------------------------------------------------------------------------
 
 OFF = {**FLOAT64, "trainer.one_step_off": True}
+IN_TURN = {**FLOAT64, "algorithm.rollout_correction.rollout_is": "token"}  # which is what it becomes above
 
 
 class InTurn(RayPPOTrainer):
@@ -395,7 +396,7 @@ def one_off(runs):
 
 
 def test_one_step_off_is_what_generating_and_training_in_turn_gives_and_is_done_at_once(runs, one_off, colocated):
-    in_turn = runs.free("in turn", 1, FLOAT64, InTurn)
+    in_turn = runs.free("in turn", 1, IN_TURN, InTurn)
     check_same(in_turn, one_off)
     assert AtOnce.begun == [True] * 5 + [False]
     assert [line["rollout/age"] for line in one_off.metrics] == [0.0, *[1.0] * 5]
@@ -403,15 +404,16 @@ def test_one_step_off_is_what_generating_and_training_in_turn_gives_and_is_done_
     assert first[0] == second[0] and first[1:] != second[1:]  # on policy and one step off are not the same
 
 
-def test_one_step_off_the_ratio_begins_at_1_and_the_older_policy_is_weighed_where_that_is_asked_for(runs, one_off):
+def test_one_step_off_the_ratio_begins_at_1_and_the_older_policy_is_weighed_unless_that_is_unset(runs, one_off):
+    first, *later = one_off.metrics
     assert max(line["actor/ratio_deviation"] for line in one_off.metrics) < 1e-9
-    assert (
-        one_off.metrics[0]["mismatch/logp_max"] < 1e-6 < min(line["mismatch/logp_max"] for line in one_off.metrics[1:])
-    )
-    twice = {**OFF, "trainer.total_training_steps": 2, f"{ACTOR}.ppo_mini_batch_size": 2}
-    weighed = runs.free("weighed", (1, 1), {**twice, "algorithm.rollout_correction.rollout_is": "token"}).metrics
-    assert weighed[0]["rollout_is/max"] == pytest.approx(1, abs=1e-6) and weighed[1]["rollout_is/max"] > 1 + 1e-4
-    assert weighed[1]["actor/ratio_deviation"] < 0.5 * np.expm1(weighed[1]["mismatch/logp_max"])  # as it was, too
+    assert first["mismatch/logp_max"] < 1e-6 < 1e-4 < min(line["mismatch/logp_max"] for line in later)
+    assert first["rollout_is/max"] == pytest.approx(1, abs=1e-6)
+    assert [line["rollout_is/max"] for line in later] > [1 + 1e-4] * 5
+    alone = {**OFF, "trainer.total_training_steps": 2, "algorithm.rollout_correction.rollout_is": None}
+    alone |= {f"{ACTOR}.ppo_mini_batch_size": 2}  # so that old log-probs are needed: the rollout's would be others
+    unset = runs.free("unset", (1, 1), alone).metrics[1]
+    assert "rollout_is/max" not in unset and unset["actor/ratio_deviation"] < 1e-9 < unset["mismatch/logp_max"]
 
 
 def test_one_step_off_goes_on_from_a_checkpoint_to_the_bit_in_either_layout(runs, one_off):
@@ -421,12 +423,12 @@ def test_one_step_off_goes_on_from_a_checkpoint_to_the_bit_in_either_layout(runs
     ended = runs.free("again", (2, 1), OFF)
     assert metrics_of(ended.path) == metrics_of(one_off.path)
     assert furthest(weights_of(ended.path), weights_of(one_off.path)) == 0.0
-    check_same(runs.free("again in turn", 1, FLOAT64, InTurn), one_off)
+    check_same(runs.free("again in turn", 1, IN_TURN, InTurn), one_off)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "remax"])
 def test_a_critic_greedy_baselines_and_filtered_groups_work_one_step_off(runs, estimator):
-    given = {**FLOAT64, "algorithm.adv_estimator": estimator, "trainer.total_training_steps": 4}
+    given = {**IN_TURN, "algorithm.adv_estimator": estimator, "trainer.total_training_steps": 4}
     given |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 2}
     off = {**given, "trainer.one_step_off": True}
     in_turn = runs.free(f"in turn {estimator}", 1, given, InTurn)

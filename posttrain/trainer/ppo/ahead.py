@@ -9,7 +9,7 @@ and goes on from a checkpoint, which holds the batch, to the bit.
 
 The old policy of such a batch is the one that begins to learn from it, not the one that sampled it: clipping then holds
 the policy near where it stands. Clipped around where it was, what the last update moved has no gradient any more, and a
-run learns less (docs/layouts.md). What lies between the two, `algorithm.rollout_correction` weighs.
+run learns less (docs/layouts.md). What lies between the two is weighed (`algorithm.rollout_correction.rollout_is`).
 """
 
 from __future__ import annotations
