@@ -37,6 +37,7 @@ weights more often, or compare the engines' precision and temperature.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,14 +75,27 @@ def compute_rollout_correction(
     return weights, metrics
 
 
+@dataclass
+class Importance:
+    """Ratios of the old policy to the rollout's and the weights made of them, (rows, length); for whole responses
+    (rows, 1). `outside` marks ratios out of bounds, `counted` those of real tokens or rows; `cut` is what became of the
+    former."""
+
+    ratio: torch.Tensor
+    weights: torch.Tensor
+    outside: torch.Tensor
+    counted: torch.Tensor
+    cut: str
+
+
 @torch.no_grad()
-def rollout_is_weights(
+def importance(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
-) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """Bounded weights (rows, length), 0 outside the mask, and their diagnostics (mean and max before bounding)."""
+) -> Importance | None:
+    """Bounded weights as `config` asks for them, or None. Those of a row do not depend on other rows."""
     level = setting(config, "rollout_is", None)
     if level is None:
-        return None, {}
+        return None
     threshold = setting(config, "rollout_is_threshold", 2.0)
     low, high = bounds_of(threshold, "algorithm.rollout_correction.rollout_is_threshold")
     log_ratio_BT = keep_masked(old_log_prob - rollout_log_prob, response_mask).to(torch.float32)
@@ -95,11 +109,20 @@ def rollout_is_weights(
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     outside = (ratio > high) if low is None else (ratio > high) | (ratio < low)
     weights = ratio.clamp(max=high) if low is None else torch.where(outside, torch.zeros_like(ratio), ratio)
-    metrics = _weight_metrics(ratio, weights, counted)
-    metrics["rollout_is/truncated" if low is None else "rollout_is/masked"] = float(
-        masked_mean(outside.double(), counted)
-    )
-    return keep_masked(weights.expand_as(log_ratio_BT), response_mask), metrics
+    return Importance(ratio, weights, outside, counted, "truncated" if low is None else "masked")
+
+
+@torch.no_grad()
+def rollout_is_weights(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
+) -> tuple[torch.Tensor | None, dict[str, float]]:
+    """Bounded weights (rows, length), 0 outside the mask, and their diagnostics (mean and max before bounding)."""
+    made = importance(old_log_prob, rollout_log_prob, response_mask, config)
+    if made is None:
+        return None, {}
+    metrics = _weight_metrics(made.ratio, made.weights, made.counted)
+    metrics[f"rollout_is/{made.cut}"] = float(masked_mean(made.outside.double(), made.counted))
+    return keep_masked(made.weights.expand_as(old_log_prob), response_mask), metrics
 
 
 def _weight_metrics(ratio: torch.Tensor, weights: torch.Tensor, counted: torch.Tensor) -> dict[str, float]:

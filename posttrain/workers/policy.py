@@ -14,6 +14,7 @@ from posttrain.engine.ranks import this_rank
 from posttrain.models.finite import not_finite
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
+from posttrain.workers.actor.weighing import combined
 from posttrain.workers.buckets import Bucket, in_buckets, tied_once
 from posttrain.workers.engine_worker import ExportingWorker
 from posttrain.workers.fields import batch_of
@@ -30,6 +31,11 @@ def planned_actor_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
     """The optimizer steps of a batch, planned for every rank by whoever calls the group."""
     objective, schedule = actor_objective(group.config), actor_schedule(group.config)
     return planned(group, arguments[0], schedule, objective.prepare)
+
+
+def join_policy_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:
+    """Metrics of a batch's optimizer steps."""
+    return combined(join_updates(results, calls))
 
 
 class PolicyWorker(ExportingWorker):
@@ -71,7 +77,7 @@ class PolicyWorker(ExportingWorker):
             return DataProto()
         return batch_of(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
 
-    @register(planned_actor_updates, join_updates)
+    @register(planned_actor_updates, join_policy_updates)
     def update_actor(self, plan: UpdatePlan) -> list[Measures]:
         """All optimizer steps on a batch. The group takes the batch and plans them; it gives their metrics."""
         with self.engine.on_device(optimizer=True):

@@ -15,6 +15,7 @@ from posttrain.algorithms import AGGREGATION_MODES, call_policy_loss, prepare_po
 from posttrain.algorithms.registry import POLICY_LOSSES
 from posttrain.config.actor import PolicyLossConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
+from posttrain.workers.actor.weighing import combined
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-7}
@@ -99,6 +100,34 @@ def test_the_correction_weighs_the_loss_and_its_diagnostics_are_the_same_in_ever
     loss = make()
     loss.prepare(copy.copy(batch).select())
     assert {"rollout_is/ess", "rollout_is/masked", "rollout_rs/rejected", "mismatch/ppl_ratio"} <= set(loss.metrics())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("threshold", [1.1, "0.7_1.2"])
+def test_without_old_log_probs_the_policy_being_differentiated_weighs_as_old_ones_equal_to_it_do(
+    engines, level, threshold
+):
+    def make():
+        loss = make_loss("vanilla")
+        loss.correction = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)
+        return loss
+
+    batch, engine = ragged_batch(prompts=5), engines(torch.float64, LAYOUTS[0])
+    now = engine.log_probs(batch, temperature=TEMPERATURE)["log_probs"]
+    shift = 0.3 if level == "token" else 0.08
+    batch.batch["rollout_log_probs"] = now + shift * batch.batch["advantages"] * batch.batch["response_mask"]
+    batch.batch["old_log_probs"] = now.clone()
+    before = make()
+    wanted = gradient(engine, batch, before)
+    without = copy.copy(batch).select([name for name in batch.batch if name != "old_log_probs"])
+    for layout in LAYOUTS:
+        inside = make()
+        found = gradient(engines(torch.float64, layout), without, inside)
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-9, layout
+        assert combined(inside.metrics()) == pytest.approx(before.metrics(), rel=1e-5, abs=1e-6), layout
+    plain = gradient(engine, without, make_loss("vanilla"))
+    assert float((plain - wanted).norm() / wanted.norm()) > 1e-2
+    assert 0 < before.metrics()["rollout_is/truncated" if threshold == 1.1 else "rollout_is/masked"] < 1
 
 
 def test_a_loss_that_chooses_tokens_in_each_micro_batch_would_be_seen(engines):

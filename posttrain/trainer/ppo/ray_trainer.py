@@ -41,6 +41,7 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.run.memory import named_stage, settle_memory
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
+from posttrain.workers.actor.weighing import can_weigh_in_update
 from posttrain.workers.fsdp_workers import (
     ActorRefWorker,
     ActorRolloutRefWorker,
@@ -265,14 +266,14 @@ class RayPPOTrainer:
 
     def _needs_old_log_probs(self) -> bool:
         """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""
-        algorithm = self.config.algorithm
+        algorithm, correction = self.config.algorithm, self.config.algorithm.rollout_correction
         return (
             self.config.actor_rollout_ref.actor.old_log_probs != "auto"
             or self.sizes.updates_per_step > 1
             or algorithm.use_kl_in_reward
             or algorithm.filter_groups.enable
-            or correction_is_on(algorithm.rollout_correction)
             or self.estimator.needs_sum_pi_squared
+            or (correction_is_on(correction) and not can_weigh_in_update(correction))
         )
 
     def _old_log_probs(self, batch: DataProto) -> DataProto:

@@ -9,6 +9,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.objective import ActorObjective
+from posttrain.workers.actor.weighing import combined
 from posttrain.workers.measures import Measures, over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
@@ -35,7 +36,8 @@ class DataParallelPPOActor:
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
-        return over_steps(self.execute(one_rank_plan(data, actor_schedule(self.config), self.objective.prepare)))
+        plan = one_rank_plan(data, actor_schedule(self.config), self.objective.prepare)
+        return combined(over_steps(self.execute(plan)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""

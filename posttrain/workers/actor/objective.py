@@ -26,6 +26,7 @@ from posttrain.algorithms import (
 from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.protocol import DataProto
+from posttrain.workers.actor.weighing import weights_in_update
 from posttrain.workers.measures import Measures
 from posttrain.workers.seen_tokens import SeenTokens
 
@@ -87,7 +88,7 @@ class ActorObjective:
             advantages=batch["advantages"],
             response_mask=batch["response_mask"],
             config=self.config,
-            rollout_is_weights=batch.get("rollout_is_weights"),
+            rollout_is_weights=self._weights(log_prob.detach(), micro),
             prepared=micro.meta_info["prepared"] | own,
             counts=micro.meta_info["counts"],
         )
@@ -129,6 +130,11 @@ class ActorObjective:
         facts.pop("mismatch/logp_max")  # measured against the policy being trained, below
         assert weights is not None
         return {"rollout_is_weights": weights}, facts
+
+    def _weights(self, log_prob: torch.Tensor, micro: DataProto) -> torch.Tensor | None:
+        """Those of `prepare`, or, without old log-probs, of the policy that is being differentiated."""
+        known = micro.batch.get("rollout_is_weights")
+        return weights_in_update(log_prob, micro, self.correction, self.measures) if known is None else known
 
     def _agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
         """How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
