@@ -383,10 +383,10 @@ class AtOnce(RayPPOTrainer):
 
     begun: ClassVar[list[bool]] = []
 
-    def _finish_ahead(self) -> None:
-        waiting = self.experience
-        AtOnce.begun.append(self.ahead.under_way and bool(waiting._advancing or waiting._outputs))
-        super()._finish_ahead()
+    def _update(self, batch, step):
+        metrics = super()._update(batch, step)
+        AtOnce.begun.append(bool(self.experience._advancing or self.experience._outputs))
+        return metrics
 
 
 @pytest.fixture(scope="module")

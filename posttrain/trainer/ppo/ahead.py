@@ -15,7 +15,8 @@ run learns less (docs/layouts.md). What lies between the two is weighed (`algori
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from posttrain.controller.group import WorkerGroup
@@ -33,12 +34,16 @@ def age_of(batch: DataProto, version: int) -> dict[str, float]:
     return {AGE: sum((version - sampled) * count for sampled, count in spans) / tokens if tokens else 0.0}
 
 
+Stage = Callable[[str], AbstractContextManager[None]]
+"""Names a stage of the step, and takes its time."""
+
+
 class Ahead:
     """Holds the batch that was asked for ahead of its step. Calls to `training` move it on while they are waited for;
     these workers must be others than those that generate."""
 
-    def __init__(self, experience: Experience, training: Iterable[WorkerGroup] = ()) -> None:
-        self.experience = experience
+    def __init__(self, experience: Experience, stage: Stage, training: Iterable[WorkerGroup] = ()) -> None:
+        self.experience, self._stage = experience, stage
         self.rows: DataProto | None = None
         self._asked: float | None = None
         """When the responses were asked for; None where they are there."""
@@ -50,28 +55,23 @@ class Ahead:
         self.rows, self._asked = self.experience.ask(prompts, n), time.perf_counter()
         self.experience.begin()
 
-    @property
-    def under_way(self) -> bool:
-        return self._asked is not None
-
     def finish(self) -> None:
         """Wait for the responses that are under way. New weights may go to the rollout from here on."""
         if self._asked is None or self.rows is None:
             return
-        self.rows = self.experience.generated(self.rows)
+        with self._stage("gen"):
+            self.rows = self.experience.generated(self.rows)
         self.rows.meta_info[GENERATED_S] = self.experience.last_ended - self._asked
         self._asked = None
 
     def take(self) -> DataProto | None:
-        """The batch with its responses, if one was asked for."""
-        self.finish()
+        """The batch with its responses, which `finish` has waited for, if one was asked for."""
         rows, self.rows = self.rows, None
         return rows
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
         """Write the batch into a checkpoint's folder, with its scores: those who compute them end with the run."""
-        self.finish()
         if self.rows is not None:
             if "reward_score" not in self.rows.non_tensor_batch:
                 self.experience.scored(self.rows)

@@ -124,7 +124,8 @@ class RayPPOTrainer:
         self.experience = Experience(
             config, tokenizer, self.rollout_wg, reward_fn, model_reward=self.model_reward, turns=turns
         )
-        self.ahead = Ahead(self.experience, self._training_groups() if config.trainer.one_step_off else ())
+        training = self._training_groups() if config.trainer.one_step_off else ()
+        self.ahead = Ahead(self.experience, self.recorder.stage, training)
         self.validator = None
         if val_dataset is not None:
             self.validator = Validator(config, tokenizer, val_dataset, self.experience, self.recorder)
@@ -197,7 +198,7 @@ class RayPPOTrainer:
             self._advantages(batch)
         self.recorder.keep_batch(step, batch)
         metrics |= self._update(batch, step)
-        self._finish_ahead()
+        self.ahead.finish()
         with stage("sync"):
             metrics |= self.actor_rollout_wg.sync_weights(step)
         self.step = step
@@ -232,12 +233,6 @@ class RayPPOTrainer:
         more = self.step + 1 < self.sizes.total_steps
         if self.config.trainer.one_step_off and more and self.ahead.rows is None:
             self.ahead.ask(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
-
-    def _finish_ahead(self) -> None:
-        """What is still being generated is waited for: the weights that follow are for later batches."""
-        if self.ahead.under_way:
-            with self.recorder.stage("gen"):
-                self.ahead.finish()
 
     def _next_prompts(self) -> DataProto:
         """The next prompts, each with a serial number and a uid of its own."""

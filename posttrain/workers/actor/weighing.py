@@ -43,13 +43,13 @@ def weights_in_update(
     made = importance(log_prob, rollout, mask, correction)
     assert made is not None
     rows = micro.meta_info["counts"]["total_rows"]
-    share = batch["mean_weights"] if made.ratio.shape == mask.shape else made.counted / rows
+    share = batch["mean_weights"].double() if made.ratio.shape == mask.shape else made.counted.double() / rows
     measures.add("rollout_is/mean", (share * made.ratio).sum())
     measures.most("rollout_is/max", keep_masked(made.ratio, made.counted).max())
     measures.add(f"rollout_is/{made.cut}", (share * made.outside).sum())
     measures.add(_WEIGHT, (share * made.weights).sum())
-    measures.add(_SQUARE, (share * made.weights**2).sum())
-    _mismatch(keep_masked(log_prob - rollout, mask), mask, batch["mean_weights"], rows, measures)
+    measures.add(_SQUARE, (share * made.weights.double() ** 2).sum())
+    _mismatch(keep_masked(log_prob - rollout, mask).double(), mask, batch["mean_weights"], rows, measures)
     return keep_masked(made.weights.expand_as(log_prob), mask)
 
 
