@@ -18,7 +18,7 @@ from posttrain.algorithms.kl import MAX_LOG_RATIO
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures
 
-_WEIGHT, _SQUARE, _GAP = "rollout_is/weight", "rollout_is/weight_squared", "mismatch/log_ppl_gap"
+_WEIGHT, _SQUARE, _GAP = "sum of weights", "sum of squared weights", "sum of log-perplexity gaps"
 COMBINED = {
     "rollout_is/ess": ((_WEIGHT, _SQUARE), lambda weight, square: weight**2 / max(square, 1e-30)),
     "mismatch/ppl_ratio": ((_GAP,), math.exp),
