@@ -5,16 +5,15 @@ The loop over agents owns these settings as one free dict, and checks them here.
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.checked import Checked, Finding, nearest_name
+from posttrain.config.checked import Checked, Finding
+from posttrain.config.free_dict import Fault, settings_of, typed_entry
 from posttrain.config.turns import KEY as TURNS
 from posttrain.config.turns import turn_settings
-from posttrain.config.values import WrongValue, convert
+from posttrain.config.values import WrongValue
 
 KEY = "actor_rollout_ref.rollout.agent"
 BUILT_IN = ("single_turn_agent", "tool_agent")
@@ -48,16 +47,15 @@ class AgentSettings:
 
 def agent_settings(given: Mapping[str, Any]) -> AgentSettings:
     """The settings of a checked dict."""
-    hints = typing.get_type_hints(AgentSettings)
-    return AgentSettings(**{name: convert(value, hints[name]) for name, value in given.items()})
+    return settings_of(AgentSettings, given)
 
 
 def check_agent(checked: Checked) -> Iterator[Finding]:
     """Names, types and ranges; and that one loop leads the conversations."""
     rollout = checked.config.actor_rollout_ref.rollout
-    hints, wrong = typing.get_type_hints(AgentSettings), False
+    wrong = False
     for name, value in rollout.agent.items():
-        for what, do in _faults(name, value, hints):
+        for what, do in _faults(name, value):
             wrong = True
             yield checked.problem(what, do, KEY)
     if wrong:
@@ -82,16 +80,7 @@ def _has_tools(given: Mapping[str, Any]) -> bool:
         return False  # its own check says so
 
 
-def _faults(name: str, value: Any, hints: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what is wrong, what to do)."""
-    if name not in hints:
-        known = tuple(one.name for one in dataclasses.fields(AgentSettings))
-        yield f"`{KEY}.{name}` is not known; known: {', '.join(known)}.", nearest_name(name, known)
-        return
-    try:
-        typed = convert(value, hints[name])
-    except WrongValue as error:
-        yield f"`{KEY}.{name}`: {error}.", f"give {KEY}.{name} such a value"
-        return
-    if name == "timeout_s" and not typed > 0:
+def _faults(name: str, value: Any) -> Iterator[Fault]:
+    typed = yield from typed_entry(KEY, name, value, AgentSettings)
+    if name == "timeout_s" and typed is not None and not typed > 0:
         yield f"`{KEY}.timeout_s={typed}` must be above 0.", "give a larger number, or leave it out"

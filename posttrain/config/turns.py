@@ -5,14 +5,12 @@ The loop over turns owns these settings as one free dict, and checks them here.
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.values import WrongValue, convert
+from posttrain.config.free_dict import Fault, settings_of, typed_entry
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 SIDES = ("left", "middle", "right")
@@ -51,16 +49,15 @@ _AT_LEAST = {"max_assistant_turns": 1, "max_parallel_calls": 1, "max_tool_respon
 
 def turn_settings(given: Mapping[str, Any]) -> TurnSettings:
     """The settings of a checked dict."""
-    hints = typing.get_type_hints(TurnSettings)
-    return TurnSettings(**{name: convert(value, hints[name]) for name, value in given.items()})
+    return settings_of(TurnSettings, given)
 
 
 def check_turns(checked: Checked) -> Iterator[Finding]:
     """Names, types and ranges; and that there is a tool to call."""
     given = checked.config.actor_rollout_ref.rollout.multi_turn
-    hints, wrong = typing.get_type_hints(TurnSettings), False
+    wrong = False
     for name, value in given.items():
-        for what, do in _faults(name, value, hints):
+        for what, do in _faults(name, value):
             wrong = True
             yield checked.problem(what, do, KEY)
     if wrong:
@@ -74,17 +71,8 @@ def check_turns(checked: Checked) -> Iterator[Finding]:
         yield f"{KEY}: {idle} have no effect: {KEY}.enable is False, so that no tool is called."
 
 
-def _faults(name: str, value: Any, hints: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what is wrong, what to do)."""
-    if name not in hints:
-        known = tuple(one.name for one in dataclasses.fields(TurnSettings))
-        yield f"`{KEY}.{name}` is not known; known: {', '.join(known)}.", nearest_name(name, known)
-        return
-    try:
-        typed = convert(value, hints[name])
-    except WrongValue as error:
-        yield f"`{KEY}.{name}`: {error}.", f"give {KEY}.{name} such a value"
-        return
+def _faults(name: str, value: Any) -> Iterator[Fault]:
+    typed = yield from typed_entry(KEY, name, value, TurnSettings)
     if typed is None:
         return
     if name in _CHOICES and typed not in _CHOICES[name]:

@@ -16,6 +16,7 @@ import scripted
 from runs import run, settings
 
 import posttrain
+from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.agents.registry import AGENTS
 
@@ -191,3 +192,13 @@ def test_a_reward_manager_scores_the_conversations_that_no_agent_did(tiny_model,
     trainer.init_workers()
     rows = samples(trainer.fit())
     assert {(row["sample"] == 1, row["score"]) for row in rows} == {(True, 0.5), (False, 0.25)} and seen == [8]
+
+
+def test_a_loop_without_run_is_refused_before_a_conversation_begins():
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+
+    class Silent(AgentLoopBase):
+        async def run_(self, sampling_params, **kwargs): ...
+
+    with pytest.raises(UserError, match=r"the agent loop Silent has no `run`.\n  to do:  write `async def run"):
+        Silent.as_agent({})

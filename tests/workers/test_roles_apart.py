@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from textbook import ACTOR, CPU, actor, batch, ppo_config
+from toy_workers import Toy
 
 from posttrain.config import load_config
 from posttrain.controller.dispatch import Calls
@@ -217,3 +219,12 @@ def test_one_step_off_older_responses_are_weighed_unless_somebody_says_what_is_d
     assert load_config([*off, f"{ACTOR}.old_log_probs=rollout"]).value(key) is None
     with pytest.raises(UserError, match=r"n_workers=1 or more, which only generate"):
         load_config(["trainer.one_step_off=True"])
+
+
+def test_a_group_does_something_else_while_its_caller_waits():
+    group, seen = LocalWorkerGroup(Toy(None)), []
+    assert group.process() == [os.getpid()] and seen == []
+    group.meanwhile = lambda call: seen.append(call.result())
+    assert group.process() == [os.getpid()] == seen[0]
+    group.later.process()
+    assert len(seen) == 1  # nobody waits

@@ -379,13 +379,16 @@ class InTurn(RayPPOTrainer):
 
 
 class AtOnce(RayPPOTrainer):
-    """Notes by step whether responses were under way, or there, when the update was done."""
+    """Notes by step whether responses were under way, or there, when the update was done, and were moved on by all who
+    had been waited for."""
 
     begun: ClassVar[list[bool]] = []
 
     def _update(self, batch, step):
         metrics = super()._update(batch, step)
-        AtOnce.begun.append(bool(self.experience._advancing or self.experience._outputs))
+        groups = [self.actor_rollout_wg.training, *([self.critic_wg] if self.critic_wg else [])]
+        moved = [group.meanwhile == self.experience.until for group in groups]
+        AtOnce.begun.append(bool(self.experience._advancing or self.experience._outputs) and all(moved))
         return metrics
 
 
@@ -433,7 +436,9 @@ def test_a_critic_greedy_baselines_and_filtered_groups_work_one_step_off(runs, e
     given |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 2}
     off = {**given, "trainer.one_step_off": True}
     in_turn = runs.free(f"in turn {estimator}", 1, given, InTurn)
-    check_same(in_turn, runs.free(f"one step off {estimator}", (1, 1), off))
+    AtOnce.begun = []
+    check_same(in_turn, runs.free(f"one step off {estimator}", (1, 1), off, AtOnce))
+    assert AtOnce.begun == [True] * 3 + [False]
 
 
 def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(

@@ -20,7 +20,7 @@ from posttrain.rollout.agents.told import Told
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import combine_seeds
 from posttrain.rollout.turns.conversation import Conversation
-from posttrain.rollout.turns.next_turn import Key, NextTurn
+from posttrain.rollout.turns.next_turn import Key, NextTurn, by_rank
 
 Lead = Callable[[Chat, dict[str, Any]], Any]
 """An agent: `await lead(chat, row)` leads one conversation, and gives its reward or None."""
@@ -139,8 +139,5 @@ class Agents:
 
     def ended(self) -> dict[int, list[Key]]:
         """By rank, conversations that have ended since the last call."""
-        found: dict[int, list[Key]] = {}
-        for rank, key in self._ended:
-            found.setdefault(rank, []).append(key)
-        self._ended = []
-        return found
+        ended, self._ended = self._ended, []
+        return by_rank(ended)

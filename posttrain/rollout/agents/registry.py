@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.config.agent import BUILT_IN, KEY, AgentSettings
 from posttrain.config.closest import closest
-from posttrain.config.values import parse_yaml
 from posttrain.errors import UserError, first_line
 from posttrain.rollout.agents.chat import Chat
 from posttrain.rollout.agents.loop import Lead
-from posttrain.rollout.tools.finding import find_named, is_place
+from posttrain.rollout.tools.finding import find_named, is_place, listed_in
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 AGENTS: dict[str, Any] = {}
@@ -124,12 +122,7 @@ def _place(name: str) -> Any:
 
 def _listed(path: str) -> dict[str, dict[str, Any]]:
     """The entries of a YAML file, by name."""
-    try:
-        entries = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"the file of agents {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"the file of agents {path} is no YAML: {error}") from None
+    entries = listed_in(path, "agents")
     if not isinstance(entries, list) or not entries:
         raise UserError(f"the file of agents {path} is no list of `name` and `_target_`.")
     for number, entry in enumerate(entries):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.closest import closest
+from posttrain.config.values import parse_yaml
 from posttrain.errors import UserError, first_line, working_folder
 from posttrain.rollout.tools.base import Tool
 
@@ -19,6 +20,16 @@ from posttrain.rollout.tools.base import Tool
 def is_place(name: str) -> bool:
     """Whether a name is that of a file or a module, not of a registered tool."""
     return name.endswith(".py") or ".py:" in name or "." in name
+
+
+def listed_in(path: str, what: str) -> Any:
+    """What stands in a user's YAML file of tools or agents."""
+    try:
+        return parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"the file of {what} {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # text of another encoding among them
+        raise UserError(f"the file of {what} {path} is no YAML: {error}") from None
 
 
 def called_name(name: str) -> str:

@@ -15,15 +15,13 @@ import json
 import math
 from collections.abc import Hashable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from posttrain.config.values import parse_yaml
 from posttrain.errors import UserError, first_line
 from posttrain.rollout.tools.answers import redacted
 from posttrain.rollout.tools.base import Tool, ToolAnswer
-from posttrain.rollout.tools.finding import find_tool
+from posttrain.rollout.tools.finding import find_tool, listed_in
 from posttrain.rollout.tools.settings import secrets_of
 
 _OURS = {"SearchTool": "search", "SandboxFusionTool": "python"}
@@ -68,13 +66,7 @@ class VerlTool(Tool):
 
 def read_tools(path: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Tool]:
     """The tools of a YAML file, by name; `settings` of one are laid over its `config`. UserError in words."""
-    try:
-        tree = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"the file of tools {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"the file of tools {path} is no YAML: {error}") from None
-    entries = _resolved(tree, path).get("tools")
+    entries = _resolved(listed_in(path, "tools"), path).get("tools")
     if not isinstance(entries, list) or not entries:
         raise UserError(f"the file of tools {path} has no list `tools`.")
     made: dict[str, Tool] = {}

@@ -21,7 +21,7 @@ from posttrain.rollout.tools.base import ToolAnswer, ToolCall
 from posttrain.rollout.tools.runner import ToolRunner
 from posttrain.rollout.turns.calls import FORMATS, Unreadable
 from posttrain.rollout.turns.conversation import Conversation
-from posttrain.rollout.turns.next_turn import Key, NextTurn
+from posttrain.rollout.turns.next_turn import Key, NextTurn, by_rank
 from posttrain.rollout.turns.replies import Replies
 
 Row = Mapping[str, Any]
@@ -163,11 +163,8 @@ class Turns:
 
     def ended(self) -> dict[int, list[Key]]:
         """By rank, conversations that have ended since the last call."""
-        found: dict[int, list[Key]] = {}
-        for rank, key in self._ended:
-            found.setdefault(rank, []).append(key)
-        self._ended = []
-        return found
+        ended, self._ended = self._ended, []
+        return by_rank(ended)
 
 
 def given_by(info: Any) -> dict[str, Any]:

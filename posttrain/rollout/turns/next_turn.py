@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 Key = tuple[Any, int]
 """(uid, sample): a response among those to its prompt."""
+
+
+def by_rank(conversations: Iterable[tuple[int, Key]]) -> dict[int, list[Key]]:
+    """Conversations by the rank that has their turns."""
+    found: dict[int, list[Key]] = {}
+    for rank, key in conversations:
+        found.setdefault(rank, []).append(key)
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,14 @@ gave, and have the log-probs that came with them.
 from __future__ import annotations
 
 import asyncio
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from posttrain.errors import UserError
+from posttrain.rollout.agents.composed import ChatError
 from posttrain.rollout.agents.registry import register_agent
 from verl._agent_config import verl_config
 from verl._missing import not_given
@@ -91,13 +95,11 @@ class AsyncLLMServerManager:
             name for name, value in {"image_data": image_data, "video_data": video_data, **more}.items() if value
         ]
         if unknown:
-            raise NotImplementedError(
-                f"server_manager.generate: {', '.join(unknown)} cannot be given; prompts are text"
-            )
+            raise ChatError(f"server_manager.generate: {', '.join(unknown)} cannot be given; prompts are text")
         own = dict(sampling_params or {})
         for name, value in own.items():
             if name not in _ENDS and value != self._given.get(name, value):
-                raise NotImplementedError(
+                raise ChatError(
                     f"server_manager.generate: {name}={value} is not the run's ({self._given[name]}), which training "
                     "computes with; of a single turn only max_tokens and stop can be set"
                 )
@@ -111,7 +113,7 @@ _REASONS = {"stop": "completed", "length": "length"}
 LLMServerClient = LLMServerManager = AsyncLLMServerManager
 
 
-class AgentLoopBase:
+class AgentLoopBase(ABC):
     """A subclass has `run`; an instance leads one conversation."""
 
     def __init__(
@@ -133,8 +135,9 @@ class AgentLoopBase:
         self.system_prompt = _opening(tokenizer, self.apply_chat_template_kwargs)
         self.loop = asyncio.get_event_loop()
 
+    @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        raise NotImplementedError(f"{type(self).__name__} has no `async def run`")
+        """Leads the conversation; gives it as one row."""
 
     async def apply_chat_template(
         self,
@@ -147,7 +150,7 @@ class AgentLoopBase:
     ) -> list[int]:
         """Messages as token ids, up to where the model's turn begins."""
         if images or videos or any(more.values()):
-            raise NotImplementedError("apply_chat_template: prompts are text")
+            raise ChatError("apply_chat_template: prompts are text")
         options = {**self.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -162,6 +165,9 @@ class AgentLoopBase:
     @classmethod
     def as_agent(cls, told: Mapping[str, Any], **given: Any) -> Callable[..., Any]:
         """posttrain's agent of this class; `given` goes to `__init__`."""
+        if inspect.isabstract(cls):
+            missing = f"the agent loop {cls.__name__} has no `run`"
+            raise UserError(f"{missing}.\n  to do:  write `async def run(self, sampling_params, **kwargs)` in it")
         config, tokenizer = verl_config(told["config"]), told["tokenizer"]
         if hasattr(cls, "init_class"):  # of earlier versions: once for all
             cls.init_class(config=config, tokenizer=tokenizer, processor=None, **given)  # pyright: ignore
@@ -185,9 +191,9 @@ class AgentLoopBase:
 def _taken(chat: Any, output: Any) -> Any:
     """The row of an output, and its reward."""
     if isinstance(output, list | tuple):
-        raise NotImplementedError(f"run gave {len(output)} outputs: a conversation ends in one row here")
+        raise ChatError(f"run gave {len(output)} outputs: a conversation ends in one row here")
     if output.multi_modal_data and any(output.multi_modal_data.values()):
-        raise NotImplementedError("AgentLoopOutput.multi_modal_data: prompts are text")
+        raise ChatError("AgentLoopOutput.multi_modal_data: prompts are text")
     chat.compose(output.prompt_ids, output.response_ids, output.response_mask)
     chat.facts.update(output.extra_fields)
     return output.reward_score
