@@ -21,6 +21,7 @@ from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.trainer.ppo.making_workers import _apart
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers import buckets
 from posttrain.workers.apart import ActorRolloutApart
@@ -228,3 +229,13 @@ def test_a_group_does_something_else_while_its_caller_waits():
     assert group.process() == [os.getpid()] == seen[0]
     group.later.process()
     assert len(seen) == 1  # nobody waits
+
+
+def test_responses_are_asked_for_ahead_once_and_not_behind_the_last_step():
+    run = Mock(**{"config.trainer.one_step_off": True, "sizes.total_steps": 5, "step": 0, "ahead.rows": None})
+    asked = []
+    for step, waiting in ((0, None), (0, "a batch"), (3, None), (4, None)):  # one that nobody took stays
+        run.step, run.ahead.rows = step, waiting
+        RayPPOTrainer._ask_ahead(run)
+        asked.append(run.ahead.ask.call_count)
+    assert asked == [1, 1, 2, 2]

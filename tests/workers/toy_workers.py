@@ -49,6 +49,13 @@ class Toy:
         return os.environ.get(name)
 
     @register(to_all)
+    def refuse_first(self, seconds: float) -> None:
+        """Rank 0 cannot; the others are at it for so long."""
+        if torch.distributed.get_rank() == 0:
+            self.refuse()
+        time.sleep(seconds)
+
+    @register(to_all)
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
 
