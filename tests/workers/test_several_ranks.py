@@ -116,11 +116,12 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
     assert group.later.process().result() == first and group.on(1).process().result() == first[1]
 
 
-def test_the_error_of_one_rank_is_heard_while_others_are_at_work(ranks):
+def test_the_error_of_one_rank_is_heard_while_others_are_at_work(ranks, tmp_path):
     group = ranks(2).create("toy", Toy, None)
     with pytest.raises(UserError, match="this cannot be had"):
-        group.refuse_first(2.0)
-    assert not group.on(1).process().done()  # the other one is at it still
+        group.refuse_first(tmp_path / "go")
+    (tmp_path / "go").touch()
+    assert group.on(1).found_it().result()  # the other one was at it still
 
 
 def test_ranks_tell_when_they_were_at_work_and_at_what(ranks):

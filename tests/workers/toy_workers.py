@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,11 +50,18 @@ class Toy:
         return os.environ.get(name)
 
     @register(to_all)
-    def refuse_first(self, seconds: float) -> None:
-        """Rank 0 cannot; the others are at it for so long."""
+    def refuse_first(self, file: Path) -> None:
+        """Rank 0 cannot; the others are at it until there is this file, or for five seconds."""
         if torch.distributed.get_rank() == 0:
             self.refuse()
-        time.sleep(seconds)
+        end = time.monotonic() + 5
+        while not (file.exists() or time.monotonic() > end):
+            time.sleep(0.01)
+        self.found = file.exists()
+
+    @register(to_all)
+    def found_it(self) -> bool:
+        return self.found
 
     @register(to_all)
     def nap(self, seconds: float) -> None:
