@@ -50,11 +50,17 @@ def largest(results: list[dict[str, float]], calls: Calls) -> dict[str, float]:
     return {name: max(part[name] for part in results if name in part) for name in results[0]}
 
 
-def register(spread: Spread, join: Join = first) -> Callable[[Method], Method]:
-    """Make a method callable through a worker group."""
+def alone(config: Any) -> int:
+    """Every rank acts for itself."""
+    return 1
+
+
+def register(spread: Spread, join: Join = first, *, team: Callable[[Any], int] = alone) -> Callable[[Method], Method]:
+    """Make a method callable through a worker group. `team` says, by the group's settings, how many neighbouring ranks
+    act as one in it (`group.py`)."""
 
     def mark(method: Method) -> Method:
-        method.spread, method.join = spread, join  # pyright: ignore
+        method.spread, method.join, method.team = spread, join, team  # pyright: ignore
         return method
 
     return mark

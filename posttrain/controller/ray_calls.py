@@ -19,7 +19,7 @@ class RayFuture(Future):
     """The results of ranks, joined. The first error of any rank is the call's, though others may wait for ever."""
 
     def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], role: str = "") -> None:
-        self.refs, self._join, self._role = refs, join, role
+        self.refs, self.join, self._role = refs, join, role
         self.waiting = list(refs)
         """Of ranks that have not answered, as far as was looked."""
         self._found: dict[Any, Any] = {}
@@ -38,7 +38,7 @@ class RayFuture(Future):
         if self._error is not None:
             raise self._error
         if not self._joined:
-            self._value, self._joined = self._join([self._found.pop(ref) for ref in self.refs]), True
+            self._value, self._joined = self.join([self._found.pop(ref) for ref in self.refs]), True
         return self._value
 
     def _is_over(self) -> bool:
@@ -93,7 +93,11 @@ class RayWorkerGroup(WorkerGroup):
         return RayFuture([ref], lambda results: results[0], self.role)
 
     def _joined(self, parts: Sequence[Any], join: Callable[[list[Any]], Any]) -> Future:
-        return RayFuture([ref for part in parts for ref in part.refs], join, self.role)
+        def joined(results: list[Any]) -> Any:
+            left = iter(results)
+            return join([part.join([next(left) for _ in part.refs]) for part in parts])
+
+        return RayFuture([ref for part in parts for ref in part.refs], joined, self.role)
 
     def wait_any(self, futures: Sequence[Any]) -> None:
         if futures and not any(future.done() for future in futures):

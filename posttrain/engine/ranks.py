@@ -100,12 +100,15 @@ def group_ranks(device: torch.device, *, fsdp_size: int = -1, sequence_size: int
         mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copy", "shard"))
-    return Ranks(mesh, _sequence_group(ranks, sequence_size))
+    return Ranks(mesh, neighbours(sequence_size))
 
 
-def _sequence_group(ranks: int, size: int) -> dist.ProcessGroup | None:
+def neighbours(size: int) -> dist.ProcessGroup | None:
+    """This rank and those beside it, of every `size` in a row; None where it is alone. All ranks ask at once."""
     if size == 1:
         return None
+    if size == world_size():
+        return dist.group.WORLD
     group, _ = dist.new_subgroups(size)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -95,7 +95,11 @@ class PipeGroup(WorkerGroup):
         )
 
     def _joined(self, parts: list[Any], join: Callable[[list[Any]], Any]) -> PipeFuture:
-        return PipeFuture([call for part in parts for call in part.calls], join)
+        def joined(results: list[Any]) -> Any:
+            left = iter(results)
+            return join([part.join([next(left) for _ in part.calls]) for part in parts])
+
+        return PipeFuture([call for part in parts for call in part.calls], joined)
 
     def wait_any(self, futures: Sequence[Any]) -> None:
         while futures and not any(future.done() for future in futures):

@@ -11,6 +11,7 @@ import signal
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -114,6 +115,20 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
     other, first = ranks(2).create("other", Toy, None).process(), group.process()
     assert other == first and len(set(first)) == 2 and os.getpid() not in first
     assert group.later.process().result() == first and group.on(1).process().result() == first[1]
+
+
+def test_ranks_of_a_team_are_given_the_same_rows_and_answer_once(ranks):
+    group = ranks(4).create("toy", Toy, SimpleNamespace(trainer=None, pairs=2))
+    tensors = {"x": torch.arange(6), "attention_mask": torch.ones(6, 2)}
+    data = DataProto.from_dict(tensors, {"uid": np.array(list("aabbcc"), dtype=object)})
+    assert group.teams("summed_in_pairs").world_size == 2 and group.teams("doubled") is group
+    rows, results = group.summed_in_pairs(data)
+    assert sorted(rows[0] + rows[1]) == [*range(6)] and results == [(2 * at, 2 * sum(rows[at])) for at in (0, 1)]
+    assert group.on(1).summed_in_pairs(data).result() == (2, 30)
+    with pytest.raises(UserError, match="this cannot be had"):
+        group.on(1).refuse_second().result()
+    alone = ranks(2).create("toy", Toy, SimpleNamespace(trainer=None, pairs=1))
+    assert alone.teams("summed_in_pairs") is alone
 
 
 def test_the_error_of_one_rank_is_heard_while_others_are_at_work(ranks, tmp_path):

@@ -13,7 +13,7 @@ from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
 from posttrain.controller.dispatch import register, to_all
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import Workers
-from posttrain.engine.ranks import join_ranks, leave_ranks
+from posttrain.engine.ranks import join_ranks, leave_ranks, neighbours
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
@@ -28,10 +28,25 @@ class Toy:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.pair = neighbours(config.pairs) if config else None
 
     @register(by_groups, in_row_order)
     def doubled(self, data: DataProto) -> DataProto:
         return DataProto.from_dict({"twice": data.batch["x"].mul_(2)})
+
+    @register(by_groups, lambda results, calls: [calls.rows, results], team=lambda config: config.pairs)
+    def summed_in_pairs(self, data: DataProto) -> tuple[int, int]:
+        """(this rank, the sum of what its team was given): ranks of a team wait for each other."""
+        both = data.batch["x"].sum()
+        torch.distributed.all_reduce(both, group=self.pair)
+        return torch.distributed.get_rank(), int(both)
+
+    @register(to_all, lambda results, calls: results, team=lambda config: config.pairs)
+    def refuse_second(self) -> int:
+        """The second of a pair cannot."""
+        if torch.distributed.get_rank() % 2:
+            self.refuse()
+        return torch.distributed.get_rank()
 
     @register(to_all, lambda results, calls: results)
     def plus_rank(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -99,11 +99,16 @@ class Experience:
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:
-            begin_all(self.turns, keys_of(rows), asked, rows, self.rollout.world_size)
+            begin_all(self.turns, keys_of(rows), asked, rows, self._engines)
         if not (self.turns and self.turns.asks_first):
             self.rollout.submit(asked)
-            self._have_work(range(self.rollout.world_size))
+            self._have_work(range(self._engines))
         return rows
+
+    @property
+    def _engines(self) -> int:
+        """Ranks of the rollout as it is called: several may hold one engine."""
+        return self.rollout.teams("submit").world_size
 
     def _have_work(self, ranks: Iterable[int]) -> None:
         self._busy |= set(ranks)
