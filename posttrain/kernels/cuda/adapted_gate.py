@@ -53,7 +53,7 @@ def _gate_and_up(
     return gate, _plus(up, UL, UR, ul, ur_r, ur_i, t, i, t_real, i_real, RU, BU)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     GATE_UP, OUT, GL, GR, UL, UR, tokens, size, gl, gr_r, gr_i, ul, ur_r, ur_i,
     RG: tl.constexpr, RU: tl.constexpr, BG: tl.constexpr, BU: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr,
@@ -68,7 +68,7 @@ def _forward(
     tl.store(OUT + t[:, None] * size + i[None, :], (silu * up).to(kind), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward(
     GRAD, GATE_UP, PRODUCT, OUT, GL, GR, UL, UR, DL, DR, tokens, size, gl, gr_r, gr_i, ul, ur_r, ur_i, dl, dr_r, dr_i,
     RG: tl.constexpr, RU: tl.constexpr, RD: tl.constexpr, BG: tl.constexpr, BU: tl.constexpr, BD: tl.constexpr,

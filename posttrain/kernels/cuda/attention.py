@@ -25,7 +25,7 @@ def _block_scores(q, KEYS, at, live, scale, D: tl.constexpr, DP: tl.constexpr, E
         return tl.dot(q, tl.trans(k)) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "far"])
 def _prefill(
     Q, KEYS, VALUES, OUT, TILES, ROWS, POSITIONS, TABLE, STARTS, scale, width, window, far,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,

@@ -14,7 +14,7 @@ import triton.language as tl
 PARTS = 256  # at most; rows of each are summed up by one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "each"])
 def _sum_rows(X, OUT, rows, columns, each, BN: tl.constexpr, BC: tl.constexpr):
     """Row `part` of OUT is the sum of `each` rows of X."""
     part = tl.program_id(0).to(tl.int64)

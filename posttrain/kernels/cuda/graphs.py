@@ -28,7 +28,7 @@ from posttrain.kernels.whole_step import DecodeRows
 Replay = Callable[[], None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "width"])
 def _begin(
     POSITION, PROMPT, ENDED, TABLE, SEEN_POSITION, SLOT, LENGTH, SEEN_PROMPT, rows, width,
     BLOCK: tl.constexpr, N: tl.constexpr,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def _join_parts(OUT, LOGSUM, OVER, OVER_LOGSUM, PLACES, tokens, parts, H: tl.constexpr, HP: tl.constexpr,
                 D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)

@@ -43,7 +43,7 @@ def norm_forward(
     return out, inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "each"])
 def _norm_backward(
     GRAD, X, WEIGHT, INVERSE, ADDED, GRAD_X, PARTS, tokens, size, each,
     ADD: tl.constexpr, TRAINED: tl.constexpr, BLOCK: tl.constexpr,
