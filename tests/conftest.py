@@ -42,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Those processes are forks of it, too: none of them imports torch for itself."""
+    if (server := session.config.stash.get(SHARED, None)) is not None:
+        session.config.option.tx = [f"{spec}//python={server.python}" for spec in session.config.option.tx]
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (server := config.stash.get(SHARED, None)) is not None:
         server.close()

@@ -2,7 +2,8 @@
 
 A fork begins where the imports ended, as a fresh interpreter would; there is no thread, lock or generator of a test in
 it. `python` takes the place of `sys.executable` in a command: `python -m MODULE ...`, `-c CODE`, `FILE ...`. It is not
-for what reads its environment while it is imported (HF_ENDPOINT), nor for tests of imports.
+for what reads its environment while it is imported (HF_ENDPOINT), nor for tests of imports. The processes among which
+the suite is divided are such forks themselves.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ END_S = 20.0
 # In place of python: sends its arguments, environment, folder and files, waits, and ends as the fork ended.
 CLIENT = """#!{python} -SE
 import array, json, os, signal, socket, sys
-if len(sys.argv) < 2 or (sys.argv[1][:1] == "-" and sys.argv[1] not in ("-m", "-c")):
+arguments = sys.argv[2:] if sys.argv[1:2] == ["-u"] else sys.argv[1:]
+if not arguments or (arguments[0][:1] == "-" and arguments[0] not in ("-m", "-c")):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-job = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+job = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
 server.sendmsg([len(job).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 server.sendall(job)
 status = int(server.recv(100))
@@ -40,8 +42,11 @@ gc.disable()
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(sys.argv[1])
 listening.listen(100)
-import posttrain.models.fused_layer, posttrain.rollout.native.engine, posttrain.trainer.generation.command
-import posttrain.trainer.ppo.runner, posttrain.trainer.supervised.runner, transformers.models.qwen2.modeling_qwen2
+import hydra._internal.config_loader_impl, hydra._internal.core_plugins.file_config_source, hydra.core.plugins
+import peft, posttrain.api, posttrain.config.load, posttrain.models.fused_layer, posttrain.rollout.native.engine
+import posttrain.trainer.generation.command, posttrain.trainer.ppo.runner, posttrain.trainer.supervised.runner
+import transformers.models.auto.tokenization_auto, transformers.models.qwen2.modeling_qwen2
+import transformers.models.qwen2.tokenization_qwen2
 gc.freeze()  # forks need not walk through what was imported
 gc.enable()
 

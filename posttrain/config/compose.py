@@ -37,6 +37,13 @@ class Layer:
     own_section: str = ""
     """The group's name, for a group of the user's that lies outside the known sections."""
 
+    def __post_init__(self) -> None:
+        self._sections = frozenset(section for key in self.values for section in _around(key))
+
+    def sets(self, key: str) -> bool:
+        """Whether it sets this key, something inside it, or something that it lies in."""
+        return key in self.values or key in self._sections or any(whole in self.values for whole in _around(key))
+
 
 @dataclass
 class Composed:
@@ -49,10 +56,14 @@ class Composed:
     def layer_of(self, key: str) -> int:
         """Index of the last file that sets this key (or something inside it)."""
         for index in range(len(self.layers) - 1, -1, -1):
-            values = self.layers[index].values
-            if key in values or any(other.startswith(key + ".") or key.startswith(other + ".") for other in values):
+            if self.layers[index].sets(key):
                 return index
         return 0
+
+
+def _around(key: str) -> list[str]:
+    """`a` and `a.b` of `a.b.c`."""
+    return [key[:place] for place, char in enumerate(key) if char == "."]
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

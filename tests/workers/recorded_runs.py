@@ -32,6 +32,8 @@ RUN = {
     "trainer.total_training_steps": 10,
     "trainer.export_hf": "last",
 }
+FEWER = {"float64": 5}
+"""Steps of those whose weights are compared to the last digits: what differs is seen after the first already."""
 RUNS: dict[str, dict[str, Any]] = {
     "grpo": {
         "actor_rollout_ref.actor.use_kl_loss": True,
@@ -50,7 +52,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft": {},
     "reward model": {},
 }
-SAVED = 7
+SAVED = 3
 GOES_ON = [(kind, "float64", 4) for kind in ("ppo", "sft")]
 """These save after so many of their steps too: others go on from there."""
 
@@ -72,9 +74,15 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def steps_of(dtype: str) -> int:
+    return FEWER.get(dtype, RUN["trainer.total_training_steps"])
+
+
 def exported(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of the Hugging Face folder that a run of 10 steps left."""
-    return load_file(path / "checkpoints" / "global_step_10" / "huggingface" / "model.safetensors")
+    """The weights of the Hugging Face folder that a run left."""
+    newest = CheckpointManager(path / "checkpoints").newest()
+    assert newest is not None
+    return load_file(newest / "huggingface" / "model.safetensors")
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -121,17 +129,18 @@ class Runs:
     def unsaved(self, kind: str, dtype: str, count: int | tuple[int, int], name: str) -> Path:
         """The checkpoints of a copy in the folder `name`: of a run that ended before its last steps were saved."""
         copied = shutil.copytree(self(kind, dtype, count).path, self.folder / name / "test" / "run")
-        shutil.rmtree(copied / "checkpoints" / "global_step_10")
+        shutil.rmtree(copied / "checkpoints" / f"global_step_{steps_of(dtype)}")
         return copied / "checkpoints"
 
     def started(self, kind: str, dtype: str, count: int | tuple[int, int], name: str, **more: Any) -> Ran:
         """A run in the folder `name`, which goes on from what lies there; `more` holds keys with __ for the dots."""
         workers = Watched(self.ranks(count), self.recording)
         more = {key.replace("__", "."): value for key, value in more.items()}
+        steps = {"trainer.total_training_steps": steps_of(dtype)}
         if kind in ("sft", "reward model"):
-            result = self._supervised(kind, name, workers, dtype, more)
+            result = self._supervised(kind, name, workers, dtype, {**steps, **more})
         else:
-            more |= {**RUN, **RUNS[kind], "actor_rollout_ref.model.dtype": dtype}
+            more |= {**RUN, **RUNS[kind], **steps, "actor_rollout_ref.model.dtype": dtype}
             if (self.folder / name).exists():  # what was recorded is of the first weights
                 more["trainer.rollout_mismatch_tol"] = 100.0
             result = self._rl(name, workers, more)
@@ -161,7 +170,7 @@ class Runs:
         given = sft_settings(
             self.model, self.folder / name, model__dtype=dtype, data__max_length=256, data__max_token_len_per_gpu=300
         )
-        given |= {"trainer.total_training_steps": 10, "data.train_batch_size": 4, "trainer.export_hf": "last", **more}
+        given |= {"data.train_batch_size": 4, "trainer.export_hf": "last", **more}
         given |= {"optim.lr_scheduler_type": "constant", "optim.lr_warmup_steps": 0}  # whatever the number of steps
         given["trainer.n_gpus_per_node"] = workers.world_size
         tree, run = {"sft": (SFT, run_sft), "reward model": (REWARD_MODEL, run_reward_model)}[kind]
