@@ -39,7 +39,6 @@ WITHOUT = {
     ".strategy": "a name: `fsdp` and `fsdp2` are one engine",
     ".n_gpus_per_node": "several workers: refused, or tested with them",
     ".nnodes": "several machines: refused, or tested with them",
-    ".tensor_model_parallel_size": "several devices for one rollout engine: refused, or tested with them",
     ".fsdp_config.": "where weights lie: tested on a GPU and with several processes",
 }
 """Settings without a mutant: a piece of their key, and why."""

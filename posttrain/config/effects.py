@@ -182,11 +182,6 @@ EFFECTS: tuple[Effect, ...] = (
         lambda c: c.actor_rollout_ref.rollout.name == "hf",
         f"{_ROLLOUT}.name is hf, which decodes in waves",
     ),
-    Effect(
-        (f"{_ROLLOUT}.tensor_model_parallel_size",),
-        lambda c: c.actor_rollout_ref.rollout.name in ("native", "hf"),
-        f"every worker of {_ROLLOUT}.name=native decodes with its own copy of the model",
-    ),
     Effect(("trainer.deterministic",), runs_on_cpu, "runs on the CPU are deterministic anyway"),
     Effect(
         (f"{_ROLLOUT}.val_kwargs.temperature", f"{_ROLLOUT}.val_kwargs.top_p", f"{_ROLLOUT}.val_kwargs.top_k"),

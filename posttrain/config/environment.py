@@ -185,9 +185,7 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     if (size := resolved.value(key)) > 1:
         what = f"`{key}={size}`: a vLLM engine over several devices is not built; every worker has one of its own, "
         what += "with the whole model in it."
-        do = (
-            f"set {key}=1, as it is with the other engines, too; `posttrain plan` says whether a device holds the model"
-        )
+        do = f"set {key}=1 (`posttrain plan` says whether a device holds the model), or {_ROLLOUT}.name=native"
         yield Problem(what, resolved.where(key), do)
 
 

@@ -59,7 +59,8 @@ class RolloutConfig(Section):
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""
     tensor_model_parallel_size: int = 1
-    """Devices that share one rollout engine."""
+    """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
+    its cache (`native`)."""
     gpu_memory_utilization: float | None = None
     """Share of the device's memory for the engine; null lets the memory plan choose."""
     multi_turn: dict[str, Any] = field(default_factory=dict)

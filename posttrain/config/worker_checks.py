@@ -74,3 +74,7 @@ def check_parallel_rollout(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         product = f"{' x '.join(map(str, counts))} = {workers}" if len(counts) > 1 else str(workers)
         what = f"`{parallel}={size}` does not divide the {product} worker(s)."
         yield Problem(what, resolved.where(parallel), f"set a divisor of {' x '.join(keys)}")
+    elif size > 1 and resolved.value(f"{_ROLLOUT}.name") == "hf":
+        parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
+        what = f"`{parallel}={size}`: an engine `hf` cannot be held by several workers; each has one of its own."
+        yield Problem(what, resolved.where(parallel), f"set {parallel}=1, or {_ROLLOUT}.name=native")

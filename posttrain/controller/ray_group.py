@@ -30,7 +30,7 @@ class RayWorkers(Workers):
     """`ranks` processes, each with its share of its machine's cores, or with a GPU of its own. They live in a Ray that
     is started for them, or in `cluster`, which they leave running; on the command's machine, or equally many on each of
     several. Each of them calls `prepare` first. `rollout` further ones, alike, have the rollout to themselves: each is
-    alone, and knows no other rank."""
+    alone, and knows no other rank; or they know each other, where `teams` of them act as one."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class RayWorkers(Workers):
         tell: Callable[[str], None] = print,
         settings: Mapping[str, Any] | None = None,
         rollout: int = 0,
+        teams: bool = False,
     ) -> None:
         self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
         self.hosts, self.rollout_hosts = [], []
@@ -50,12 +51,12 @@ class RayWorkers(Workers):
             cluster is not None,
         )
         try:
-            self._start(ranks, rollout, device)
+            self._start(ranks, rollout, device, teams)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, ranks: int, rollout: int, device: Any) -> None:
+    def _start(self, ranks: int, rollout: int, device: Any, teams: bool) -> None:
         if not self._shared:
             self.cluster.start()
         each = ranks // self.machines
@@ -64,27 +65,30 @@ class RayWorkers(Workers):
         rooms = rooms_for(rollout, each, machines, device.type, self.tell)
         crowd = Counter(machine.id for machine in (*homes, *rooms))
         self.hosts = [self._host(rank, home, crowd[home.id], device) for rank, home in enumerate(homes)]
+        known = rollout if teams else 1
         self.rollout_hosts = [
-            self._host(number, room, crowd[room.id], device, alone=True) for number, room in enumerate(rooms)
+            self._host(number, room, crowd[room.id], device, known) for number, room in enumerate(rooms)
         ]
         if len(crowd) > 1:
             there = [fetched(ref) for ref in [host.programs.remote() for host in self._everybody()]]
             check_alike(there, [machine.address for machine in (*homes, *rooms)])
-        address = fetched(self.hosts[0].free_address.remote(machines[0].address))
-        for ref in [host.connect.remote(address, *pack(self.prepare)) for host in self._everybody()]:
+        joining = []
+        for hosts, first in ((self.hosts, homes), (self.rollout_hosts, rooms)):
+            address = fetched(hosts[0].free_address.remote(first[0].address)) if hosts else ""
+            joining += [host.connect.remote(address, *pack(self.prepare)) for host in hosts]
+        for ref in joining:
             fetched(ref)
 
     def _everybody(self) -> list[Any]:
         return [*self.hosts, *self.rollout_hosts]
 
-    def _host(self, rank: int, machine: Machine, crowd: int, device: Any, *, alone: bool = False) -> Any:
-        """The process of a rank, on its machine, whose cores so many share."""
+    def _host(self, rank: int, machine: Machine, crowd: int, device: Any, ranks: int | None = None) -> Any:
+        """The process of a rank, on its machine, whose cores so many share; it is one of `ranks` (all that train)."""
         resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
         there = NodeAffinitySchedulingStrategy(machine.id, soft=False)
         actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=there, **resources)
         threads, paths = max(1, machine.cores // crowd), [folder for folder in sys.path if folder]
-        ranks = 1 if alone else self.world_size
-        return actor.remote(rank, ranks, str(device), threads, os.getcwd(), paths)
+        return actor.remote(rank, ranks or self.world_size, str(device), threads, os.getcwd(), paths)
 
     @property
     def rollout_size(self) -> int:

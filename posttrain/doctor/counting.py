@@ -21,6 +21,7 @@ from posttrain.kernels.packed_attention import PackedLayout, active_layout, pack
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
 from posttrain.models.arena import FUSED, base_layer, can_lay_out_anew
+from posttrain.models.cut import own_key_heads
 from posttrain.models.decoder import KNOWN
 from posttrain.models.forward import LAYERS, decoder_of, hidden_states, token_log_probs, without_adapters
 from posttrain.models.recompute import recompute_layers
@@ -178,13 +179,14 @@ def _drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def cache_bytes_per_token(model: Any) -> int:
-    """Bytes of keys and values that one token leaves in the cache of all layers."""
+def cache_bytes_per_token(model: Any, ranks: int = 1) -> int:
+    """Bytes of keys and values that one token leaves in the cache of all layers, on each of the ranks that hold it."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
     with torch.no_grad():
         layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
-    return sum(kept.numel() * kept.itemsize for layer in layers for kept in (layer.keys, layer.values))
+    kept = [own for layer in layers for own in (layer.keys, layer.values)]  # (row, head, token, size)
+    return sum(own[0, 0].nbytes * own_key_heads(own.shape[1], ranks) for own in kept)
 
 
 def packed_bytes(model: Any) -> int:

@@ -60,7 +60,8 @@ class Shape:
         workers, generating = workers_of(config), rollout_workers_of(config)
         mini = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, data.train_batch_size)
         batch_rows = math.ceil(data.train_batch_size * rollout.n / workers)
-        wave = min(rollout.max_num_seqs, math.ceil(data.train_batch_size * rollout.n / (generating or workers)))
+        engines = max(1, (generating or workers) // rollout.tensor_model_parallel_size)
+        wave = min(rollout.max_num_seqs, math.ceil(data.train_batch_size * rollout.n / engines))
         longest = data.max_prompt_length + data.max_response_length
         mini_rows = math.ceil(mini * rollout.n / workers)
         prefill = math.ceil(wave / rollout.n)
@@ -143,7 +144,8 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         place(plan, "reward model weights", weights, ("reward model",) if moves else None)
     _before_the_first_step(plan, held, counter(config, device, "actor", counting.joined_bytes))
     if plan.shape.generating:
-        _part_devices(plan, held["actor"].weights)
+        size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        _part_devices(plan, math.ceil(held["actor"].weights / size))
     add_workspaces(plan)
     return plan
 
@@ -212,9 +214,11 @@ def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter,
 
 
 def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: Counter, actor: ModelBytes) -> Parts:
-    """The cache in whole blocks: a prompt's once, a response's for each. One worker's weights are the trainer's own."""
+    """The cache in whole blocks: a prompt's once, a response's for each. One worker's weights are the trainer's own; of
+    those that hold an engine together each has its part of weights and cache."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
+    size = rollout.tensor_model_parallel_size
+    per_token = counter(config, device, "actor", counting.cache_bytes_per_token, size)
     blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(data.max_response_length)
     cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
     tokens = _step_tokens(config, device, shape)
@@ -223,13 +227,14 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     if device.kind == "cuda":
         sizes = counter(config, device, "actor", on_cuda.sizes_of)
         if sizes is not None:
-            captured = on_cuda.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
+            if size == 1:
+                captured = on_cuda.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
             temporary = on_cuda.prefill_bytes(sizes, tokens, shape.prefill)
         else:  # without a kernel of its own a layer's keys and values are gathered for each step
             layers = counter(config, device, "actor", counting.layer_count)
             temporary += 2 * shape.wave * shape.longest * per_token // layers
-    copies = actor.weights if shape.workers > 1 and not shape.generating else 0
-    if device.kind == "cpu" and data.max_response_length >= MANY:
+    copies = math.ceil(actor.weights / size) if shape.workers > 1 and not shape.generating else 0
+    if size == 1 and device.kind == "cpu" and data.max_response_length >= MANY:
         copies = counter(config, device, "actor", counting.packed_bytes)
     made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
     return made | ({CAPTURED: captured} if captured else {})

@@ -18,6 +18,7 @@ from posttrain.engine.facts import EngineFacts
 from posttrain.engine.interface import name_interface
 from posttrain.errors import UserError
 from posttrain.kernels.onednn import settle_products
+from posttrain.kernels.tensor_parallel import Team
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,6 +113,12 @@ def neighbours(size: int) -> dist.ProcessGroup | None:
     group, _ = dist.new_subgroups(size)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def team_of(size: int, device: torch.device) -> Team | None:
+    """This rank and its neighbours as those that hold one model; None where it has one of its own. All ask at once."""
+    group = neighbours(size)
+    return None if group is None else Team(group, device)
 
 
 def check_heads(config: Any, facts: EngineFacts) -> None:

@@ -1,7 +1,8 @@
 """The weights of a decoder as decoding wants them: fused, at fixed addresses, under their Hugging Face names.
 
 Shared, the trainer's own parameters become views into the fused tensors, so that an optimizer step is seen at once and
-nothing is ever copied. Private (the trainer's weights move, or adapters are folded in), `load` copies into them.
+nothing is ever copied. Private (the trainer's weights move, or adapters are folded in), `load` copies into them. Cut,
+these are a rank's part of every weight (`cut.py`), and `load` takes that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.compiled import kernel
+from posttrain.models.cut import Cut
 from posttrain.models.forward import without_adapters
 from posttrain.models.low_rank import Adapter, LowRank, fill
 
@@ -114,18 +116,26 @@ def base_layer(module: Any) -> torch.nn.Linear:
 class Arena:
     """Fused projections of every decoder layer, and all weights by name."""
 
-    def __init__(self, module: Any, *, share: bool) -> None:
+    def __init__(self, module: Any, *, share: bool, cut: Cut | None = None, device: torch.device | None = None) -> None:
+        """`device` is where parts of a model that is cut lie."""
         base = without_adapters(module)
-        self.share, self.adapters = share, base is not module
+        self.share, self.adapters, self.cut, self.device = share, base is not module, cut, device
         self.layers: list[dict[str, Projection]] = []
         self.named: dict[str, torch.Tensor] = {}
         held: dict[int, torch.Tensor] = {}  # by the parameter's identity, so that tied weights stay tied
         for name, weight in base.named_parameters(remove_duplicate=False):
             if ".lora_" not in name:
-                held.setdefault(id(weight), weight.data if share else weight.data.clone())
+                held.setdefault(id(weight), weight.data if share else self._own(name, weight.data))
                 self.named[name.replace(".base_layer.", ".")] = held[id(weight)]
         for number, layer in enumerate(base.base_model.layers):
             self.layers.append(self._fused(layer, f"{base.base_model_prefix}.layers.{number}"))
+
+    def _own(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A copy of what is held here of a weight."""
+        if self.cut is None:
+            return weight.clone()
+        part = self.cut.part(name, weight)
+        return torch.empty(part.shape, dtype=part.dtype, device=self.device).copy_(part)
 
     def _fused(self, layer: Any, prefix: str) -> dict[str, Projection]:
         found = {}
@@ -148,8 +158,9 @@ class Arena:
         parameters = [getattr(base_layer(part), kind) for part in parts]
         if any(parameter is None for parameter in parameters):
             return None
-        whole = lay_end_to_end(parameters) if self.share else torch.cat([parameter.data for parameter in parameters])
-        self.named |= zip(names, whole.split([len(parameter) for parameter in parameters]), strict=True)
+        own = parameters if self.share else [self.named[name] for name in names]
+        whole = lay_end_to_end(parameters) if self.share else torch.cat(own)
+        self.named |= zip(names, whole.split([len(part) for part in own]), strict=True)
         return whole
 
     def left_behind(self) -> bool:
@@ -166,7 +177,7 @@ class Arena:
                 continue
             if self.share and self.adapters:
                 raise RuntimeError("weights with adapters folded in must not be written over the live base weights")
-            own.copy_(tensor)
+            own.copy_(tensor if self.cut is None else self.cut.part(name, tensor))
 
 
 def lay_end_to_end(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:

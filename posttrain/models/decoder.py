@@ -1,6 +1,7 @@
 """The decoder of Qwen2, Qwen3, Llama and Mistral, written for decoding: flat tokens, fused weights, a paged cache.
 
-The same function as transformers' module over the same weights; `posttrain/models/paged.py` is the general way.
+The same function as transformers' module over the same weights; `posttrain/models/paged.py` is the general way. Several
+ranks may hold one model, each a part of every layer (`cut.py`): then all of them are called alike, and give the same.
 
 Shapes: T tokens of one step, N of them wanted, E width of the model.
 """
@@ -17,8 +18,10 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm, attention, silu_mul
+from posttrain.kernels.tensor_parallel import Team
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import Arena, Projection, base_layer
+from posttrain.models.cut import Cut
 from posttrain.models.forward import head_of, without_adapters
 
 KEPT = 2**28  # bytes of packed copies whose memory outlives them: to take it anew costs more than to fill it
@@ -74,18 +77,24 @@ class _Layer:
 class FastDecoder:
     """Hidden states and logits of flat tokens."""
 
-    def __init__(self, module: Any, *, share: bool) -> None:
-        self.module, self.share = module, share
+    def __init__(
+        self, module: Any, *, share: bool, team: Team | None = None, device: torch.device | None = None
+    ) -> None:
+        """With a team, this rank's part of the model, copied to `device`."""
+        self.module, self.share, self.team, self.device = module, share, team, device
         self.graphs: Any = None  # on a CUDA device: captured steps
         self.gone = False  # whether nothing is held of weights that were moved away
         self._bind()
 
     def _bind(self) -> None:
-        self.arena = Arena(self.module, share=self.share)
         base = without_adapters(self.module)
         config, stack = base.config, base.base_model
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.size, self.scale = stack.layers[0].self_attn.head_dim, stack.layers[0].self_attn.scaling
+        self.cut = None if self.team is None else Cut(self.team, config, self.size)
+        if self.cut is not None:
+            self.heads, self.key_heads, self.vocabulary = self.cut.heads, self.cut.key_heads, config.vocab_size
+        self.arena = Arena(self.module, share=self.share, cut=self.cut, device=self.device)
         self.epsilon = config.rms_norm_eps
         self.prefix = base.base_model_prefix
         self.layers = [self._layer(number, layer.self_attn, config) for number, layer in enumerate(stack.layers)]
@@ -119,7 +128,7 @@ class FastDecoder:
         """Final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
         self._look_at_weights()
         rotation = self._rotation(step.longest, step.device)
-        residual_TE = F.embedding(step.ids_T, self.embedding)
+        residual_TE = self._embedded(step.ids_T)
         if self.whole is not None:
             found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
             residual_TE = self.whole.run(residual_TE, step, found, rotation, wanted_N)
@@ -131,13 +140,27 @@ class FastDecoder:
             attended = self._attend(layer, layer.qkv(x_TE), cache, step, rotation)
             if wanted_N is not None and number == len(self.layers) - 1:
                 attended, residual_TE = attended[wanted_N], residual_TE[wanted_N]
-            added_TE = layer.out(attended)
+            added_TE = self._summed(layer.out(attended))
             x_TE = add_rms_norm(residual_TE, added_TE, layer.between, self.epsilon)
-            added_TE = layer.down(silu_mul(layer.gate_up(x_TE)))
+            added_TE = self._summed(layer.down(silu_mul(layer.gate_up(x_TE))))
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
+
+    def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if self.cut is None:
+            return F.embedding(ids_T, self.embedding)
+        places_T = ids_T - self.cut.vocabulary.start
+        others_T = (places_T < 0) | (places_T >= len(self.embedding))
+        rows_TE = F.embedding(places_T.masked_fill(others_T, 0), self.embedding)
+        return self._summed(rows_TE.masked_fill_(others_T[:, None], 0))
+
+    def _summed(self, part_TE: torch.Tensor) -> torch.Tensor:
+        """Over the ranks that hold the model."""
+        return part_TE if self.team is None else self.team.sum(part_TE)
 
     def decode(self, rows: DecodeRows, caches: Caches) -> bool:
         """Let the rows decode for their number of steps, if weights are laid out for it; whether that was done."""
+        if self.team is not None:  # ranks meet in every layer: token by token
+            return False
         if not rows.steps:
             if self.graphs is not None:
                 self.graphs.collect(rows)
@@ -209,7 +232,8 @@ class FastDecoder:
         )  # fmt: skip
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        return self.head.wide(hidden_NE)
+        part_NV = self.head.wide(hidden_NE)
+        return part_NV if self.team is None else self.team.joined(part_NV, self.vocabulary)
 
     def _rotation(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by position, from the model's own embedding and in its own precision."""
@@ -256,7 +280,7 @@ class FastDecoder:
         if self.whole is not None or self.head.packed is not None:
             return
         self._follow_weights()
-        if self._may_merge() and self._plain_biases() and can_run_whole(self.layers[0].weights()):
+        if self.team is None and self._may_merge() and self._plain_biases() and can_run_whole(self.layers[0].weights()):
             sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
             weights = [layer.weights() for layer in self.layers]
             ends = EndWeights(self.embedding, self.norm, self.head.merged() if self.head.adapters else self.head.weight)
@@ -266,6 +290,11 @@ class FastDecoder:
             return
         for projection in self._projections():
             projection.pack()
+
+    def forget_whole(self) -> None:
+        """The model was cut, and its parts copied: nothing is held of the rest."""
+        for weight in self.module.parameters():
+            weight.data = weight.data.new_empty(0)
 
     def drop_fast_copies(self) -> None:
         """The weights have changed, or the memory is needed."""

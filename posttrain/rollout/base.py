@@ -77,6 +77,9 @@ class RolloutEngine(ABC):
     shares_weights: bool = False
     """Whether the trainer's weights are the engine's own, so that a sync has nothing to carry."""
 
+    ranks: int = 1
+    """Processes that hold the engine together. Each has all requests; they are called alike, in the same order."""
+
     decode: Callable[[list[int]], str] | None = None
     """Ids as text, for stop strings; without it they are refused."""
 

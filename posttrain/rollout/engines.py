@@ -17,6 +17,9 @@ import torch
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
+from posttrain.kernels.tensor_parallel import Team
+from posttrain.models.cut import KEY
+from posttrain.models.decoder import FastDecoder
 from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
@@ -35,6 +38,8 @@ class Order:
     tokenizer: Any
     device: torch.device | None
     longest: int | None = None
+    team: Team | None = None
+    """Ranks that hold the engine together, each a part of the model, and do all steps at once."""
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -74,12 +79,19 @@ def build_engine(
     *,
     device: torch.device | None = None,
     longest: int | None = None,
+    team: Team | None = None,
 ) -> Made:
     """(the engine, its name and version). `model` is the trainer's own, whose weights the engine reads wherever these
-    are moved, or a folder, which is loaded onto `device`. `longest` is the most tokens of a row."""
+    are moved, or a folder, which is loaded onto `device`. `longest` is the most tokens of a row. With a `team` it is in
+    host memory: the engine copies this rank's part of it, and the rest is gone then."""
     check_engine_name(config.name)
+    if team is not None and config.name != "native":
+        raise UserError(
+            f"{KEY}={team.size}: the engine {config.name} cannot be held by several workers; set it to 1, or "
+            "actor_rollout_ref.rollout.name=native"
+        )
     module = model if isinstance(model, torch.nn.Module) else _loaded(model, device or torch.device("cpu"))
-    order = Order(config, module, tokenizer, device, longest)
+    order = Order(config, module, tokenizer, device, longest, team)
     notes: list[str] = []
     problem = ""
     for name in dict.fromkeys((config.name, "hf")):
@@ -87,6 +99,8 @@ def build_engine(
         if not isinstance(made, str):
             return made[0], "; ".join([made[1], *notes])
         problem = made
+        if team is not None:  # another engine would hold the whole model
+            break
         notes.append(f"{name} is not used for {_kind(module)} models: {made}")
     raise UserError(
         f"actor_rollout_ref.rollout.name={config.name}: no engine generates with this model as it computes "
@@ -108,8 +122,11 @@ def make_native(order: Order) -> Made | str:
     """posttrain's own."""
     if not can_run_native(order.module):
         return "it cannot answer their attention from its cache"
-    engine, name = build_native(order.module, order.config, decode=order.decode, device=order.device)
-    return why_wrong(engine, order.module) or (engine, name)
+    engine, name = build_native(order.module, order.config, decode=order.decode, device=order.device, team=order.team)
+    problem = why_wrong(engine, order.module)
+    if problem is None and isinstance(engine.decoder, FastDecoder) and order.team is not None:
+        engine.decoder.forget_whole()
+    return problem or (engine, name)
 
 
 @register_engine("hf")

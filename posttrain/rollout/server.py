@@ -21,6 +21,11 @@ class Server:
     """`generate(request)` for any number of tasks of one event loop."""
 
     def __init__(self, engine: RolloutEngine) -> None:
+        if engine.ranks > 1:
+            raise ValueError(
+                f"{engine.ranks} processes hold this engine, and step together: a server, which lets requests in as "
+                "they come, is for an engine of one process"
+            )
         self.engine = engine
         self._waiting: dict[Hashable, asyncio.Future[Output]] = {}
         self._new: list[Request] = []

@@ -57,8 +57,15 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
 
 
 def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
-    """A whole model of this process's own, to decode with where the trained one is cut over ranks."""
-    return _language_model(config, device).requires_grad_(False).to(device)
+    """A whole model of this process's own, to decode with where the trained one is cut over ranks. Where several hold
+    an engine it stays in host memory (mapped, if its file is in the model's type): they take their parts from there."""
+    model = _language_model(config, device).requires_grad_(False)
+    return model if engine_ranks(config) > 1 else model.to(device)
+
+
+def engine_ranks(config: PPOConfig) -> int:
+    """Neighbouring workers that hold one rollout engine together."""
+    return config.actor_rollout_ref.rollout.tensor_model_parallel_size
 
 
 def check_vocabulary(size: int, tokens: int, path: str | None) -> None:

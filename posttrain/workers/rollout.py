@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.config.root import PPOConfig
 from posttrain.config.turns import turn_settings
 from posttrain.controller.dispatch import all_of, register, to_all, to_first
+from posttrain.engine.ranks import team_of
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
@@ -21,7 +24,7 @@ from posttrain.rollout.turns.next_turn import Key, NextTurn
 from posttrain.workers.buckets import Bucket, checksum_of_all
 from posttrain.workers.lora_state import policy_notes
 from posttrain.workers.probe import WeightProbe
-from posttrain.workers.roles import rollout_model
+from posttrain.workers.roles import engine_ranks, rollout_model
 from posttrain.workers.spread import by_groups, in_row_order
 
 
@@ -48,8 +51,9 @@ class RolloutWorker:
         longest = data.max_prompt_length + data.max_response_length
         self.position_note = check_positions(positions_of(module), longest)
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
+        self.team, self._made = team_of(engine_ranks(self.config), self.device), 0
         self.rollout, self.engine_name = build_engine(
-            rollout, module, self.tokenizer, device=self.device, longest=longest
+            rollout, module, self.tokenizer, device=self.device, longest=longest, team=self.team
         )
         self.rollout.sleep()
 
@@ -84,7 +88,7 @@ class RolloutWorker:
         return self.probe.rollouts_scores(self.rollout)
 
     # -- responses ------------------------------------------------------------------------------------------------
-    @register(by_groups)
+    @register(by_groups, team=engine_ranks)
     def submit(self, prompts: DataProto) -> None:
         """Queue a request for each row, its id (uid, sample).
 
@@ -101,7 +105,7 @@ class RolloutWorker:
             if keep:
                 self.conversations[uid, sample] = (uid, sample)
 
-    @register(to_all)
+    @register(to_all, team=engine_ranks)
     def go_on(self, turns: Sequence[NextTurn]) -> None:
         """Queue turns of conversations; what the turn before left in the cache serves them."""
         if not self.awake:
@@ -114,18 +118,29 @@ class RolloutWorker:
             self.rollout.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
             self.conversations[turn.key] = turn.id
 
-    @register(to_all)
+    @register(to_all, team=engine_ranks)
     def end(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
         self.rollout.release([self.conversations.pop(key) for key in conversations])
         self._rest()
 
-    @register(to_all)
+    @register(to_all, team=engine_ranks)
     def advance(self) -> tuple[list[Output], bool]:
         """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
         ended = advance(self.rollout)
+        self._check_lock_step(ended)
         self._rest()
         return ended, self.rollout.has_work()
+
+    def _check_lock_step(self, outputs: Sequence[Output]) -> None:
+        """Workers that hold one engine have made the same of all they were asked for so far, to the bit."""
+        if self.team is None:
+            return
+        for output in outputs:
+            made = np.asarray(output.token_ids, np.int64), np.asarray(output.log_probs, np.float32)
+            said = f"{output.id} {output.finish_reason}".encode()
+            self._made = zlib.crc32(b"".join((said, *(array.tobytes() for array in made))), self._made)
+        self.team.check_same(self._made, "what it has sampled")
 
     def _rest(self) -> None:
         """Sleep when nothing is left to do and no conversation goes on."""
@@ -140,7 +155,7 @@ class RolloutWorker:
         self.rollout.sleep()
         self.awake = False
 
-    @register(by_groups, in_row_order)
+    @register(by_groups, in_row_order, team=engine_ranks)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One response per row, in order, all at once; otherwise as `submit`. A rank without rows has none to give."""
         if not len(prompts):
@@ -150,6 +165,7 @@ class RolloutWorker:
         self._wake()
         try:
             outputs = generate(self.rollout, ids, [self._sampling_of(prompts)] * len(ids), seeds)
+            self._check_lock_step(outputs)
         finally:
             self._sleep()
         return to_batch(ids, outputs, self.tokenizer.pad_token_id)

@@ -196,6 +196,10 @@ def test_a_mistake_is_answered_with(problems, args, part):
         (["trainer.n_gpus_per_node=8"], "asks for 8 workers"),
         (["trainer.nnodes=4"], "RAY_HEAD_ADDRESS"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the 1 x 1 = 1"),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=2"],
+            "an engine `hf` cannot be held by several workers",
+        ),
         ([f"{MODEL}.path=./nowhere"], "./nowhere does not exist"),
         (["custom_reward_function.path=missing.py"], "missing.py does not exist"),
         (["data.train_files=."], ". is a folder, not a file"),

@@ -212,6 +212,17 @@ def test_S1_55_more_workers_share_weights_gradients_and_optimizer_state(planned)
     assert four.largest(CACHE) == pytest.approx(one.largest(CACHE) / 4, rel=0.05)
 
 
+def test_workers_that_hold_one_engine_have_half_of_its_weights_and_cache_and_all_of_its_responses(planned):
+    size = "actor_rollout_ref__rollout__tensor_model_parallel_size"
+    for many in ({"trainer__n_gpus_per_node": 4}, {"actor_rollout_ref__rollout__n_workers": 4}):
+        alone, two = planned(**many), planned(**many, **{size: 2})
+        weights, cache = (alone.stages["generate"][part] for part in ("rollout weights", CACHE))
+        assert two.stages["generate"]["rollout weights"] == pytest.approx(weights / 2, abs=1)
+        assert two.largest(CACHE) == pytest.approx(cache, rel=0.05)  # half a token's, of twice the responses
+    four = planned(trainer__n_gpus_per_node=4, **{size: 4})
+    assert four.largest(CACHE) == pytest.approx(2 * cache, rel=0.05)  # two heads of keys: each is on two workers
+
+
 def test_workers_that_only_generate_have_the_cache_and_those_that_train_the_rest(planned):
     together, apart = planned(), planned(actor_rollout_ref__rollout__n_workers=2)
     generate, update = apart.stages["generate"], apart.stages["update"]

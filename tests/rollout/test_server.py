@@ -1,6 +1,7 @@
 """Many conversations over one engine: each gets what it would get alone, and none waits for the others to end."""
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,3 +137,8 @@ def test_nobody_waits_for_an_engine_that_cannot_even_give_up():
         server._driver.exception()
 
     asyncio.run(main())
+
+
+def test_an_engine_that_several_processes_hold_has_no_server():
+    with pytest.raises(ValueError, match="2 processes hold this engine"):
+        Server(Mock(ranks=2))

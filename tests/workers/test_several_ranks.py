@@ -23,8 +23,8 @@ from left_behind import KILLED, check_nothing_is_left
 from recorded_runs import GOES_ON, RUNS, SAVED, UNSTEADY, Runs, exported, furthest, steps_of, token_loss, weights_of
 from replay import Watched
 from runs import metrics_of, settings
-from textbook import ACTOR, CPU
-from toy_workers import Join, Toy, group_of, updates
+from textbook import ACTOR, CPU, ROLLOUT, ppo_config
+from toy_workers import Join, OneEngine, Spoiled, Toy, group_of, updates
 
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
@@ -32,10 +32,13 @@ from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
+from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
+from posttrain.rollout.turns.next_turn import NextTurn
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+from posttrain.workers.buckets import SyncError
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
@@ -55,7 +58,8 @@ def cluster(forked):
 
 @pytest.fixture(scope="module")
 def ranks(cluster):
-    """`ranks(n)`: workers on n of four processes, or on this one; `ranks((n, m))`: m others of them generate."""
+    """`ranks(n)`: workers on n of four processes, or on this one; `ranks((n, m))`: m others of them generate, and know
+    each other where they are several."""
     from posttrain.controller.ray_calls import fetched
     from posttrain.controller.ray_group import RayWorkers
 
@@ -71,7 +75,9 @@ def ranks(cluster):
         some.hosts, some.rollout_hosts, some.world_size = four.hosts[:count], four.hosts[count : count + others], count
         address = fetched(four.hosts[0].free_address.remote())
         ranked = [(host, (rank, count, address)) for rank, host in enumerate(some.hosts)]
-        ranked += [(host, (0, 1, address)) for host in some.rollout_hosts]
+        if others:
+            address = fetched(some.rollout_hosts[0].free_address.remote())
+        ranked += [(host, (number, others, address)) for number, host in enumerate(some.rollout_hosts)]
         joining = [host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked]
         for joined in joining:
             fetched(joined)
@@ -463,6 +469,176 @@ def test_a_critic_greedy_baselines_and_filtered_groups_work_one_step_off(runs, e
     AtOnce.begun = []
     check_same(in_turn, runs.free(f"one step off {estimator}", (1, 1), off, AtOnce))
     assert AtOnce.begun == [True] * 3 + [False]
+
+
+# -- one rollout engine over several workers ---------------------------------------------------------------------------
+
+SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+CUT = {**FLOAT64, SIZE: 2}
+
+
+def prompts(**how: bool) -> DataProto:
+    """Four requests for two prompts."""
+    ids = np.empty(4, dtype=object)
+    ids[:] = [[256, 40, 50], [256, 40, 50], [256, 41], [256, 41]]
+    names = {"uid": list("aabb"), "sample": [0, 1, 0, 1], "seed": [1, 2, 3, 4]}
+    fields = {name: np.array(values, dtype=object) for name, values in names.items()}
+    return DataProto.from_dict(non_tensors={"raw_prompt_ids": ids, **fields}, meta_info=how)
+
+
+def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
+    """What conversations of two turns wrote, by request."""
+    ended: dict[Any, Any] = {}
+    engines = range(group.teams("advance").world_size)
+
+    def wait() -> list[Any]:
+        new = []
+        for engine in engines:
+            busy = True
+            while busy:
+                outputs, busy = group.on(engine).advance().result()
+                new += [(engine, output) for output in outputs]
+        ended.update({output.id: (output.token_ids, list(map(float, output.log_probs))) for _, output in new})
+        return new
+
+    asked = prompts().non_tensor_batch
+    begun = dict(zip(zip(asked["uid"], asked["sample"], strict=True), asked["raw_prompt_ids"], strict=True))
+    group.submit(prompts())
+    for engine, output in wait():
+        ids = [*begun[output.id], *output.token_ids, 44]
+        group.on(engine).go_on([NextTurn(output.id, 1, ids, 5, 77, {})]).result()
+    for engine, output in wait():
+        group.on(engine).end([output.id[:2]]).result()
+    return ended
+
+
+def rollouts(workers: Workers, model: Any, **settings: Any) -> Any:
+    """A group that generates, with these settings (__ for the dots)."""
+    given = {f"{ROLLOUT}.{key.replace('__', '.')}": value for key, value in settings.items()}
+    config = ppo_config(model, {**given, f"{ROLLOUT}.multi_turn": {"enable": True}})
+    group = workers.create("one engine", OneEngine, config, load_tokenizer(config.actor_rollout_ref.model), CPU)
+    group.init_model()
+    return group
+
+
+def responses(group: Any, **how: bool) -> tuple[list[list[int]], torch.Tensor]:
+    made = group.generate_sequences(prompts(**how)).batch
+    tokens = [row[mask.bool()].tolist() for row, mask in zip(made["responses"], made["response_mask"], strict=True)]
+    return tokens, made["rollout_log_probs"]
+
+
+def test_S0_37_S3_62_workers_that_hold_one_engine_write_what_one_writes_with_half_the_weights_and_cache_each(
+    ranks, tiny_model
+):
+    one, two = rollouts(ranks(1), tiny_model), rollouts(ranks(2), tiny_model, tensor_model_parallel_size=2)
+    four = rollouts(ranks(4), tiny_model, tensor_model_parallel_size=2)
+    assert "cut over 2 workers" in two.rollout_engine() and two.engine_ranks() == 2 and one.engine_ranks() == 1
+    for how in ({}, {"greedy": True}):
+        (wanted, mine), (found, theirs), (again, halves) = (responses(group, **how) for group in (one, two, four))
+        assert wanted == found == again
+        assert float((mine - theirs).abs().max()) < 1e-9 and float((mine - halves).abs().max()) < 1e-9
+    turns = in_turns(one)
+    assert len(turns) == 8
+    for group in (two, four):
+        others = in_turns(group)
+        assert {id: tokens for id, (tokens, _) in others.items()} == {id: tokens for id, (tokens, _) in turns.items()}
+        assert all(others[id][1] == pytest.approx(own, abs=1e-9) for id, (_, own) in turns.items())
+    (whole,), parts = one.held(), two.held()
+    assert [part["whole"] for part in parts] == [0, 0] and {part["cache"] for part in parts} == {whole["cache"] // 2}
+    assert all(part["weights"] < 0.52 * whole["weights"] for part in parts)  # norms, and a token more, are on both
+    scores = [group.rollout_scores() for group in (one, two) if group.later.wake_weights().result() is None]
+    assert float((scores[0][0] - scores[1][0]).abs().max()) < 1e-9 and torch.equal(*scores[1])
+
+
+def test_workers_that_only_generate_know_each_other_where_they_hold_engines_together(cluster, monkeypatch):
+    from posttrain.controller import ray_group
+    from posttrain.trainer.run.workers import open_workers
+
+    made = Mock(**{"return_value.cluster.was_there": False})
+    monkeypatch.setattr(ray_group, "RayWorkers", made)
+    for size in (1, 2):
+        open_workers(load_config([f"{ROLLOUT}.n_workers=2", f"{SIZE}={size}"]).config, CPU, None)
+        assert made.call_args.kwargs["teams"] == (size == 2) and made.call_args.kwargs["rollout"] == 2
+    monkeypatch.undo()
+    workers = ray_group.RayWorkers(1, CPU, cluster, rollout=2, teams=True)
+    try:
+        assert [float(got) for got in workers.create("rollout", Toy, None).plus_rank(torch.zeros(()))] == [1.0, 2.0]
+    finally:
+        workers.close()
+
+
+def test_filters_penalties_and_stop_strings_are_decided_alike_by_all_workers_of_an_engine(ranks, tiny_model):
+    how = {"top_k": 20, "repetition_penalty": 1.3, "stop": ["a", "e", "1"]}
+    (wanted, mine), (found, theirs) = (
+        responses(rollouts(ranks(size), tiny_model, tensor_model_parallel_size=size, **how)) for size in (1, 2)
+    )
+    assert wanted == found and float((mine - theirs).abs().max()) < 1e-9
+
+
+def test_workers_of_an_engine_that_did_not_make_the_same_say_which_they_are(ranks, tiny_model):
+    group = rollouts(ranks(2), tiny_model, tensor_model_parallel_size=2)
+    group.slip()
+    with pytest.raises(UserError, match="ranks 0 and 1 hold one rollout engine, but what it has sampled is not"):
+        group.generate_sequences(prompts())
+
+
+def test_heads_that_workers_cannot_share_out_are_refused_with_the_models_numbers(ranks, tiny_model):
+    words = rf"{SIZE}=3: .* this one has 4 of queries and 2 of keys; set one of 1, 2, 4"
+    with pytest.raises(UserError, match=words):
+        rollouts(ranks(3), tiny_model, tensor_model_parallel_size=3)
+
+
+@pytest.mark.parametrize("layout", [2, 4, (1, 2)])
+def test_S3_60_S4_62_engines_over_two_workers_change_no_number_of_a_run(runs, colocated, layout, capsys):
+    ended = runs.free(f"cut {layout}", layout, CUT)
+    check_same(colocated, ended)
+    said = {
+        2: "Engines: 1, each held by 2 workers: 0, 1.",
+        4: "Engines: 2, each held by 2 workers: 0, 1; 2, 3.",
+        (1, 2): "Engines: 1, each held by 2 rollout workers: 0, 1.",
+    }
+    assert said[layout] in capsys.readouterr().out
+    assert max(line["sync/probe_max"] for line in ended.metrics) < 1e-9
+
+
+def test_a_run_with_such_an_engine_goes_on_from_a_checkpoint_to_the_bit(runs):
+    straight = runs.free("cut 2", 2, CUT)
+    copied = shutil.copytree(straight.path, runs.folder / "cut again" / "test" / "run")
+    shutil.rmtree(copied / "checkpoints" / "global_step_6")
+    ended = runs.free("cut again", 2, CUT)
+    assert metrics_of(ended.path) == metrics_of(straight.path)
+    assert furthest(weights_of(ended.path), weights_of(straight.path)) == 0.0
+
+
+async def talk(chat, row):
+    """Tells the model what it said, backwards, twice."""
+    while chat.turns < 3 and not chat.over:
+        chat.tell((await chat.say(max_tokens=4))[::-1])
+    return len(set(chat.ids)) / 10
+
+
+def test_agents_work_with_such_an_engine(runs, monkeypatch):
+    monkeypatch.setattr("posttrain.rollout.agents.registry.AGENTS", {"talk": talk})
+    given = {**HALF, f"{ROLLOUT}.agent": "talk", "data.max_response_length": 60, "trainer.total_training_steps": 2}
+    one, two = runs.free("talk", 1, given), runs.free("talk cut", 2, {**given, SIZE: 2})
+    check_same(one, two)
+    assert [line["num_turns/mean"] for line in two.metrics] == [3.0, 3.0]
+
+
+def test_one_step_off_works_with_such_an_engine(runs, one_off):
+    off = {**OFF, "trainer.total_training_steps": 3}
+    cut = runs.free("cut one step off", (1, 2), {**off, SIZE: 2})
+    for mine, theirs in zip(one_off.metrics, cut.metrics, strict=False):
+        assert theirs["reward_mean"] == pytest.approx(mine["reward_mean"], abs=1e-9)
+        assert theirs["actor/grad_norm"] == pytest.approx(mine["actor/grad_norm"], abs=1e-9)
+
+
+def test_a_worker_that_lost_a_weight_of_such_an_engine_stops_the_run(runs):
+    class Losing(RayPPOTrainer):
+        actor_class = Spoiled
+
+    with pytest.raises(SyncError, match="the rollout engine's log-probs differ from the trainer's"):
+        runs.free("spoiled", 2, {**CUT, "trainer.total_training_steps": 2}, Losing)
 
 
 def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(

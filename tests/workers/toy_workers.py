@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
 
-from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.dispatch import all_of, largest, register, to_all, to_first
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import Workers
 from posttrain.engine.ranks import join_ranks, leave_ranks, neighbours
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RolloutWorker
 from posttrain.workers.spread import by_groups, in_row_order
 
 STEPS = 2
@@ -89,6 +89,50 @@ class Join:
     def __init__(self, rank: int, count: int, address: str) -> None:
         leave_ranks()
         join_ranks(rank, count, address, CPU, timeout_s=300)
+
+
+class OneEngine(RolloutWorker):
+    """A worker that holds an engine with others; tells how much of it, and can be led astray."""
+
+    @register(to_all, all_of)
+    def held(self) -> dict[str, int]:
+        """Bytes of weights here, of the whole model's here, and of the cache for a token."""
+        engine: Any = self.rollout
+        storages = {weight.untyped_storage() for weight in engine.decoder.arena.named.values()}
+        storages |= {part.weight.untyped_storage() for layer in engine.decoder.arena.layers for part in layer.values()}
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        whole = sum(weight.nbytes for weight in engine.decoder.module.parameters())
+        keys = sum(cache.nbytes for layer in engine.pool.layers.values() for cache in layer)
+        return {"weights": sum(sizes.values()), "whole": whole, "cache": keys // engine.pool.size}
+
+    @register(to_all)
+    def wake_weights(self) -> None:
+        self.rollout.wake("weights")
+
+    @register(to_all)
+    def slip(self) -> None:
+        """Rank 1 believes that it made something else."""
+        self._made += torch.distributed.get_rank()
+
+    @register(to_first)
+    def engine_ranks(self) -> int:
+        return self.rollout.ranks
+
+
+class Spoiled(ActorRolloutRefWorker):
+    """Rank 1 loses a weight of its own at the first sync."""
+
+    @register(to_all, largest)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        load = self.rollout.load_weights
+
+        def lossy(weights: Any, version: int) -> None:
+            load(weights, version)
+            if torch.distributed.get_rank() == 1:
+                self.rollout.decoder.layers[1].down.weight[0].zero_()  # pyright: ignore
+
+        self.rollout.load_weights = lossy
+        return super().sync_weights(version)
 
 
 def layout(engine: Any) -> tuple[tuple[int, ...], int]:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from posttrain.config.rollout import RolloutConfig
+from posttrain.errors import UserError
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
 from posttrain.kernels.cuda.sizes import MOST_STEPS, STEPS_UNSEEN
-from posttrain.models.decoder import FastDecoder, can_decode_fast
+from posttrain.kernels.tensor_parallel import Team
+from posttrain.models.cut import KEY, own_key_heads
+from posttrain.models.decoder import KNOWN, FastDecoder, can_decode_fast
 from posttrain.models.paged import PagedDecoder
 from posttrain.models.ways import way_of
 from posttrain.rollout.native.engine import NativeEngine
@@ -36,17 +39,25 @@ def build_native(
     decode: Callable[[list[int]], str] | None,
     device: torch.device | None = None,
     share: bool = True,
+    team: Team | None = None,
 ) -> tuple[NativeEngine, str]:
     """(engine, its name). It decodes on `device`, where the weights are while it works (by default where they are now).
-    Shared, the trainer's parameters become views into the engine's weights."""
+    Shared, the trainer's parameters become views into the engine's weights; ranks of a team copy their parts."""
     fast = can_decode_fast(module)
-    decoder = FastDecoder(module, share=share) if fast else PagedDecoder(module)
     weight = next(module.parameters())
     device = device or weight.device
+    share = share and team is None
     limit = cache_limit(config, device.type, device_memory(device))
-    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module))
-    captured = fast and _on_triton(weight.dtype, device)
+    size = 1 if team is None else team.size
+    if team is not None:
+        _check_can_cut(module, fast, team.size)
+        limit = team.smallest(limit)  # machines may differ, but who is let in when may not
+    decoder = FastDecoder(module, share=share, team=team, device=device) if fast else PagedDecoder(module)
+    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module, size))
+    captured = fast and team is None and _on_triton(weight.dtype, device)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
+    if team is not None:
+        together = 1
     engine = NativeEngine(
         decoder,
         pool,
@@ -56,8 +67,18 @@ def build_native(
         tokens_unseen=STEPS_UNSEEN if captured else None,
         decode=decode,
         shares_weights=share or not fast,
+        ranks=size,
     )
-    return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)})"
+    cut = f", cut over {size} workers" if size > 1 else ""
+    return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
+
+
+def _check_can_cut(module: Any, fast: bool, size: int) -> None:
+    if not fast:
+        raise UserError(
+            f"{KEY}={size}: models of the kind {module.config.model_type} cannot be cut over the workers of an engine "
+            f"({', '.join(KNOWN)} can); set it to 1: every worker then decodes with a model of its own"
+        )
 
 
 def _kernels(dtype: torch.dtype, device: torch.device) -> str:
@@ -96,11 +117,11 @@ def cache_limit(config: RolloutConfig, kind: str, memory: int) -> int:
     return int(memory * (share or CACHE_SHARE))
 
 
-def bytes_per_token(module: Any) -> int:
-    """Keys and values of one token in all layers."""
+def bytes_per_token(module: Any, ranks: int = 1) -> int:
+    """Keys and values of one token in all layers, on each of the ranks that hold the model."""
     config = module.config.get_text_config()
     heads, size = cached_heads(config)
-    return 2 * config.num_hidden_layers * heads * size * next(module.parameters()).element_size()
+    return 2 * config.num_hidden_layers * own_key_heads(heads, ranks) * size * next(module.parameters()).element_size()
 
 
 def cached_heads(config: Any) -> tuple[int, int]:

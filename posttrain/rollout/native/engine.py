@@ -41,8 +41,10 @@ class NativeEngine(RolloutEngine):
         tokens_unseen: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
         shares_weights: bool = True,
+        ranks: int = 1,
     ) -> None:
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
+        self.ranks = ranks
         self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
         lengths = {"tokens_per_step": tokens_per_step, "tokens_unseen": tokens_unseen}
         self.rounds = Rounds(decoder, pool, self.slots, self._ended, **lengths)

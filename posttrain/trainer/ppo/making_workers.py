@@ -14,6 +14,7 @@ from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.sizes import critic_updates
 from posttrain.workers.apart import ActorRolloutApart
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
+from posttrain.workers.roles import engine_ranks
 
 if TYPE_CHECKING:
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -44,9 +45,16 @@ def _make_actor(trainer: RayPPOTrainer) -> None:
         actor = trainer.actor_rollout_wg
         actor.init_model()
     say(f"Rollout engine: {actor.rollout_engine()}")
+    if (size := engine_ranks(trainer.config)) > 1:
+        say(_engines_words(trainer.rollout_wg.world_size, size, "rollout " * bool(trainer.workers.rollout_size)))
     trainer.said = actor.notes()
     for note in trainer.said:
         say(f"note: {note}")
+
+
+def _engines_words(workers: int, size: int, kind: str) -> str:
+    held = "; ".join(", ".join(map(str, range(first, first + size))) for first in range(0, workers, size))
+    return f"Engines: {workers // size}, each held by {size} {kind}workers: {held}."
 
 
 def _together(trainer: RayPPOTrainer) -> tuple[Any, WorkerGroup]:

@@ -31,8 +31,9 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config, device, external), config.trainer.ray_init
     with waiting("starting Ray"):
+        teams = rollout > 0 and config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
         workers = RayWorkers(
-            ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings, rollout=rollout
+            ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings, rollout=rollout, teams=teams
         )
     if settings and workers.cluster.was_there:
         say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
