@@ -182,11 +182,19 @@ def _drop(parameter: torch.Tensor) -> None:
 def cache_bytes_per_token(model: Any, ranks: int = 1) -> int:
     """Bytes of keys and values that one token leaves in the cache of all layers, on each of the ranks that hold it."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    settings = inner.config.get_text_config()
+    if settings.model_type in KNOWN:
+        heads = settings.num_hidden_layers * settings.num_key_value_heads
+        return 2 * heads * _head_size(settings) * next(model.parameters()).itemsize
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
     with torch.no_grad():
         layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
     kept = [own for layer in layers for own in (layer.keys, layer.values)]  # (row, head, token, size)
     return sum(own[0, 0].nbytes * own_key_heads(own.shape[1], ranks) for own in kept)
+
+
+def _head_size(settings: Any) -> int:
+    return getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
 
 
 def packed_bytes(model: Any) -> int:
@@ -226,7 +234,7 @@ def native_step_peak(model: Any, tokens: int, rows: int, sampling: Sampling) -> 
     settings, dtype = model.config.get_text_config(), next(model.parameters()).dtype
     if settings.model_type in KNOWN:
         width, inner, heads = settings.hidden_size, settings.intermediate_size, settings.num_attention_heads
-        size = getattr(settings, "head_dim", None) or width // heads
+        size = _head_size(settings)
         attention = (2 * heads + 2 * settings.num_key_value_heads) * size  # queries, keys, values; the output
         layer = tokens * (3 * width + max(attention, 3 * inner, width + inner)) * dtype.itemsize
         layer += tokens * 24  # ids, positions, rows

@@ -47,7 +47,8 @@ def add_adapters(
     )
     with warnings.catch_warnings():  # tied heads and transposed layers, which are seen to here
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`|fan_in_fan_out is set to")
-        adapted = get_peft_model(model, settings)  # pyright: ignore
+        empty = next(model.parameters()).is_meta  # then so are they: nothing is drawn that nobody sees
+        adapted = get_peft_model(model, settings, low_cpu_mem_usage=empty)  # pyright: ignore
     for name in whole:
         if hasattr(model, name):
             getattr(model, name).requires_grad_(True)

@@ -21,15 +21,15 @@ COMPAT = str(Path(__file__).resolve().parents[2] / "compat")
 
 
 @pytest.fixture(scope="module")
-def ray():
-    """A Ray for these tests, ended after them."""
+def ray(forked):
+    """A Ray for these tests, ended after them; its processes are forks."""
     import ray
 
     from posttrain.controller.ray_cluster import RayCluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([COMPAT, os.environ.get("PYTHONPATH", "")]))
-        cluster = RayCluster(2)
+        cluster = RayCluster(2, {"runtime_env": {"py_executable": forked.python}})
         cluster.start()
         yield ray
         cluster.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
@@ -182,3 +183,14 @@ def test_generation_takes_the_planned_cache_and_temporary_tensors(tiny_model):
     decode = counting.decode_peak(meta, prompts * n, PROMPT + new, sampling)
     planned = max(counting.prefill_peak(meta, prompts, PROMPT), cache + decode)
     assert 0.8 * planned < live.peak < 1.02 * planned
+
+
+@pytest.mark.parametrize("kind", counting.KNOWN)
+def test_the_cache_of_known_models_is_what_their_pass_leaves_in_it(kind, monkeypatch):
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    config = AutoConfig.for_model(kind, vocab_size=50, intermediate_size=64, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    known = counting.cache_bytes_per_token(model)
+    monkeypatch.setattr(counting, "KNOWN", ())
+    assert known == counting.cache_bytes_per_token(model) > 0

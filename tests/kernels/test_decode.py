@@ -3,7 +3,6 @@
 import fcntl
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -142,28 +141,28 @@ def test_results_do_not_depend_on_the_number_of_threads():
     "change, reason",
     [({"POSTTRAIN_COMPILE": "0"}, "POSTTRAIN_COMPILE=0"), ({"PATH": "/nowhere"}, "no C++ compiler found")],
 )
-def test_without_a_compiler_the_twins_serve_and_the_reason_is_told(change, reason):
+def test_without_a_compiler_the_twins_serve_and_the_reason_is_told(change, reason, forked):
     code = (
         "import torch\nfrom posttrain.kernels import compiled, decode\n"
         "x = torch.ones(2, 4); print(decode.silu_mul(x).shape, compiled.why_not())"
     )
     environment = {key: value for key, value in os.environ.items() if key != "CXX"} | change
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([forked.python, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "[2, 2]" in done.stdout and reason in done.stdout, done
 
 
-def test_a_compiler_that_fails_is_no_crash(tmp_path):
+def test_a_compiler_that_fails_is_no_crash(tmp_path, forked):
     wrong = tmp_path / "wrong-c++"
     wrong.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'no such option' >&2; exit 1\n")
     wrong.chmod(0o755)
     environment = os.environ | {"CXX": str(wrong), "POSTTRAIN_CACHE": str(tmp_path)}
     code = "from posttrain.kernels import compiled; print(compiled.why_not())"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([forked.python, "-c", code], env=environment, capture_output=True, text=True)
     assert "wrong-c++ failed: no such option" in done.stdout and not list(tmp_path.glob("kernels/*"))
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-def test_processes_that_start_together_compile_once(tmp_path):
+def test_processes_that_start_together_compile_once(tmp_path, forked):
     code = """
 import sys, time
 from posttrain.kernels import compiled
@@ -178,7 +177,7 @@ compiled._compile = made
 print(compiled._library().name)
 """
     environment = os.environ | {"POSTTRAIN_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", code, str(tmp_path / "calls")]
+    command = [forked.python, "-c", code, str(tmp_path / "calls")]
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
     first, second = [process.communicate()[0] for process in both]
     assert first == second and first.startswith(b"cpu-")

@@ -1,7 +1,5 @@
 """A run's products are made by one library from its first step to its last."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import torch
@@ -21,8 +19,8 @@ print(torch.equal(before, torch.nn.functional.linear(x, x, x[0])), torch.backend
 """
 
 
-def test_a_product_in_bfloat16_does_not_change_those_in_float32_that_follow():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+def test_a_product_in_bfloat16_does_not_change_those_in_float32_that_follow(forked):
+    done = forked.run(CODE)
     assert done.stdout.split()[:1] == ["True"] and done.stderr == "", done
 
 

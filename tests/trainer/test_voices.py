@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,7 +49,7 @@ assert cli.main(["train", *sys.argv[1:], "--quiet", "actor_rollout_ref.model.ext
 
 
 @pytest.fixture(scope="module")
-def spoken(tiny_model, sums, tmp_path_factory) -> dict[str, dict[str, str]]:
+def spoken(tiny_model, sums, tmp_path_factory, forked) -> dict[str, dict[str, str]]:
     """Voice -> what it said on `out` and `err`, and its files in `logs/`; all in one process."""
     folder = tmp_path_factory.mktemp("voices")
     for voice in ("json", "quiet", "normal"):
@@ -61,7 +60,7 @@ def spoken(tiny_model, sums, tmp_path_factory) -> dict[str, dict[str, str]]:
     args.append("custom_reward_function.path=" + str(Path(__file__).parent / "light_rewards.py"))
     args.append("custom_reward_function.name=even_share")
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{folder}"}
-    command = [sys.executable, "-c", PROGRAM.replace("\\\\", "\\"), *args]
+    command = [forked.python, "-c", PROGRAM.replace("\\\\", "\\"), *args]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found: dict[str, dict[str, str]] = {}

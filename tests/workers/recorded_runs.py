@@ -26,10 +26,11 @@ from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.reward_model_trainer import run_reward_model
 from posttrain.trainer.supervised import runner as supervised
 
+STEPS = 10
 RUN = {
     "actor_rollout_ref.model.dtype": "float32",
     "data.max_response_length": max(LENGTHS),
-    "trainer.total_training_steps": 10,
+    "trainer.total_training_steps": STEPS,
     "trainer.export_hf": "last",
 }
 FEWER = {"float64": 5}
@@ -75,7 +76,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def steps_of(dtype: str) -> int:
-    return FEWER.get(dtype, RUN["trainer.total_training_steps"])
+    return FEWER.get(dtype, STEPS)
 
 
 def exported(path: Path) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ def test_torchrun_trains_once_with_as_many_workers_as_it_starts_processes(tiny_m
     given = {
         **sft_settings(tiny_model, tmp_path / "many", data__train_files=str(rows)),
         "trainer.val_before_train": False,
+        "trainer.ray_init.runtime_env.py_executable": forked.python,
     }
     command = [forked.python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
     command += [
