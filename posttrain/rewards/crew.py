@@ -59,10 +59,17 @@ class _Worker:
 class Crew:
     """Used by one thread alone. Tasks go into `backlog`; `work` gives those that are done."""
 
-    def __init__(self, spec: RewardSpec, size: int, timeout_s: float, on_print: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        spec: RewardSpec,
+        size: int,
+        timeout_s: float,
+        on_print: Callable[[str], Any],
+        first: WorkerProcess | None = None,
+    ) -> None:
         self.backlog: deque[Task] = deque()
         self._spec, self._size, self._timeout, self._on_print = spec, size, timeout_s, on_print
-        self._workers: list[_Worker] = []
+        self._workers = [_Worker(first, 0.0, ready=True)] if first else []
         self._done: list[tuple[Task, list[Outcome]]] = []
         self._useless_deaths, self._lost_idle = 0, False
         self._task_s: float | None = None

@@ -1,8 +1,8 @@
 """Finds the user's reward function: `resolve_reward` before a run (fails early), `load_function` in workers.
 
 The user's file is never imported by the training process: `resolve_reward` starts one worker, which imports the file,
-looks at signatures and ends. So the check sees what the workers will see, and a file that exits, hangs or prints cannot
-hurt the run.
+looks at signatures and ends, or is the first of the run's workers. So the check sees what the workers will see, and a
+file that exits, hangs or prints cannot hurt the run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from posttrain.rewards.types import RewardError, RewardPart, RewardSpec
 
 if TYPE_CHECKING:
     from posttrain.config.reward import CustomRewardConfig
+    from posttrain.rewards.process import WorkerProcess
 
 IMPORT_S = 120.0
 """Seconds that importing the user's file may take."""
@@ -37,14 +38,19 @@ def resolve_reward(
     functions: Mapping[str, Any] | None = None,
     function: Callable[..., Any] | None = None,
     where: str = "custom_reward_function",
+    told: Mapping[str, Any] | None = None,
+    kept: list[WorkerProcess] | None = None,
 ) -> RewardSpec:
     """The reward that the settings (or a function object) name, checked without calling it; RewardError if unusable.
 
-    `functions` are those of the setting `reward.functions`: then the reward is their weighted sum.
+    `functions` are those of the setting `reward.functions`: then the reward is their weighted sum. `told` are further
+    fields of the spec, so that a worker which knows them can score. The one that looked at the reward goes into `kept`,
+    ready to be the first of a RewardPool; without such a list it is ended.
     """
     try:
         spec = _combine(config, function, functions) if functions else _describe(config, function)
-        return spec if spec.kind == "builtin" else _checked(spec)
+        spec = replace(spec, **(told or {}))
+        return spec if spec.kind == "builtin" else _checked(spec, kept)
     except RewardError as error:
         error.where = error.where or (where if function is None else "the `reward` argument")
         raise
@@ -217,11 +223,15 @@ def _installed(module: types.ModuleType) -> bool:
     return not file or module.__name__.partition(".")[0] == "posttrain" or file.startswith(tuple(places))
 
 
-def _checked(spec: RewardSpec) -> RewardSpec:
+def _checked(spec: RewardSpec, kept: list[WorkerProcess] | None) -> RewardSpec:
     from posttrain.rewards.process import WorkerProcess
 
     worker = WorkerProcess(spec)
     try:
-        return worker.wait_until_ready(IMPORT_S)
+        found = worker.wait_until_ready(IMPORT_S)
+        if kept is not None:
+            kept.append(worker)
+        return found
     finally:
-        worker.kill()
+        if not kept:
+            worker.kill()

@@ -20,6 +20,7 @@ from posttrain import cores, pulse
 from posttrain.rewards.channel import Payload
 from posttrain.rewards.crew import Crew, Task
 from posttrain.rewards.outcomes import Outcome
+from posttrain.rewards.process import WorkerProcess
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 from posttrain.texts import well_formed
 
@@ -35,7 +36,9 @@ class RewardPool:
         timeout_s: float = 10.0,
         failure_score: float = 0.0,
         on_print: Callable[[str], Any] = print,
+        first: WorkerProcess | None = None,
     ) -> None:
+        """`first` is a worker that is ready, and was told of this spec; it is the pool's from now on."""
         if num_workers is not None and num_workers < 1:
             raise RewardError(
                 f"reward.num_workers is {num_workers}", "reward.num_workers", "set it to 1 or more, or to null"
@@ -57,7 +60,7 @@ class RewardPool:
         self._closing = self._woken = False
         self._next = 0
         # Touched by the thread only:
-        self._crew = Crew(self.spec, size, timeout_s, on_print)
+        self._crew = Crew(self.spec, size, timeout_s, on_print, first)
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()

@@ -28,7 +28,7 @@ from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
 
 CPU = torch.device("cpu")
-ROWS, PROMPT, LENGTH = 8, 8, 64
+ROWS, PROMPT, LENGTH = 4, 8, 64
 CASES = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {}),

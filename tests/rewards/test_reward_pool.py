@@ -252,6 +252,25 @@ def test_a_reward_that_no_longer_imports_ends_in_a_clear_error_not_in_restarts(t
         pool.wait_all()
 
 
+def test_the_worker_that_looked_at_a_reward_is_the_first_of_a_pool(tmp_path):
+    path = tmp_path / "noted.py"
+    path.write_text(
+        f"import os\nopen({str(tmp_path / 'imports')!r}, 'a').write(f'{{os.getpid()}} ')\n"
+        "def compute_score(response, ground_truth): return float(len(response))"
+    )
+    kept: list[crew.WorkerProcess] = []
+    spec = resolve_reward(CustomRewardConfig(path=str(path)), told={"timeout_s": 5.0}, kept=kept)
+    assert spec.timeout_s == 5.0
+    looked = kept[0].process.pid
+    with RewardPool(spec, num_workers=1, timeout_s=5.0, first=kept.pop()) as pool:
+        assert [result.score for result in _scores(pool, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]
+    assert gone(looked) and (tmp_path / "imports").read_text() == f"{looked} "
+    path.write_text("import no_such_package")
+    with pytest.raises(RewardError, match="no_such_package"):
+        resolve_reward(CustomRewardConfig(path=str(path)), kept=kept)
+    assert kept == []
+
+
 def test_idle_workers_that_are_killed_are_replaced_however_many(spec, monkeypatch):
     """As by the kernel when memory runs short during an update: not one by one, for it to kill again, but for work."""
     started, plain = [], crew.WorkerProcess

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from light_rewards import always_right
+from patience import gone
 from runs import metrics_of, run, settings
 
 import posttrain
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.config.root import PPOConfig
+from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rewards import resolve_reward
 from posttrain.tracking.by_step import TIMELINE, read_lines
@@ -285,6 +288,24 @@ def test_the_reward_settings_of_a_run_decide_the_scores(tiny_model, sums, tmp_pa
     late = [row for row in rows if row["score"] == -3.0]
     assert all(sum(map(ord, row["response"])) % 4 == 0 and "0.4" in row["error"] for row in late)
     assert workers == [3] and len(list(tmp_path.glob("worker_*"))) >= 3
+
+
+def test_what_looked_at_the_reward_is_the_first_to_score_and_ends_with_a_run_that_does_not_begin(
+    tiny_model, sums, tmp_path
+):
+    (tmp_path / "none.json").write_text("[]")
+    for name, files, error in (
+        ("good", sums, nullcontext()),
+        ("bad", sums | {"train": tmp_path / "none.json"}, pytest.raises(UserError)),
+    ):
+        file = tmp_path / name / "mine.py"
+        file.parent.mkdir()
+        file.write_text(REWARD)
+        more = {"custom_reward_function__path": str(file), "custom_reward_function__name": "first", **ONE}
+        with error:
+            run(tiny_model, files, tmp_path / "out" / name, reward=None, **more)
+        (worker,) = file.parent.glob("worker_*")
+        assert gone(int(worker.name.removeprefix("worker_")))
 
 
 def test_unless_said_there_is_a_reward_worker_for_each_core_that_the_process_may_use(monkeypatch):

@@ -16,6 +16,7 @@ from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.prints import Prints
+from posttrain.rewards.process import WorkerProcess
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardSpec
@@ -88,7 +89,15 @@ def _build(
     stored = copy.deepcopy(config)
     _load_external(config)
     check_engine_name(config.actor_rollout_ref.rollout.name)
-    spec = resolve_reward(config.custom_reward_function, functions=config.reward.functions, function=reward)
+    looker: list[WorkerProcess] = []  # what looked at the reward, until it scores
+    stack.callback(lambda: [worker.kill() for worker in looker])
+    spec = resolve_reward(
+        config.custom_reward_function,
+        functions=config.reward.functions,
+        function=reward,
+        told={"code": code_settings(config.reward), "timeout_s": config.reward.timeout_s},
+        kept=looker,
+    )
     device = pick_device(config.trainer.device)
     prepare_torch(config, device)
     _fill_embedded(config, data)
@@ -107,7 +116,7 @@ def _build(
     pool = None
     others = config.reward_model.enable or bool(turns and turns.asks_first)  # who may give rewards too
     if named or not others or _can_judge(config, sources, train, val):
-        pool = stack.enter_context(_reward_pool(spec, limits, sources))
+        pool = stack.enter_context(_reward_pool(spec, limits, sources, looker))
     elif turns and turns.asks_first:
         say("note: there is no reward function for these rows: the agent's own rewards are the only ones.")
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
@@ -128,7 +137,9 @@ def _build(
     return trainer
 
 
-def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None]) -> RewardPool:
+def _reward_pool(
+    spec: RewardSpec, limits: RewardConfig, sources: set[str | None], looker: list[WorkerProcess] | None = None
+) -> RewardPool:
     """The workers that score with the reward functions, after all that can be checked about these."""
     by_source = asks_sources(spec)
     if by_source:
@@ -145,6 +156,7 @@ def _reward_pool(spec: RewardSpec, limits: RewardConfig, sources: set[str | None
         timeout_s=limits.timeout_s,
         failure_score=limits.failure_score,
         on_print=Prints(say),
+        first=looker.pop() if looker else None,
     )
 
 
