@@ -13,6 +13,6 @@ if [[ $# -eq 0 ]]; then
   export OMP_NUM_THREADS=1
   # Each of the many programs that tests start would compile all modules anew, and each of the three all tests.
   unset PYTHONDONTWRITEBYTECODE
-  set -- -n 3 --dist loadfile
+  set -- -n 3 --dist loadfile --no-loadscope-reorder
 fi
 exec "$RUN_PYTHON" -m pytest "$@"

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,8 +79,16 @@ def _too_late(*_: object) -> None:
     pytest.fail(f"waits for ever: not over after {DEADLINE_S} s")
 
 
+LONG = ("test_several_ranks.py", "test_torchrun.py", "test_single_controller.py", "test_ranks.py")
+"""With these a divided suite begins: few tests, or so long that nothing would be left to do beside their end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none; `gpu(interpreter=True)` also run in Triton's interpreter."""
+    """Tests marked `gpu` are skipped where there is none; `gpu(interpreter=True)` also run in Triton's interpreter. The
+    processes of a divided suite take files in the order of what there is to do in them."""
+    if hasattr(config, "workerinput"):
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path.name not in LONG, -sizes[item.path], item.path))
     marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if not marked:
         return
