@@ -2,7 +2,8 @@
 # GRPO over several turns: Qwen2-7B-Instruct searches with a tool before it answers.
 #   needs    $HOME/data/nq_open/{train,validation}.parquet (`posttrain data nq_open` makes them), a CUDA GPU, and
 #            SEARCH_API_KEY with actor_rollout_ref.rollout.tool_config.search.url=http://HOST/retrieve; without a key the
-#            tool searches a local index. The engine SGLang is not built: as it is, the run says so and ends. Add
+#            tool searches a local index. SGLang must be installed (docs/rollout.md): without it the run says so and
+#            ends. Add
 #              actor_rollout_ref.rollout.name=native
 #            which serves the same turns and tools (docs/tools.md).
 #   expect   responses of up to five turns; samples show each call with its answer (`posttrain samples RUN`), and

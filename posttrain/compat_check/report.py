@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from posttrain.compat_check.program import Call
 from posttrain.config import ConfigError, load_config
+from posttrain.config.engine_kwargs import can_generate
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
 from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
 from posttrain.config.verl.script import UNKNOWN, Answered, answer_all
-from posttrain.config.vllm import is_installed
 
 ENGINE = "actor_rollout_ref.rollout.name"
 TREES: dict[str, Tree] = {"ppo": PPO, "sft": SFT}
@@ -69,7 +69,7 @@ def _additions(values: dict[str, str]) -> list[str]:
         mode = values.get("actor_rollout_ref.actor.loss_agg_mode")
         added += [f"critic.loss_agg_mode={mode}"] if mode else []
     engine = values.get(ENGINE, "native").strip("\"'")
-    if engine not in ("native", "hf", "vllm") or (engine == "vllm" and not is_installed()):
+    if not can_generate(engine):
         added.append(f"{ENGINE}=native")
     return added
 

@@ -42,7 +42,10 @@ MOVED_SECTIONS: dict[str, str] = {
 """Prefix -> prefix; applied before the renames below. The first that fits is taken."""
 SWITCHES = (f"{_ROLLOUT}.multi_turn",)
 """Free dicts that are switched by their own name: `KEY=True` is `KEY.enable=True`."""
-JOINED = (*SWITCHES, *(f"{_ROLLOUT}.{name}" for name in ("engine_kwargs", "engine_kwargs.vllm", "agent")))
+JOINED = (
+    *SWITCHES,
+    *(f"{_ROLLOUT}.{name}" for name in ("engine_kwargs", "engine_kwargs.vllm", "engine_kwargs.sglang", "agent")),
+)
 """Free dicts that keys outside of them write into, too: one that is given whole does not replace what these say."""
 NAMED_BY = {f"{_ROLLOUT}.agent": "path"}
 """Free dicts that are named by one of theirs: `KEY=TEXT` is `KEY.path=TEXT`."""

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.config.closest import closest
-from posttrain.config.engine_kwargs import KEY, given_for, installed_arguments, source_of, unknown
+from posttrain.config.engine_kwargs import OUTSIDE, source_of
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.model_files import broken_files
+from posttrain.config.outside import KEY
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.vllm import INSTALL, is_installed
 from posttrain.config.worker_checks import check_parallel_rollout, check_workers
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -169,22 +169,18 @@ def _module_exists(name: str, cwd: Path) -> bool:
 
 
 def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    name = resolved.value(f"{_ROLLOUT}.name")
-    if name == "sglang":
-        what = f"`{_ROLLOUT}.name={name}`: this engine is not built in this version."
-        do = f"set {_ROLLOUT}.name=native: posttrain's own engine takes the same settings, those of {name} alone aside"
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), do)
-    if name != "vllm":
+    engine = OUTSIDE.get(resolved.value(f"{_ROLLOUT}.name"))
+    if engine is None:
         return
-    if not is_installed():
-        what = f"`{_ROLLOUT}.name=vllm`: the package vllm is not installed in this environment."
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), INSTALL)
-    elif (given := given_for("vllm", resolved.value(KEY))) and (known := installed_arguments()) is not None:
-        yield from (Problem(what, source_of(resolved.where(KEY)), do) for what, do in unknown(given, known))
+    if not engine.is_installed():
+        what = f"`{_ROLLOUT}.name={engine.name}`: the package {engine.name} is not installed in this environment."
+        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), engine.install)
+    elif (given := engine.given(resolved.value(KEY))) and (known := engine.installed_arguments()) is not None:
+        yield from (Problem(what, source_of(resolved.where(KEY)), do) for what, do in engine.unknown(given, known))
     key = f"{_ROLLOUT}.tensor_model_parallel_size"
     if (size := resolved.value(key)) > 1:
-        what = f"`{key}={size}`: a vLLM engine over several devices is not built; every worker has one of its own, "
-        what += "with the whole model in it."
+        what = f"`{key}={size}`: a {engine.title} engine over several devices is not built; every worker has one of "
+        what += "its own, with the whole model in it."
         do = f"set {key}=1 (`posttrain plan` says whether a device holds the model), or {_ROLLOUT}.name=native"
         yield Problem(what, resolved.where(key), do)
 

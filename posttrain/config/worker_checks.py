@@ -10,6 +10,7 @@ from pathlib import Path
 
 from posttrain import cores
 from posttrain.config.devices import gpus_present, runs_on_cpu
+from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of, workers_of
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
@@ -68,8 +69,8 @@ def check_parallel_rollout(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
     counts = [resolved.value(key) for key in keys]
     size, workers = resolved.value(f"{_ROLLOUT}.tensor_model_parallel_size"), math.prod(counts)
-    on_vllm = resolved.value(f"{_ROLLOUT}.name") == "vllm"  # whatever the size, it is 1 there
-    if size > 0 and workers % size and not on_vllm:
+    outside = resolved.value(f"{_ROLLOUT}.name") in OUTSIDE  # whatever the size, it is 1 there
+    if size > 0 and workers % size and not outside:
         parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
         product = f"{' x '.join(map(str, counts))} = {workers}" if len(counts) > 1 else str(workers)
         what = f"`{parallel}={size}` does not divide the {product} worker(s)."

@@ -9,7 +9,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.vllm import TRIED, installed_version, is_tried
+from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.doctor.finding import NOTE, WARNING, Finding
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 AREA, WHERE = "resources", "the Python environment"
 _NAME = "actor_rollout_ref.rollout.name"
-_APART = (
-    "an environment of its own is best for an engine: there, pip install 'posttrain[vllm]' takes one with its torch"
-)
 
 
 def check_packages(case: Case) -> Iterator[Finding]:
@@ -33,27 +30,29 @@ def _engines(case: Case) -> Iterator[Finding]:
         return
     chosen = case.config.actor_rollout_ref.rollout.name
     for name, found in installed_engines().items():
-        if name == "vllm":
-            tried = f"{' and '.join(f'{known}.x' for known in TRIED)} were"
-            state = "was tried with posttrain" if is_tried(found) else f"was not tried with posttrain; {tried}"
-            does = "generates" if chosen == name else f"is installed, and generates with {_NAME}={name}"
-            case.report.fact(AREA, f"{found} {does}; this version {state}.")
-        else:
-            case.report.fact(AREA, f"{found} is installed; posttrain does not use it: {_NAME}={name} is not built.")
-            continue
-        if chosen == name and not is_tried(found):
-            do = "the run proves its log-probs when it starts; if vLLM does not start, take a version that was tried"
+        engine = OUTSIDE[name]
+        tried, was_tried = engine.said_tried(), engine.is_tried(found)
+        state = "was tried with posttrain" if was_tried else f"was not tried with posttrain; {tried}"
+        does = "generates" if chosen == name else f"is installed, and generates with {_NAME}={name}"
+        case.report.fact(AREA, f"{found} {does}; this version {state}.")
+        if chosen == name and not was_tried:
+            do = "the run proves its log-probs when it starts; if it does not start, take a version that was tried"
             yield Finding(NOTE, AREA, f"{found} was not tried with posttrain; {tried}.", WHERE, do)
         if chosen == name and (need := _torch_of(found)) is not None and not _is_met(need):
             what = f"{found} wants {need.name}{need.specifier}, and torch {_version('torch')} is installed."
-            yield Finding(WARNING, AREA, what, WHERE, f"pip install '{need.name}{need.specifier}'; {_APART}")
+            yield Finding(WARNING, AREA, what, WHERE, f"pip install '{need.name}{need.specifier}'; {_apart(name)}")
 
 
 def installed_engines() -> dict[str, str]:
     """Engine -> package and version, of those that are installed."""
-    sglang = _version("sglang")
-    found = {"vllm": installed_version(), "sglang": f"sglang {sglang}" if sglang else None}
+    found = {name: engine.installed_version() for name, engine in OUTSIDE.items()}
     return {name: version for name, version in found.items() if version is not None}
+
+
+def _apart(package: str) -> str:
+    extra = "sglang" if package == "sglang" else "vllm"
+    own = "an environment of its own is best for an engine"
+    return f"{own}: there, pip install 'posttrain[{extra}]' takes one with its torch"
 
 
 def _wrong_versions() -> Iterator[Finding]:
@@ -65,7 +64,10 @@ def _wrong_versions() -> Iterator[Finding]:
         elif not _is_met(need):
             what, do = f"{need.name} {there} is installed, {wanted} is needed", f"pip install '{wanted}'"
             if need.name == "torch" and (by := _brought_by()):
-                what, do = f"{what}: {by} brought it", f"{do}, behind which {by} may not start; {_APART}"
+                what, do = (
+                    f"{what}: {by} brought it",
+                    f"{do}, behind which {by} may not start; {_apart(by.partition(' ')[0])}",
+                )
             yield Finding(WARNING, AREA, f"{what}.", WHERE, do)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
-from posttrain.config.engine_kwargs import longest_row
+from posttrain.config.engine_kwargs import OUTSIDE, longest_row
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor import counting, meta_models, on_cuda
 from posttrain.doctor.counting import ModelBytes
@@ -32,7 +32,7 @@ from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit, step_limit
 from posttrain.rollout.native.engine import MANY
 from posttrain.rollout.native.pool import KEPT_SHARE, blocks_for, with_slack
-from posttrain.rollout.vllm.build import allowed_cache
+from posttrain.rollout.outside import allowed_cache
 
 CAPTURED = "captured steps"
 OF_THE_ROLLOUT = ("rollout weights", "KV cache", CAPTURED)
@@ -197,10 +197,9 @@ def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter,
     per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
     cache = shape.wave * shape.longest * per_token
     if serving:  # the engine takes its share of the device at once, working memory included
-        if rollout.name == "vllm" and (rollout.kv_cache_gb is not None or device.kind == "cpu"):
-            cache = allowed_cache(
-                rollout, device.kind, device.bytes, longest_row(rollout.engine_kwargs, shape.longest) + 1, per_token
-            )
+        if rollout.name in OUTSIDE and (rollout.kv_cache_gb is not None or device.kind == "cpu"):
+            longest = longest_row(rollout.name, rollout.engine_kwargs, shape.longest) + 1
+            cache = allowed_cache(rollout, device.kind, device.bytes, longest, per_token)
             temporary = _step_peak(config, device, shape, counter)
             return {"rollout weights": copy, "KV cache": cache, "temporary tensors": temporary}
         if rollout.gpu_memory_utilization is not None:
@@ -252,10 +251,10 @@ def _step_peak(config: PPOConfig, device: Device, shape: Shape, counter: Counter
 
 
 def _stay(plan: Plan, engine: str) -> None:
-    """What the engine keeps while it sleeps: vLLM its weights on a CPU; `native` on a CUDA device captured steps, and a
-    cache of up to an eighth of it."""
+    """What the engine keeps while it sleeps: one of another package its weights on a CPU; `native` on a CUDA
+    device captured steps, and a cache of up to an eighth of it."""
     generate = plan.stages["generate"]
-    if engine == "vllm" and plan.device.kind == "cpu":
+    if engine in OUTSIDE and plan.device.kind == "cpu":
         for parts in plan.stages.values():
             parts["rollout weights"] = generate["rollout weights"]
     if CAPTURED not in generate:

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig
 from posttrain.config.base import Section
+from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.schema import assign, lookup
 from posttrain.doctor import on_cuda
 from posttrain.doctor.memory import GIB, USABLE, Device, ModelCounter, Plan, shown
@@ -42,22 +43,24 @@ def settle(config: Section, device: Device, explicit: set[str], levers: Levers, 
 
 
 def settle_cache(config: PPOConfig, device: Device, make_plan: Callable[..., Plan], counter: ModelCounter) -> list[str]:
-    """The native engine's cache may take what is left of the device while responses are generated; vLLM takes it with
-    its weights and passes."""
+    """The native engine's cache may take what is left of the device while responses are generated; vLLM and SGLang
+    take it with their weights and passes."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_gb is not None or rollout.gpu_memory_utilization is not None:
         return []
-    if rollout.name not in ("native", "vllm"):
+    if rollout.name != "native" and rollout.name not in OUTSIDE:
         return []
     plan = make_plan(config, device, counter)
     left = USABLE * device.bytes - plan.peak("generate") + plan.stages["generate"]["KV cache"]
     if left <= 0:
         return []  # whatever it is, it does not fit: that is said below and by `posttrain plan`
-    if rollout.name == "vllm":
+    if rollout.name in OUTSIDE:
         share = (left + plan.stages["generate"]["rollout weights"]) / device.bytes
         rollout.gpu_memory_utilization = max(int(100 * share), 1) / 100
         percent = f"{100 * rollout.gpu_memory_utilization:.0f}%"
-        return [f"vLLM may take {percent} of the device ({SHARE_KEY}; chosen by the memory plan)."]
+        return [
+            f"{OUTSIDE[rollout.name].title} may take {percent} of the device ({SHARE_KEY}; chosen by the memory plan)."
+        ]
     rollout.kv_cache_gb = int(100 * left / GIB) / 100
     if rollout.kv_cache_gb == 0:
         rollout.kv_cache_gb = left / GIB

@@ -25,6 +25,7 @@ from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native
 from posttrain.rollout.proof import why_wrong
+from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 
 
@@ -150,9 +151,20 @@ def make_hf(order: Order) -> Made | str:
 
 @register_engine("vllm")
 def make_vllm(order: Order) -> Made | str:
-    """vLLM, where it is installed. What is made room for it with goes back if it does not serve."""
+    """vLLM, where it is installed."""
+    return _made_outside(order, build_vllm)
+
+
+@register_engine("sglang")
+def make_sglang(order: Order) -> Made | str:
+    """SGLang, where it is installed."""
+    return _made_outside(order, build_sglang)
+
+
+def _made_outside(order: Order, build: Callable[..., Any]) -> Made | str:
+    """What is made room for an engine of another package with goes back if it does not serve."""
     place = next(order.module.parameters()).device
-    made = build_vllm(order.module, order.config, decode=order.decode, device=order.device, longest=order.longest)
+    made = build(order.module, order.config, decode=order.decode, device=order.device, longest=order.longest)
     if isinstance(made, str):
         return made
     if (problem := why_wrong(made[0], order.module)) is None:

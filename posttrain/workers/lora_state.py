@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import needs_reference
+from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
@@ -79,8 +80,8 @@ def policy_notes(config: PPOConfig, engine: str) -> list[str]:
         notes.append("The reference is the base without the adapter that the run starts from: KL does not begin at 0.")
     if model.quantization is not None:
         held = f"The base is held in 4 bits (model.quantization={model.quantization})"
-        if engine.startswith("vllm"):
-            notes.append(f"{held}; vLLM has it unpacked, with the adapters folded in.")
+        if (outside := OUTSIDE.get(engine.partition(" ")[0])) is not None:
+            notes.append(f"{held}; {outside.title} has it unpacked, with the adapters folded in.")
         else:
             notes.append(
                 f"{held}, which the fused decoder does not read: the rollout goes through the model's own layers "

@@ -101,8 +101,8 @@ def test_a_limit_of_exactly_the_longest_row_is_enough(load, vllm):
 
 def test_with_another_engine_they_are_a_note(load, problems):
     resolved = load(f"{KEY}.vllm.wobble=1", f"{ROLLOUT}.enforce_eager=False", f"{KEY}.sglang.attention_backend=fa3")
-    note = f"{KEY}.vllm.wobble, {KEY}.vllm.enforce_eager have no effect with {ROLLOUT}.name=native."
-    assert note in resolved.notes and any("sglang.attention_backend` is not needed" in one for one in resolved.notes)
+    given = f"{KEY}.vllm.wobble, {KEY}.vllm.enforce_eager, {KEY}.sglang.attention_backend"
+    assert f"{given} have no effect with {ROLLOUT}.name=native." in resolved.notes
     assert "has no arguments of its own" in problems(f"{KEY}.native.x=1")
 
 
@@ -111,6 +111,28 @@ def test_on_a_cpu_a_note_says_what_vllm_runs_with(load):
     assert f"{KEY}.vllm.enforce_eager=False has no effect: on a CPU vLLM runs with True." in on_cpu
     on_gpu = load(*ON_VLLM, "trainer.device=cuda", f"{ROLLOUT}.enforce_eager=False").notes
     assert not any("enforce_eager" in note for note in on_gpu)
+
+
+def test_names_of_sglang_are_read_from_its_groups_of_arguments(load, problems, tmp_path, monkeypatch):
+    """An installed SGLang of which nothing can be imported."""
+    folder = tmp_path / "site" / "sglang"
+    (folder / "srt" / "arg_groups" / "fields").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "srt" / "server_args.py").write_text("class PortArgs:\n    port: int\n")
+    (folder / "srt" / "arg_groups" / "fields" / "memory.py").write_text(
+        "class Memory:\n    page_size: int\n    context_length: int\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    on = (f"{ROLLOUT}.name=sglang", "preset=embedded")
+    assert load(*on, f"+{KEY}.sglang.page_size=16", environment=True).value(KEY) == {"sglang": {"page_size": 16}}
+    for setting, said in (
+        ("page_sise=1", "the SGLang that is installed has no such argument. did you mean `page_size`?"),
+        ("port=1", "has no such argument"),
+        ("tp_size=2", f"`{ROLLOUT}.tensor_model_parallel_size` decides it"),
+        ("context_length=7", "rows may have"),
+    ):
+        text = " ".join(problems(*on, f"+{KEY}.sglang.{setting}", environment=True).split())
+        assert text.startswith("1 problem") and all(part in text for part in said.split(". ")), text
 
 
 def test_an_engine_of_ones_own_has_arguments_under_its_name(load):

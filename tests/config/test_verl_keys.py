@@ -109,6 +109,7 @@ SPECIAL: dict[str, str] = {
     "actor_rollout_ref.rollout.multi_turn.format": "hermes",
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
     "actor_rollout_ref.rollout.engine_kwargs.vllm": "{block_size: 7}",
+    "actor_rollout_ref.rollout.engine_kwargs.sglang": "{page_size: 7}",
     "trainer.device": "cpu",
     "trainer.resume_mode": "resume_path",
 }

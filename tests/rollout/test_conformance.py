@@ -12,9 +12,10 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
+from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 from tests.conftest import TINY
-from tests.rollout import fake_vllm
+from tests.rollout import fake_sglang, fake_vllm
 
 PROMPTS = ["1 + 2 = ?", "a much longer prompt than the others", "1 + 2 = ?", "x"]
 
@@ -37,7 +38,21 @@ def make_vllm(folder, tokenizer, **settings):
     return build_vllm(module, RolloutConfig(kv_cache_gb=0.1, **settings), decode=decode, longest=96)[0]
 
 
-ENGINES = {"hf": make_hf, "native": make_native, "vllm over a fake": make_vllm, "vllm": make_vllm}
+def make_sglang(folder, tokenizer, **settings):
+    module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    decode = lambda ids: tokenizer.decode(ids)  # noqa: E731
+    return build_sglang(module, RolloutConfig(kv_cache_gb=0.1, **settings), decode=decode, longest=96)[0]
+
+
+FAKES = {"vllm over a fake": fake_vllm, "sglang over a fake": fake_sglang}
+ENGINES = {
+    "hf": make_hf,
+    "native": make_native,
+    "vllm over a fake": make_vllm,
+    "vllm": make_vllm,
+    "sglang over a fake": make_sglang,
+    "sglang": make_sglang,
+}
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -48,9 +63,9 @@ def engine_name(request):
 @pytest.fixture(scope="module")
 def folder(engine_name, tiny_model, tmp_path_factory):
     """vLLM's attention on CPUs knows no heads below 32."""
-    if engine_name != "vllm":
+    if engine_name not in ("vllm", "sglang"):
         return tiny_model
-    pytest.importorskip("vllm")
+    pytest.importorskip(engine_name)
     return write_model(tmp_path_factory.mktemp("models") / "wide", **TINY | {"hidden_size": 128})
 
 
@@ -60,10 +75,46 @@ def tokenizer(folder):
 
 
 @pytest.fixture
-def make(engine_name, folder, tokenizer, monkeypatch):
-    if engine_name == "vllm over a fake":
-        fake_vllm.install(monkeypatch)
-    return lambda **settings: ENGINES[engine_name](folder, tokenizer, **settings)
+def make(engine_name, folder, tokenizer, monkeypatch, kept):
+    if engine_name in FAKES:
+        FAKES[engine_name].install(monkeypatch)
+    made = []
+
+    def one(**settings):
+        made.append(ENGINES[engine_name](folder, tokenizer, **settings))
+        return made[-1]
+
+    if engine_name == "sglang":
+        one = again(folder, tokenizer, kept)
+    yield one
+    for engine in made:
+        if hasattr(engine, "close"):
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """SGLang is started once: it takes half a minute."""
+    engines = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def again(folder, tokenizer, kept):
+    """The one SGLang, as if it were new."""
+
+    def one(max_num_seqs=1024):
+        if not kept:
+            kept.append(make_sglang(folder, tokenizer))
+        (engine,) = kept
+        engine.abort([row.request.id for row in (*engine.waiting, *engine.rows.values())])
+        engine.wake()
+        engine.load_weights(engine.source(), 0)
+        engine.max_num_seqs = max_num_seqs
+        return engine
+
+    return one
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ REFUSED = {
             f"{ROLLOUT}.tool_config.search.api_key=secret-4711",
         ],
         [
-            f"`{ROLLOUT}.name=sglang`: this engine is not built",
+            f"`{ROLLOUT}.name=sglang`: the package sglang is not installed",
         ],
     ),
 }
@@ -66,7 +66,7 @@ REFUSED = {
 def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_else(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
-    monkeypatch.setattr("posttrain.config.environment.is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.config.outside.OutsideEngine.is_installed", lambda self: False)
     monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
     given, reasons = REFUSED[block]
     with pytest.raises(ConfigError) as refused:

@@ -21,7 +21,7 @@ ENGINE: tuple[Rule, ...] = (
         "the engine gives its memory back before the update, and wakes in two stages",
     ),
     not_needed(
-        f"{_ROLLOUT}.engine_kwargs.{{sglang,sglang.*,trtllm,trtllm.*,dynamo,dynamo.*}}",
+        f"{_ROLLOUT}.engine_kwargs.{{trtllm,trtllm.*,dynamo,dynamo.*}}",
         "they are arguments of an engine that is not built here",
     ),
     not_needed(

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from posttrain.config.aliases import canonical, nearest, spelled
+from posttrain.config.choices import ROLLOUT_ENGINES
+from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.merge import Merged, add
 from posttrain.config.schema import leaf_of, using
 from posttrain.config.tree import Tree
 from posttrain.config.verl.apply import apply_answers
 from posttrain.config.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
-from posttrain.config.vllm import is_installed
 
 UNKNOWN = "unknown"
 _ENGINE = "actor_rollout_ref.rollout.name"
@@ -59,9 +60,11 @@ def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, st
         return Answered(setting, key, NOT_SUPPORTED, _ADDED)
     if found.key is None:
         return Answered(setting, key, UNKNOWN, nearest(key))
-    if found.key == _ENGINE and value.strip("\"'") == "vllm" and not is_installed():
-        return Answered(setting, key, NOT_SUPPORTED, f"vLLM is not installed here; install it, or set {_ENGINE}=native")
-    if found.key == _ENGINE and value.strip("\"'") not in ("native", "hf", "vllm"):
+    engine = value.strip("\"'")
+    if found.key == _ENGINE and engine in OUTSIDE and not OUTSIDE[engine].is_installed():
+        missing = f"{OUTSIDE[engine].title} is not installed here; install it, or set {_ENGINE}=native"
+        return Answered(setting, key, NOT_SUPPORTED, missing)
+    if found.key == _ENGINE and engine not in ROLLOUT_ENGINES:
         return Answered(setting, key, NOT_SUPPORTED, f"this engine is not built; set {_ENGINE}=native")
     if found.key == key and leaf_of(key) is not None:
         return Answered(setting, key, HONOURED, "")

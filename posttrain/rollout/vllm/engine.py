@@ -10,24 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling, Stage
+from posttrain.rollout.outside import Row, Weights, check_length
 from posttrain.rollout.vllm.inside import Inside
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass
-class _Row:
-    request: Request
-    name: str
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
+class _Row(Row):
     drawn: list[float] | None = None
     reason: str | None = None
     """Why it has ended; it is then under way only to be scored."""
@@ -37,14 +31,6 @@ class _Row:
         """What its logits are divided by before vLLM sees them."""
         sampling = self.request.sampling
         return 1.0 if sampling.plain or sampling.greedy else sampling.temperature
-
-    def add(self, token: int, log_prob: float, version: int) -> None:
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1] = (version, self.versions[-1][1] + 1)
-        else:
-            self.versions.append((version, 1))
 
     def scored(self, log_probs: Sequence[float]) -> None:
         """The model's own log-probs have come; what was drawn from is known already. Greedy rows draw from nothing."""
@@ -76,12 +62,7 @@ class VLLMEngine(RolloutEngine):
     # -- requests -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
         self.check_request(request)
-        whole = len(request.prompt_ids) + request.sampling.max_tokens
-        if whole > self.longest:
-            raise ValueError(
-                f"request {request.id}: its prompt and response may have {whole} tokens, more than the {self.longest} "
-                "that vLLM was made for"
-            )
+        check_length(request, self.longest, "vLLM")
         self.waiting.append(_Row(request, self._new_name()))
 
     def _new_name(self) -> str:
@@ -163,7 +144,7 @@ class VLLMEngine(RolloutEngine):
         reason = new.finish_reason
         if reason not in (None, "stop", "length"):
             raise RuntimeError(f"vLLM ended request {row.request.id} with {reason!r}")
-        if reason != "stop" and self._stopped_by_text(row):
+        if reason != "stop" and row.stopped_by_text(self.decode):
             if reason is None:
                 self.llm.abort_request([row.name])
             reason = "stop"
@@ -176,15 +157,6 @@ class VLLMEngine(RolloutEngine):
         row.name = self._new_name()
         self._add(row, [*row.request.prompt_ids, *row.tokens], _SCORING)
         return False
-
-    def _stopped_by_text(self, row: _Row) -> bool:
-        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
-        stops = row.request.sampling.stop
-        if not stops or not row.tokens:
-            return False
-        assert self.decode is not None
-        text = self.decode(row.tokens[-(max(len(stop.encode()) for stop in stops) + 8) :])
-        return any(stop in text for stop in stops)
 
     # -- weights and memory ---------------------------------------------------------------------------------------
     @torch.no_grad()

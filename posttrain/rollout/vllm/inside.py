@@ -6,7 +6,6 @@ Everything that is no public interface of vLLM is in this file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -141,20 +140,3 @@ def _unmap(tag: str) -> None:
     for data in allocator.pointer_to_data.values():
         if data.tag == tag:
             unmap_and_release(data.handle)
-
-
-@contextmanager
-def nothing_disturbed() -> Iterator[None]:
-    """Around the making of an engine, which seeds the random numbers of this process and sets its threads."""
-    import random
-
-    import numpy as np
-
-    python, arrays, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
-            torch.set_num_threads(threads)

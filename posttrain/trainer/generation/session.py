@@ -26,7 +26,7 @@ from posttrain.models.loading import (
 )
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
-from posttrain.rollout.vllm.build import check_installed
+from posttrain.rollout.outside import check_installed
 from posttrain.tracking.folding import tell
 from posttrain.trainer.generation.asking import Asking
 from posttrain.trainer.generation.loop import Answers, answer
@@ -69,8 +69,7 @@ class Session:
 
     def __init__(self, name: str, table: RowTable, settings: Settings, *, rewards: bool = False) -> None:
         self.settings, self.config = settings, settings.config
-        if self.config.actor_rollout_ref.rollout.name == "vllm":
-            check_installed()
+        check_installed(self.config.actor_rollout_ref.rollout.name)
         self.source: ModelSource = find_model(name, settings, say)
         self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
         fit_lengths(self.source, settings)

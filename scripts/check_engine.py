@@ -1,6 +1,7 @@
-"""Tries the `vllm` engine where vLLM is installed, on a GPU or a CPU: a table, and exit status 1 if a line failed.
+"""Tries the engine `vllm` or `sglang` where it is installed, on a GPU or a CPU: a table, and exit status 1 if a line
+failed.
 
-    python scripts/check_vllm_engine.py [--model FOLDER] [--rows 64] [--tokens 64]
+    python scripts/check_engine.py vllm|sglang [--model FOLDER] [--rows 64] [--tokens 64]
 
 Log-probs, scores and syncs are compared with transformers' own forward pass over the same rows; memory is what the
 device says is free. Without --model the embedded one serves on a CPU, and on a GPU an untrained one of 0.1B parameters.
@@ -29,7 +30,6 @@ from posttrain.models.plain_rows import row_log_probs
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
-from posttrain.rollout.vllm.engine import VLLMEngine
 from posttrain.trainer.embedded import ensure_embedded
 
 SIZES = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -40,7 +40,8 @@ Check = Callable[[], str]
 class Desk:
     """The engine under trial and the model that it is compared with."""
 
-    def __init__(self, folder: str, rows: int, tokens: int) -> None:
+    def __init__(self, name: str, folder: str, rows: int, tokens: int) -> None:
+        self.name = name
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = resolve_dtype("auto", self.device)
         self.allowed = 1e-4 if dtype == torch.float32 else 0.25
@@ -57,9 +58,9 @@ class Desk:
     def start(self) -> str:
         before, began = self.free(), time.perf_counter()
         share = 0.3 if self.device.type == "cuda" else None
-        config = RolloutConfig(name="vllm", gpu_memory_utilization=share, max_num_seqs=self.rows)
+        config = RolloutConfig(name=self.name, gpu_memory_utilization=share, max_num_seqs=self.rows)
         made, said = build_engine(config, self.module, self.tokenizer, device=self.device, longest=64 + self.tokens)
-        assert isinstance(made, VLLMEngine), said
+        assert said.startswith(self.name), said
         self.engine = made
         taken = f", takes {(before - self.free()) / 2**30:.2f} GiB" if self.device.type == "cuda" else ""
         return f"{said}: {time.perf_counter() - began:.1f} s{taken}"
@@ -162,7 +163,7 @@ class Desk:
         """In a process of its own, while the engine here sleeps."""
         with tempfile.TemporaryDirectory() as place:
             run = [sys.executable, "-m", "posttrain.trainer.main_ppo", "algorithm.adv_estimator=grpo"]
-            settings = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=4"]
+            settings = [f"actor_rollout_ref.rollout.name={self.name}", "actor_rollout_ref.rollout.n=4"]
             settings += ["actor_rollout_ref.rollout.max_num_seqs=64"]
             if self.device.type == "cuda":  # this process holds some of it
                 settings += ["actor_rollout_ref.rollout.gpu_memory_utilization=0.3"]
@@ -182,6 +183,7 @@ class Desk:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("engine", choices=("vllm", "sglang"))
     parser.add_argument("--model", help="a folder in Hugging Face format")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
@@ -193,7 +195,7 @@ def main() -> int:
             folder = str(write_model(Path(place) / "model", num_hidden_layers=12, initializer_range=INITIAL, **SIZES))
         else:
             folder = str(ensure_embedded(print) / "model")
-        return _table(Desk(folder, options.rows, options.tokens))
+        return _table(Desk(options.engine, folder, options.rows, options.tokens))
 
 
 def _table(desk: Desk) -> int:

@@ -1,0 +1,162 @@
+"""What engines of other packages (`vllm`, `sglang`) share: the model as they are given it, its weights, and their rows.
+
+Such an engine holds a copy of the weights, which syncs renew, and takes its memory at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from posttrain.config.engine_kwargs import OUTSIDE
+from posttrain.config.outside import OutsideEngine
+from posttrain.config.rollout import RolloutConfig
+from posttrain.errors import UserError, first_line
+from posttrain.models.lora import has_adapters, merged_state
+from posttrain.rollout.base import Request
+from posttrain.rollout.native.build import cache_limit
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+LEAST = 32  # tokens of a row that an engine is made for at least: what proves an engine and a sync must fit
+SHARE = 0.5  # of a GPU's memory, where neither a user nor the memory plan has said it
+BLOCK = 128  # tokens of the largest block of a cache on a CPU
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass
+class Row:
+    """A request under way, with what has been made of it."""
+
+    request: Request
+    name: str
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, token: int, log_prob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+
+    def stopped_by_text(self, decode: Callable[[list[int]], str] | None) -> bool:
+        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
+        stops = self.request.sampling.stop
+        if not stops or not self.tokens:
+            return False
+        assert decode is not None
+        text = decode(self.tokens[-(max(len(stop.encode()) for stop in stops) + 8) :])
+        return any(stop in text for stop in stops)
+
+
+def check_installed(engine: str) -> None:
+    """Refuses an engine of another package that is not there."""
+    known = OUTSIDE.get(engine)
+    if known is not None and not known.is_installed():
+        named = f"actor_rollout_ref.rollout.name={engine}"
+        raise UserError(f"{named}: the package {engine} is not installed in this environment. {known.install}")
+
+
+def check_arguments(engine: OutsideEngine, config: RolloutConfig, known: Iterable[str]) -> None:
+    """What a user gives it besides; a command has been told before anything was loaded."""
+    given = engine.given(config.engine_kwargs)
+    for what, do in (*engine.faults(given), *engine.unknown(given, known)):
+        raise UserError(f"{what} {do}")
+
+
+def longest_row(module: Any, given: int | None, longest: int | None) -> tuple[int, bool]:
+    """(tokens of a row that an engine is made for, whether the model has fewer positions). One that is scored gets a
+    token more."""
+    positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    most = max(given or longest or positions or 0, LEAST) + 1
+    return most, bool(positions) and most > positions
+
+
+def check_length(request: Request, longest: int, engine: str) -> None:
+    """Refuses a request whose row may be longer than the engine was made for."""
+    whole = len(request.prompt_ids) + request.sampling.max_tokens
+    if whole > longest:
+        raise ValueError(
+            f"request {request.id}: its prompt and response may have {whole} tokens, more than the {longest} that "
+            f"{engine} was made for"
+        )
+
+
+def allowed_cache(config: RolloutConfig, kind: str, memory: int, longest: int, per_token: int) -> int:
+    """Bytes of a cache that is taken at once: what is set, or what the most rows need of what is allowed."""
+    limit = cache_limit(config, kind, memory)
+    if config.kv_cache_gb is not None:
+        return limit
+    return min(limit, config.max_num_seqs * (longest + BLOCK) * per_token)
+
+
+def written_config(module: Any, kind: str) -> Any:
+    """The model's settings as it is here: overridden, unpacked, and untied where adapters have made ends of ties."""
+    config = copy.deepcopy(module.config)
+    config.architectures = [kind]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    head = module.get_output_embeddings()
+    if head is not None and has_adapters(head):
+        config.tie_word_embeddings = False
+    return config
+
+
+def weights_of(module: Any) -> Weights:
+    """Under their Hugging Face names, with adapters folded in."""
+    state = merged_state(module) if has_adapters(module) else module.state_dict()
+    return state.items()
+
+
+def is_trained(module: torch.nn.Module) -> bool:
+    return any(weight.requires_grad for weight in module.parameters())
+
+
+def make_room(module: torch.nn.Module, base: Any, place: torch.device) -> None:
+    """A model that nobody trains leaves the GPU: once the engine has its weights it only proves them. Whoever makes
+    the engine takes it back where the engine does not serve."""
+    if place.type == "cuda" and not is_trained(module) and not getattr(base, "is_quantized", False):
+        module.to("cpu")
+        gc.collect()
+        torch.cuda.empty_cache()  # the engine looks at what is free
+
+
+def words(error: BaseException) -> str:
+    """Its first line; where that only counts what is wrong with an argument, what it is. And what decides its memory,
+    where that is what it lacks."""
+    said = first_line(error)
+    if "validation error" in said:
+        said = " ".join(line.strip() for line in str(error).splitlines()[:3])
+    lacks = ("free memory", "out of memory", "available memory", "not enough memory", "kv cache")
+    if any(lack in str(error).lower() for lack in lacks):
+        said += (
+            ". Its share of the device is actor_rollout_ref.rollout.gpu_memory_utilization, beside what the trainer "
+            "holds there; `posttrain plan` shows both"
+        )
+    return said
+
+
+@contextmanager
+def nothing_disturbed() -> Iterator[None]:
+    """Around the making of an engine, which seeds the random numbers of this process and sets its threads."""
+    import random
+
+    import numpy as np
+
+    python, arrays, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+            torch.set_num_threads(threads)
