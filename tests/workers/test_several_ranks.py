@@ -601,11 +601,14 @@ def test_S3_60_S4_62_engines_over_two_workers_change_no_number_of_a_run(runs, co
     assert max(line["sync/probe_max"] for line in ended.metrics) < 1e-9
 
 
-def test_a_run_with_such_an_engine_goes_on_from_a_checkpoint_to_the_bit(runs):
-    straight = runs.free("cut 2", 2, CUT)
-    copied = shutil.copytree(straight.path, runs.folder / "cut again" / "test" / "run")
+@pytest.mark.parametrize("layout", [2, (1, 2)])
+def test_a_run_with_such_an_engine_goes_on_from_a_checkpoint_to_the_bit(runs, layout, capsys):
+    straight = runs.free(f"cut {layout}", layout, CUT)
+    copied = shutil.copytree(straight.path, runs.folder / f"cut again {layout}" / "test" / "run")
     shutil.rmtree(copied / "checkpoints" / "global_step_6")
-    ended = runs.free("cut again", 2, CUT)
+    capsys.readouterr()
+    ended = runs.free(f"cut again {layout}", layout, CUT)
+    assert "global_step_3: 3 of 6 steps are done" in capsys.readouterr().out
     assert metrics_of(ended.path) == metrics_of(straight.path)
     assert furthest(weights_of(ended.path), weights_of(straight.path)) == 0.0
 
