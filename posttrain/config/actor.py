@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.optim import FSDPConfig, OptimConfig, RefFSDPConfig
@@ -37,7 +38,7 @@ class ActorConfig(Section):
     """The policy's update. Example: `actor_rollout_ref.actor.ppo_mini_batch_size=256`."""
 
     strategy: str = "fsdp"
-    """Train engine: `fsdp` and `fsdp2` are the same one."""
+    """Train engine: `fsdp` and `fsdp2` are the same one, `megatron` is Megatron-Core's."""
     ppo_mini_batch_size: int = 256
     """Prompts per optimizer step, over all workers (times `rollout.n` responses)."""
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -81,6 +82,9 @@ class ActorConfig(Section):
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron_config: dict[str, Any] = field(default_factory=dict)
+    """How the engine `megatron` cuts a model: `tensor_parallel_size`, `pipeline_parallel_size`, `expert_parallel_size`;
+    docs/megatron.md says how."""
 
 
 @dataclass

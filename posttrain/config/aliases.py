@@ -28,6 +28,7 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 
 MOVED_SECTIONS: dict[str, str] = {
     **{f"{place}.tool_config.": f"{_ROLLOUT}.multi_turn.tool_config." for place in ("rollout", _ROLLOUT)},
+    **{f"{place}.megatron.": f"{_ACTOR}.megatron_config." for place in ("actor", _ACTOR)},
     "actor_rollout.ref.": "actor_rollout_ref.",
     "actor.": f"{_ACTOR}.",
     "rollout.": f"{_ROLLOUT}.",

@@ -11,6 +11,7 @@ from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
+from posttrain.config.megatron import check_megatron
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import MAY_BE_INFINITE, RANGES, Range
@@ -140,6 +141,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_sizes,
     check_one_step_off,
     check_ray,
+    check_megatron,
     check_turns,
     check_engine_kwargs,
     check_agent,

@@ -51,7 +51,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "actor_rollout_ref.model.quantization": ("nf4",),
     "actor_rollout_ref.model.dtype": _DTYPES,
-    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
+    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2", "megatron"),
     "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
     "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
     "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),
@@ -76,8 +76,6 @@ LOGGERS = ("console", "details", *LOGGER_PACKAGES)
 NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "
     "(weights, gradients, optimizer); set actor_rollout_ref.actor.strategy=fsdp2",
-    ("actor_rollout_ref.actor.strategy", "megatron"): "the Megatron engine is not built in this version; "
-    "the nearest is actor_rollout_ref.actor.strategy=fsdp2",
     **{
         ("actor_rollout_ref.rollout.name", name): "this engine is not built; set actor_rollout_ref.rollout.name=native"
         for name in ("trtllm", "dynamo")

@@ -13,6 +13,7 @@ from posttrain.config.engine_kwargs import OUTSIDE, source_of
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from posttrain.config.megatron import missing_megatron
 from posttrain.config.model_files import broken_files
 from posttrain.config.outside import KEY
 from posttrain.config.problem import Problem
@@ -204,6 +205,7 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _adapters,
     _own_code,
     _rollout_engine,
+    lambda resolved, cwd: missing_megatron(resolved),
     check_workers,
     check_parallel_rollout,
     _folders,

@@ -12,11 +12,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 @dataclass
 class Calls:
     """The arguments of one call by rank. `rows` are the rows of the caller's batch that each rank was given, if any;
-    `together` neighbouring ranks were given the same ones."""
+    `counted` are the ranks whose results count, where several were given the same ones."""
 
     arguments: list[tuple[Any, ...]]
     rows: Sequence[Sequence[int]] | None = None
-    together: int = 1
+    counted: Sequence[int] | None = None
+
+    def those_that_count(self, results: list[Any]) -> list[Any]:
+        return results if self.counted is None else [results[rank] for rank in self.counted]
 
 
 # (the group, the arguments) -> the calls of its ranks

@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.base import Section
+from posttrain.config.megatron import NAME as MEGATRON
 from posttrain.config.schema import lookup
 from posttrain.config.supervised_tree import command_tree
 from posttrain.doctor.memory import GIB, Plan, find_device, shown
@@ -108,6 +109,8 @@ def _head(config: Any, plan: Plan) -> list[str]:
     ]
     if shape.workers > 1:
         lines.append(f"Planned for each of {shape.workers} workers that share weights, gradients and optimizer state.")
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.actor.strategy == MEGATRON:
+        lines.append("Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.")
     if generating := getattr(shape, "generating", 0):
         lines.append(f"The column generate is of each of the {generating} worker(s) that only generate.")
     return lines

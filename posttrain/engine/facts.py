@@ -46,7 +46,7 @@ class EngineFacts:
     max_rows: int | None
     """Rows of a pass, at most."""
     sequence_parallel: int
-    """Ranks that compute the same rows, each a stretch of their tokens."""
+    """Neighbouring ranks that compute the same rows, each a stretch of their tokens or a part of every matrix."""
     adapters: dict[str, Any] | None
     """Settings of the adapters, without their base's name; None for a model without adapters."""
     stacked: str | None
@@ -55,6 +55,10 @@ class EngineFacts:
     """Whether rows come in pairs that are computed in the same pass."""
     note: str | None = None
     """What of the model is not used, and why."""
+    pipeline: int = 1
+    """Stages of a pipeline, each on ranks of its own, one behind the other; all of them are given the same rows."""
+    engine: str | None = None
+    """What computes instead of torch's own modules, with its version."""
 
 
 def joining_cost(width: int) -> float:
@@ -71,6 +75,8 @@ def facts_of(
     max_rows: int | None = None,
     sequence_parallel: int = 1,
     pairs: bool = False,
+    pipeline: int = 1,
+    engine: str | None = None,
 ) -> EngineFacts:
     """`module` is whole: not yet sharded."""
     settings = module.config.get_text_config()
@@ -94,6 +100,8 @@ def facts_of(
         stacked=stacked_words(module),
         pairs=pairs,
         note=way_of(module).note,
+        pipeline=pipeline,
+        engine=engine,
     )
 
 

@@ -88,7 +88,7 @@ class Optimizer:
 
     def step(self, *, grad_clip: float, total_steps: int) -> dict[str, float]:
         """Clip, step and clear; a gradient that is not finite changes nothing and is reported."""
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.masters, grad_clip if grad_clip > 0 else math.inf))
+        norm = self._clip(grad_clip if grad_clip > 0 else math.inf)
         rate = learning_rate(self.config, self.steps_done, total_steps)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -100,6 +100,10 @@ class Optimizer:
         self.steps_done += 1
         self.clear_gradients()
         return {"grad_norm": float(norm), "lr": rate, "skipped": float(not finite)}
+
+    def _clip(self, largest: float) -> torch.Tensor:
+        """The norm of all gradients, which are scaled down to `largest` where it is above."""
+        return whole(torch.nn.utils.clip_grad_norm_(self.masters, largest))
 
     def _follow_masters(self) -> None:
         """Moments that were made or loaded while the weights were elsewhere go where these are now."""

@@ -15,7 +15,7 @@ import torch
 from posttrain.controller.dispatch import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, over_ranks, over_steps
-from posttrain.workers.spread import ranked_parts, ranks_together
+from posttrain.workers.spread import ranked_parts, ranks_that_count
 
 Prepare = Callable[[DataProto], DataProto]
 UNUSED = ("prompts", "token_level_scores", "token_level_rewards", "reward_baselines")  # in a step
@@ -96,10 +96,10 @@ def planned(group: Any, batch: DataProto, schedule: Schedule, prepare: Prepare) 
         sent = whole.select([name for name in whole.batch if name not in UNUSED], [])
         for plan, part in zip(plans, ranked_parts(whole, group), strict=True):
             plan.steps.append(MiniBatch(sent[part.rows], part.passes))
-    return Calls([(plan,) for plan in plans], together=ranks_together(group))
+    return Calls([(plan,) for plan in plans], counted=ranks_that_count(group))
 
 
 def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:
     """Metrics of a batch's optimizer steps, from those that every rank gave for each of them; ranks that computed the
     same rows count once."""
-    return over_steps([over_ranks(parts) for parts in zip(*results[:: calls.together], strict=True)])
+    return over_steps([over_ranks(parts) for parts in zip(*calls.those_that_count(results), strict=True)])

@@ -130,6 +130,11 @@ class PolicyWorker(ExportingWorker):
             return not_finite(self.engine.export_weights())
 
     @register(to_first)
+    def train_engine(self) -> str | None:
+        """What trains, and its version, where it is not torch's own modules."""
+        return self.engine.facts().engine
+
+    @register(to_first)
     def vocabulary(self) -> int:
         """Tokens that the policy's model has weights for."""
         return self.engine.facts().vocabulary

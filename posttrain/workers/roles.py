@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from posttrain.config.megatron import NAME as MEGATRON
+from posttrain.config.megatron import megatron_settings
 from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.ranks import group_ranks, world_size
+from posttrain.engine.ranks import Ranks, group_ranks, world_size
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
 from posttrain.models.value import ValueModel
@@ -30,14 +32,14 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> F
     if model.lora_rank > 0:
         module = with_adapters(module, model)
     settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
-    return FSDPEngine(module, settings)
+    return _engine(config, module, settings)
 
 
 def reference_engine(config: PPOConfig, device: torch.device) -> FSDPEngine:
     """A frozen copy of the policy as it was at the start."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     place = replace(actor.fsdp_config, param_offload=ref.fsdp_config.param_offload)
-    return FSDPEngine(_language_model(config, device), _settings(config, device, actor, None, place, 1))
+    return _engine(config, _language_model(config, device), _settings(config, device, actor, None, place, 1))
 
 
 def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
@@ -53,7 +55,18 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     if checkpointing is None:
         checkpointing = settings.gradient_checkpointing
     pack = critic.model.use_remove_padding
-    return FSDPEngine(module, replace(settings, pack=pack, gradient_checkpointing=checkpointing))
+    return _engine(config, module, replace(settings, pack=pack, gradient_checkpointing=checkpointing))
+
+
+def _engine(config: PPOConfig, module: torch.nn.Module, settings: EngineSettings) -> FSDPEngine:
+    """The engine of `actor.strategy`, which the reference and the critic have too."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy != MEGATRON:
+        return FSDPEngine(module, settings)
+    from posttrain.engine.megatron.engine import MegatronEngine  # it takes seconds to import
+    from posttrain.engine.megatron.places import Sizes
+
+    return MegatronEngine(module, settings, Sizes.of(megatron_settings(actor.megatron_config)))
 
 
 def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
@@ -93,7 +106,8 @@ def _language_model(
     dtype = resolve_dtype(model.dtype, device)
     role = "actor_rollout_ref." if path is None else "critic."
     options: Any = {"path": path, "quantization": quantization, "headless": headless, "role": role}
-    home = device if world_size() == 1 else torch.device("cpu")  # ranks take their parts from host memory
+    cut = world_size() > 1 or config.actor_rollout_ref.actor.strategy == MEGATRON
+    home = torch.device("cpu") if cut else device  # ranks take their parts from host memory
     return load_causal_lm(model, dtype=dtype, device=home, **options)
 
 
@@ -112,5 +126,11 @@ def _settings(
         gradient_checkpointing=model.enable_gradient_checkpointing,
         param_offload=place.param_offload,
         optimizer_offload=place.optimizer_offload,
-        ranks=group_ranks(device, fsdp_size=place.fsdp_size, sequence_size=role.ulysses_sequence_parallel_size),
+        ranks=_ranks(config, device, role, place),
     )
+
+
+def _ranks(config: PPOConfig, device: torch.device, role: Any, place: FSDPConfig) -> Ranks | None:
+    if config.actor_rollout_ref.actor.strategy == MEGATRON:
+        return None  # this engine groups ranks by sizes of its own
+    return group_ranks(device, fsdp_size=place.fsdp_size, sequence_size=role.ulysses_sequence_parallel_size)

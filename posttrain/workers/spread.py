@@ -37,15 +37,21 @@ def by_passes(group: Any, arguments: tuple[Any, ...]) -> Calls:
 
 
 def ranked_parts(data: DataProto, group: Any) -> list[RankPart]:
-    """A part for every rank."""
-    together = ranks_together(group)
-    parts = plan_ranks(data, group.once("engine_facts"), group.world_size // together)
-    return [part for part in parts for _ in range(together)]
+    """A part for every rank; ranks that hold one copy of the model together have the same."""
+    facts = group.once("engine_facts")
+    stage = group.world_size // facts.pipeline
+    parts = plan_ranks(data, facts, stage // facts.sequence_parallel)
+    return [parts[rank % stage // facts.sequence_parallel] for rank in range(group.world_size)]
 
 
-def ranks_together(group: Any) -> int:
-    """Neighbouring ranks that compute the same rows, each a stretch of their tokens."""
-    return 1 if group.world_size == 1 else group.once("engine_facts").sequence_parallel
+def ranks_that_count(group: Any) -> list[int]:
+    """One rank for every part: of those that compute the same rows the first, in the last stage of a pipeline, which
+    alone sees losses."""
+    if group.world_size == 1:
+        return [0]
+    facts = group.once("engine_facts")
+    first = group.world_size - group.world_size // facts.pipeline
+    return list(range(first, group.world_size, facts.sequence_parallel))
 
 
 def split_rows(groups: Sequence[Hashable], tokens: Sequence[int], ranks: int) -> list[list[int]]:

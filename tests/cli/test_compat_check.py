@@ -120,7 +120,7 @@ def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_ta
 
 NOT_BY_POSTTRAIN_ALONE = {
     "batch_reward": "`batch` and managers of your own",
-    "megatron": "the Megatron engine is not built",
+    "megatron": "set actor_rollout_ref.actor.strategy=megatron",  # as verl's main file for it does
     "own_algorithm": "a key added for an algorithm of your own",
 }
 """Scripts with keys that the command for posttrain leaves out -> the reason that is told."""

@@ -23,6 +23,7 @@ from posttrain.config.verl.translations import TRANSLATIONS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"
+BY_MEGATRON = [f"{ACTOR}.strategy=megatron", "trainer.n_workers=2"]
 TREES = {"main_ppo": PPO, "sft_trainer": SFT}
 ANSWERS = {key: (program, found) for key, program, found in all_answers()}
 
@@ -269,10 +270,32 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         (["data.max_response_length=99", "+reward.reward_kwargs.max_resp_len=98"], "set both to the same number"),
     ],
     "engine": [
-        (["model_engine=megatron"], "set model_engine=dp"),
+        (["model_engine=megatron"], {f"{ACTOR}.strategy": "megatron"}),
+        (["model_engine=veomni"], "set model_engine=dp"),
         (["model_engine=dp"], {f"{ACTOR}.strategy": "fsdp"}),
         (["sft", "engine=fsdp", "optim=fsdp"], {"fsdp.strategy": "fsdp2"}),
         (["sft", "engine=veomni"], "set engine=fsdp"),
+    ],
+    "megatron_offload": [
+        ([*BY_MEGATRON, f"{ACTOR}.megatron.param_offload=True"], {f"{ACTOR}.fsdp_config.param_offload": True}),
+        ([*BY_MEGATRON, f"{ACTOR}.megatron.optimizer_offload=True"], {f"{ACTOR}.fsdp_config.optimizer_offload": True}),
+        ([f"{ACTOR}.megatron.param_offload=True"], {f"{ACTOR}.fsdp_config.param_offload": False}),
+    ],
+    "megatron_sizes": [
+        (
+            [
+                *BY_MEGATRON,
+                f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+                f"{REF}.megatron.tensor_model_parallel_size=2",
+            ],
+            {f"{ACTOR}.strategy": "megatron"},
+        ),
+        ([*BY_MEGATRON, "critic.megatron.pipeline_model_parallel_size=2"], "cut as the actor is, over 1"),
+    ],
+    "same_engine": [
+        ([*BY_MEGATRON, "critic.strategy=megatron", f"{REF}.strategy=megatron"], {f"{ACTOR}.strategy": "megatron"}),
+        ([*BY_MEGATRON, "critic.strategy=fsdp"], "set critic.strategy=megatron"),
+        ([f"{REF}.strategy=megatron"], "set actor_rollout_ref.ref.strategy=fsdp2"),
     ],
     "model_group": [(["sft", "model=hf_model"], {"model.lora_rank": 0}), (["sft", "model=vlm"], "set model.path")],
 }
@@ -318,9 +341,10 @@ def test_a_removed_key_has_its_default(load, write):
 
 
 def test_keys_of_one_reason_are_told_in_one_sentence(load, problems):
-    sizes = [f"{ACTOR}.megatron.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "expert")]
+    sizes = [f"{ACTOR}.torchtitan.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "expert")]
     text = problems(*sizes)
     assert text.startswith("1 problem") and "`critic.strategy=fsdp2" not in text and "strategy=fsdp2" in text
+    sizes = [size.replace("torchtitan", "megatron") for size in sizes]
     resolved = load(*sizes, f"{ACTOR}.strategy=fsdp2")
     assert sum("megatron" in note for note in resolved.notes) == 1
 
@@ -369,10 +393,10 @@ def test_other_engines_name_the_override_that_makes_the_script_run(problems):
     assert "strategy=fsdp2" in problems(f"{ACTOR}.strategy=veomni")
 
 
-def test_verls_main_file_for_megatron_is_ours_with_its_engine_which_can_be_replaced(load, problems, tmp_path):
+def test_verls_main_file_for_megatron_is_ours_with_its_engine_which_can_be_replaced(load, tmp_path):
     named = ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", f"{ACTOR}.megatron.param_offload=True"]
-    text = problems(*named)
-    assert "verl's ppo_megatron_trainer" in text and f"{ACTOR}.strategy=fsdp2" in text
+    resolved = load(*named)
+    assert resolved.value(f"{ACTOR}.strategy") == "megatron" and resolved.value(f"{ACTOR}.fsdp_config.param_offload")
     resolved = load(*named, f"{ACTOR}.strategy=fsdp2")
     assert resolved.value(f"{ACTOR}.strategy") == "fsdp2"
     (tmp_path / "ppo_megatron_trainer.yaml").write_text("data:\n  train_batch_size: 3\n")  # a user's own file

@@ -171,7 +171,7 @@ def test_M_33_a_warm_up_over_all_steps_is_noted(load):
         (["critic.strategy=megatron"], "critic.strategy=fsdp2"),
         (["reward_model.reward_manager=mine"], "custom_reward_function.path=FILE"),
         (["reward_model.model.paht=x"], "did you mean `reward_model.model.path`"),
-        ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "Megatron engine is not built"),
+        ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "set actor_rollout_ref.actor.strategy=megatron"),
         ([f"{ROLLOUT}.multi_turn=True"], "there is no tool that the model could call"),
         (["training.learning_rate=2e-5"], f"{ACTOR}.optim.lr"),
         pytest.param(["trainer.device=npu"], "torch_npu", id="S2-20"),

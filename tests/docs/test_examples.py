@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from posttrain.config import load_config
+from posttrain.config.megatron import is_installed
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 
@@ -111,6 +112,14 @@ def test_S4_56_an_example_that_waits_says_so_in_one_sentence_with_a_status_of_it
     done = subprocess.run(["bash", str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == check_examples.WAITS == 69
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not built" in done.stderr
+
+
+@pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed")
+def test_S4_56_S4_116_the_small_form_of_the_large_model_trains_by_megatron(tmp_path):
+    script = EXAMPLES / "grpo_trainer" / "run_deepseek671b_math_megatron_80gb.sh"
+    status, _, said = check_examples.run(script, tmp_path)
+    assert status == 0, said[-2000:]
+    assert re.search(r"^Train engine: megatron-core [\d.]+ \(tensor 1, pipeline 1, expert 1\)$", said, re.M)
 
 
 DOCUMENT_4 = {  # §2.1; the engine and its devices are those that are built

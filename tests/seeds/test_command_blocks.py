@@ -41,8 +41,7 @@ REFUSED = {
             "trainer.nnodes=4",
         ],
         [
-            f"`{ACTOR}.megatron_config.expert_parallel_size=8` cannot be used",
-            f"`{ACTOR}.strategy=megatron` cannot be used",
+            f"`{ACTOR}.strategy=megatron`: the package megatron-core is not installed in this environment",
             EIGHT,
             FOUR_MACHINES,
         ],
@@ -67,6 +66,7 @@ def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_els
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
     monkeypatch.setattr("posttrain.config.outside.OutsideEngine.is_installed", lambda self: False)
+    monkeypatch.setattr("posttrain.config.megatron.is_installed", lambda: False)
     monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
     given, reasons = REFUSED[block]
     with pytest.raises(ConfigError) as refused:

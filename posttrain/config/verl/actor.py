@@ -179,24 +179,16 @@ SHARDING: tuple[Rule, ...] = (
         f"remove it; {_MODEL}.quantization=nf4 trains adapters beside 4-bit weights",
         switch="qat.enable",
     ),
-    not_supported(
-        f"{_REF}.{{strategy,fsdp_config.strategy}}",
-        "the reference is computed by the actor's engine",
-        f"remove it, or set {_REF}.strategy=fsdp2",
-        off=("fsdp", "fsdp2"),
+    translated(
+        f"{_REF}.{{strategy,fsdp_config.strategy}}", "same_engine", "the reference is computed by the actor's engine"
     ),
     not_supported(
         "reward_model.{strategy,fsdp_config.strategy}",
-        "the reward model is computed by the actor's engine",
+        "a reward model is computed whole by every worker",
         "remove it, or set reward_model.strategy=fsdp2",
         off=("fsdp", "fsdp2"),
     ),
-    not_supported(
-        "critic.{strategy,fsdp_config.strategy}",
-        "the critic is computed by the actor's engine; Megatron's and others are not built",
-        "remove it, or set critic.strategy=fsdp2",
-        off=("fsdp", "fsdp2"),
-    ),
+    translated("critic.{strategy,fsdp_config.strategy}", "same_engine", "the critic is computed by the actor's engine"),
     not_needed("{actor_rollout_ref,critic,reward_model}.nccl_timeout", "workers wait as long as their work takes"),
 )
 

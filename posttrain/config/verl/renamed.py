@@ -30,6 +30,10 @@ MOVED: dict[str, str] = {
 """Prefix -> prefix, as `MOVED_SECTIONS`."""
 
 RENAMED: dict[str, str] = {
+    **{
+        f"{_ACTOR}.megatron_config.{name}_model_parallel_size": f"{_ACTOR}.megatron_config.{name}_parallel_size"
+        for name in ("tensor", "pipeline", "expert")
+    },
     **{f"{role}.optim.{old}": f"{role}.{new}" for role in (_ACTOR, "critic") for old, new in _OPTIM.items()},
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
     **{f"{role}.rollout_n": f"{_ROLLOUT}.n" for role in (_ACTOR, "actor_rollout_ref.ref", "critic")},

@@ -64,16 +64,61 @@ RUN: tuple[Rule, ...] = (
 )
 
 _MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2), with which it has no effect"
+_ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}"
+_MEGATRON = f"{_ROLES}.{{megatron,megatron_config}}"
+_OTHERS_OF_ACTOR = (
+    "dtype,dynamic_context_parallel,entropy_*,max_seqlen_*,override_*,pad_*,qat.*,router_replay.*,sequence_parallel,"
+    "use_distributed_optimizer,use_megatron_fsdp"
+)
 OTHER_ENGINES: tuple[Rule, ...] = (
     translated(
-        "model_engine", "engine", "`dp` (FSDP) is the engine here; megatron, veomni, torchtitan and others are refused"
+        "model_engine",
+        "engine",
+        "`dp` (FSDP) and `megatron` are the engines here; veomni, torchtitan and others are refused",
     ),
     translated("actor_rollout_ref.actor.model_engine", "engine", "as `model_engine`"),
+    translated(
+        "actor_rollout_ref.actor.megatron_config.{param_offload,optimizer_offload}",
+        "megatron_offload",
+        "`actor_rollout_ref.actor.fsdp_config` has them for every engine",
+    ),
+    translated(
+        "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.{tensor,pipeline,expert}*_parallel_size",
+        "megatron_sizes",
+        "the reference and the critic are cut as the actor is: `actor_rollout_ref.actor.megatron_config`",
+    ),
+    not_needed(f"{_MEGATRON}.grad_offload", "gradients live from the first pass of an update to its step"),
+    not_needed(
+        f"{_MEGATRON}.override_transformer_config.recompute_*",
+        "actor_rollout_ref.model.enable_gradient_checkpointing says whether layers are computed again",
+    ),
+    not_needed(
+        f"{_MEGATRON}.{{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*,dist_ckpt_*,"
+        "distrib_optim_*}",
+        "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
+    ),
     not_supported(
-        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}.{megatron,megatron_config}.*",
-        "the Megatron engine is not built in this version",
-        _MEGATRON_DO,
+        f"{_MEGATRON}.use_remove_padding", "rows are always packed", "set it to True, or remove it", off=("true",)
+    ),
+    not_needed(f"{_MEGATRON}.{{seed,forward_only}}", "the engine draws nothing, and a reference is never updated"),
+    not_supported(
+        f"{_MEGATRON}.{{context_parallel_size,expert_tensor_parallel_size,virtual_pipeline_model_parallel_size}}",
+        "a model is cut by tensor, pipeline and expert ranks alone",
+        "set it to 1, or remove it",
+        off=("1",),
         idle="fsdp",
+    ),
+    *(
+        not_supported(
+            pattern,
+            "the Megatron engine has no such setting here",
+            "remove it (docs/megatron.md names what there is), or set actor_rollout_ref.actor.strategy=fsdp2",
+            idle="fsdp",
+        )
+        for pattern in (
+            f"actor_rollout_ref.actor.megatron_config.{{{_OTHERS_OF_ACTOR}}}",
+            "{actor_rollout_ref.ref,critic,reward_model}.{megatron,megatron_config}.*",
+        )
     ),
     not_supported(
         "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan,engine,automodel,mindspeed}.*",

@@ -13,6 +13,7 @@ from posttrain.config.verl.conditions import ON
 from posttrain.config.verl.rule import NOTHING, plain
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_STRATEGY = f"{_ACTOR}.strategy"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
 _ENGINES = ("dp", "fsdp", "fsdp2", "legacy")
 _MANAGERS = ("naive", "dapo", "gdpo", "prime")
@@ -181,12 +182,44 @@ def _longest(merged: Merged, key: str, entry: Entry) -> None:
 
 
 def _engine(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) == "megatron" and key not in ("engine", "optim"):
+        put(merged, _STRATEGY, "megatron", entry)
+        return
     if plain(entry.value) in _ENGINES or _empty(entry):
         merged.note(f"`{entry.spelling}={entry.value}`: FSDP is the engine.")
         return
     name = "fsdp" if key in ("engine", "optim") else "dp"
     do = f"set {key}={name}: keys of other engines then have no effect"
     _refuse(merged, entry, "this engine is not built in this version", do)
+
+
+def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(merged.value(_STRATEGY)) == "megatron":
+        put(merged, f"{_ACTOR}.fsdp_config.{key.rpartition('.')[2]}", plain(entry.value) in ON, entry)
+    else:
+        merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
+
+
+def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
+    name = key.rpartition(".")[2].replace("_model_", "_")
+    actors = merged.value(f"{_ACTOR}.megatron_config")
+    wanted = plain(actors.get(name, 1) if isinstance(actors, dict) else 1)
+    inside = merged.entries.get(f"{_ACTOR}.megatron_config.{name}")
+    wanted = plain(inside.value) if inside is not None else wanted
+    if plain(merged.value(_STRATEGY)) != "megatron":
+        merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
+    elif plain(entry.value) != wanted:
+        why = f"reference and critic are cut as the actor is, over {wanted}"
+        _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
+
+
+def _same_engine(merged: Merged, key: str, entry: Entry) -> None:
+    """Of the reference and the critic: the actor's engine, by any of its names."""
+    actors, own = plain(merged.value(_STRATEGY)), plain(entry.value)
+    if own == actors or {own, actors} <= {"fsdp", "fsdp2"} or _empty(entry):
+        return
+    name = "fsdp2" if actors in ("fsdp", "fsdp2") else actors
+    _refuse(merged, entry, f"it is computed by the actor's engine, {actors}", f"remove it, or set {key}={name}")
 
 
 def _model_group(merged: Merged, key: str, entry: Entry) -> None:
@@ -212,6 +245,9 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "manager": _manager,
     "longest": _longest,
     "engine": _engine,
+    "megatron_offload": _megatron_offload,
+    "megatron_sizes": _megatron_sizes,
+    "same_engine": _same_engine,
     "model_group": _model_group,
 }
 """Name in a rule -> its function."""

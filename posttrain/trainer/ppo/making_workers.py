@@ -47,6 +47,8 @@ def _make_actor(trainer: RayPPOTrainer) -> None:
     say(f"Rollout engine: {actor.rollout_engine()}")
     if (size := engine_ranks(trainer.config)) > 1:
         say(_engines_words(trainer.rollout_wg.world_size, size, "rollout " * bool(trainer.workers.rollout_size)))
+    if engine := actor.train_engine():
+        say(f"Train engine: {engine}")
     trainer.said = actor.notes()
     for note in trainer.said:
         say(f"note: {note}")

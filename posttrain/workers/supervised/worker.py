@@ -13,7 +13,7 @@ from posttrain.engine.ranks import group_ranks, world_size
 from posttrain.protocol import DataProto
 from posttrain.workers.engine_worker import ExportingWorker
 from posttrain.workers.lora_state import lora_state
-from posttrain.workers.spread import ranked_parts, ranks_together
+from posttrain.workers.spread import ranked_parts, ranks_that_count
 
 
 def planned_step(group: Any, arguments: tuple[DataProto]) -> Calls:
@@ -23,12 +23,12 @@ def planned_step(group: Any, arguments: tuple[DataProto]) -> Calls:
     if group.world_size == 1:
         return Calls([(batch, None)])
     parts = ranked_parts(batch, group)
-    return Calls([(batch[part.rows], part.passes) for part in parts], together=ranks_together(group))
+    return Calls([(batch[part.rows], part.passes) for part in parts], counted=ranks_that_count(group))
 
 
 def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
     """Losses are added up and tensors joined; what is left all ranks know alike."""
-    own = results[:: calls.together]
+    own = calls.those_that_count(results)
     joined = {name: torch.cat([part[name] for part in own]) for name, x in own[0].items() if torch.is_tensor(x)}
     return {**own[0], **joined, "loss": sum(part["loss"] for part in own)}
 

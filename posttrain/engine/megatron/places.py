@@ -1,0 +1,123 @@
+"""Which ranks hold what: the sizes of the cut, and where this rank stands in it.
+
+Ranks are counted as Megatron-Core does: neighbours cut the matrices of a layer (tensor), then come copies with other
+rows (data), then the stages of the pipeline. Experts are dealt out over tensor and data ranks of a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from posttrain.config.megatron import KEY, MegatronSettings
+from posttrain.engine.ranks import RanksError, world_size
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Into how many parts a model is cut: the matrices of a layer, its layers, its experts."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, settings: MegatronSettings) -> Sizes:
+        return cls(settings.tensor_parallel_size, settings.pipeline_parallel_size, settings.expert_parallel_size)
+
+    def words(self) -> str:
+        return f"tensor {self.tensor}, pipeline {self.pipeline}, expert {self.expert}"
+
+
+def check_sizes(sizes: Sizes, ranks: int) -> None:
+    """Refuses sizes that do not divide the ranks."""
+    together = sizes.tensor * sizes.pipeline
+    if ranks % together:
+        raise RanksError(
+            f"{KEY}: tensor_parallel_size={sizes.tensor} x pipeline_parallel_size={sizes.pipeline} = {together} ranks "
+            f"hold one copy of the model, but the run has {ranks}, which is no multiple of it; set sizes whose product "
+            "divides trainer.n_gpus_per_node x trainer.nnodes"
+        )
+    stage = ranks // sizes.pipeline
+    if stage % sizes.expert:
+        raise RanksError(
+            f"{KEY}.expert_parallel_size={sizes.expert}: experts are dealt out over the {stage} ranks of a pipeline "
+            f"stage ({ranks} ranks / pipeline_parallel_size={sizes.pipeline}), which is no multiple of it; set a size "
+            f"that divides {stage}"
+        )
+
+
+@dataclass(frozen=True)
+class Places:
+    """The groups of this rank."""
+
+    sizes: Sizes
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    """Those who hold the same weights and compute other rows."""
+    expert: dist.ProcessGroup
+    expert_data: dist.ProcessGroup
+    """Those who hold the same experts."""
+    ends: dist.ProcessGroup | None
+    """First and last stage, which both hold a tied embedding; None on others."""
+
+    @property
+    def stage(self) -> int:
+        return self.pipeline.rank()
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.sizes.pipeline - 1
+
+
+_grouped: tuple[Sizes, Any] | None = None
+"""By which sizes, and among whom, this process has groups: Megatron-Core keeps one set of them for a process."""
+
+
+def take_places(sizes: Sizes, device: torch.device) -> Places:
+    """Groups the ranks of this run; all of them must call it alike. A process alone is a group of one."""
+    from posttrain.engine.megatron.package import parallel_state
+
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30))
+    check_sizes(sizes, world_size())
+    state: Any = parallel_state()
+    global _grouped
+    if _grouped != (sizes, dist.group.WORLD):  # a process that serves another run than before groups itself anew
+        leave_places()
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=1,
+        )
+        _grouped = sizes, dist.group.WORLD
+    return Places(
+        sizes,
+        tensor=state.get_tensor_model_parallel_group(),
+        pipeline=state.get_pipeline_model_parallel_group(),
+        data=state.get_data_parallel_group(),
+        expert=state.get_expert_model_parallel_group(),
+        expert_data=state.get_expert_data_parallel_group(),
+        ends=state.get_embedding_group(check_initialized=False),
+    )
+
+
+def leave_places() -> None:
+    """Lets the ranks be grouped anew."""
+    from posttrain.engine.megatron.package import parallel_state
+
+    global _grouped
+    parallel_state().destroy_model_parallel()
+    _grouped = None

@@ -1,0 +1,155 @@
+"""Weights between Hugging Face's names and this rank's part of a Megatron-Core model, in both directions.
+
+Megatron-Core keeps queries, keys and values of a layer in one matrix, group by group, and gate and up projection in
+one; tensor ranks hold rows or columns of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from posttrain.engine.megatron.places import Places
+from posttrain.engine.megatron.shapes import experts_of
+
+Kind = Literal["same", "rows", "columns", "qkv", "gate_up", "experts"]
+CUT = ("rows", "columns", "qkv", "gate_up")
+"""Kinds that tensor ranks hold parts of."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """Weights here, those that they are there, and how the one becomes the other."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    kind: Kind
+
+
+def stage_matches(config: Any, places: Places, stage: int, *, values: bool = False) -> list[Match]:
+    """All weights of a stage; `values` of a value model, whose names begin otherwise and which predicts no tokens."""
+    stages = places.sizes.pipeline
+    root = "base_model" if values else "model"
+    found = []
+    if stage == 0:
+        found.append(Match(("embedding.word_embeddings.weight",), (f"{root}.embed_tokens.weight",), "rows"))
+    count = config.num_hidden_layers // stages
+    for own in range(count):
+        found += _layer(config, places, f"decoder.layers.{own}", f"{root}.layers.{stage * count + own}")
+    if stage == stages - 1:
+        found.append(Match(("decoder.final_layernorm.weight",), (f"{root}.norm.weight",), "same"))
+        if values:
+            found += [Match((f"value_head.{end}",), (f"value_head.{end}",), "same") for end in ("weight", "bias")]
+        elif stages > 1 or not config.tie_word_embeddings:  # tied, the last of several stages has a copy
+            found.append(Match(("output_layer.weight",), ("lm_head.weight",), "rows"))
+    return found
+
+
+def _layer(config: Any, places: Places, ours: str, theirs: str) -> list[Match]:
+    attention, projections = f"{ours}.self_attention", ("q_proj", "k_proj", "v_proj")
+    found = [
+        Match((f"{ours}.input_layernorm.weight",), (f"{theirs}.input_layernorm.weight",), "same"),
+        Match((f"{ours}.pre_mlp_layernorm.weight",), (f"{theirs}.post_attention_layernorm.weight",), "same"),
+        Match((f"{attention}.linear_proj.weight",), (f"{theirs}.self_attn.o_proj.weight",), "columns"),
+    ]
+    for end in ("weight", "bias") if config.model_type == "qwen2" else ("weight",):
+        names = tuple(f"{theirs}.self_attn.{name}.{end}" for name in projections)
+        found.append(Match((f"{attention}.linear_qkv.{end}",), names, "qkv"))
+    if config.model_type in ("qwen3", "qwen3_moe"):
+        for name in ("q", "k"):
+            own, other = (f"{attention}.{name}_layernorm.weight",), (f"{theirs}.self_attn.{name}_norm.weight",)
+            found.append(Match(own, other, "same"))
+    experts = experts_of(config)
+    if experts is None:
+        both = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
+        found.append(Match((f"{ours}.mlp.linear_fc1.weight",), both, "gate_up"))
+        found.append(Match((f"{ours}.mlp.linear_fc2.weight",), (f"{theirs}.mlp.down_proj.weight",), "columns"))
+        return found
+    found.append(Match((f"{ours}.mlp.router.weight",), (f"{theirs}.mlp.gate.weight",), "same"))
+    for own, other in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+        numbers = range(experts // places.sizes.expert)
+        names = tuple(f"{ours}.mlp.experts.local_experts.{number}.{own}.weight" for number in numbers)
+        found.append(Match(names, (f"{theirs}.mlp.experts.{other}",), "experts"))
+    return found
+
+
+def own_part(match: Match, theirs: Sequence[torch.Tensor], config: Any, places: Places) -> list[torch.Tensor]:
+    """This rank's part of whole weights."""
+    rank, size = places.tensor.rank(), places.tensor.size()
+    if match.kind == "same":
+        return list(theirs)
+    if match.kind == "experts":
+        return list(theirs[0].chunk(places.expert.size())[places.expert.rank()])
+    if match.kind == "columns":
+        return [theirs[0].chunk(size, 1)[rank]]
+    if match.kind == "gate_up":
+        return [torch.cat([weight.chunk(size)[rank] for weight in theirs])]
+    if match.kind == "qkv":
+        by_group = [weight.unflatten(0, (config.num_key_value_heads, -1)) for weight in theirs]
+        return [torch.cat([weight.chunk(size)[rank] for weight in by_group], 1).flatten(0, 1)]
+    rows = -(-len(theirs[0]) // size)
+    part = theirs[0][rank * rows : (rank + 1) * rows]
+    return [torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])]
+
+
+def whole_weights(
+    match: Match, ours: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size], config: Any, places: Places
+) -> list[torch.Tensor]:
+    """Whole weights from the parts of all ranks, which must all ask."""
+    if match.kind == "same":
+        return [weight.clone() for weight in ours]
+    if match.kind == "experts":
+        return [torch.cat(_gathered(torch.stack(list(ours)), places.expert))]
+    parts = _gathered(ours[0], places.tensor)
+    if match.kind == "columns":
+        return [torch.cat(parts, 1)]
+    if match.kind == "gate_up":
+        halves = [part.chunk(2) for part in parts]
+        return [torch.cat([half[number] for half in halves]) for number in (0, 1)]
+    if match.kind == "qkv":
+        heads, keys = config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads
+        by_group = torch.cat([part.unflatten(0, (keys // places.tensor.size(), -1)) for part in parts])
+        size = by_group.shape[1] // (heads + 2)
+        return [weight.flatten(0, 1) for weight in by_group.split([heads * size, size, size], 1)]
+    return [torch.cat(parts)[: shapes[match.theirs[0]][0]]]
+
+
+def _gathered(weight: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [weight.clone()]
+    parts = [torch.empty_like(weight) for _ in range(group.size())]
+    dist.all_gather(parts, weight.contiguous(), group=group)
+    return parts
+
+
+@torch.no_grad()
+def exported(
+    weights: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, torch.Size],
+    config: Any,
+    places: Places,
+    device: torch.device,
+    *,
+    values: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of all weights under their Hugging Face names, on every rank; all ranks must take all of them."""
+    dtype = next(iter(weights.values())).dtype
+    for stage in range(places.sizes.pipeline):
+        for match in stage_matches(config, places, stage, values=values):
+            if match.ours == ("output_layer.weight",) and config.tie_word_embeddings:
+                continue
+            if places.stage == stage:
+                found = whole_weights(match, [weights[name].detach() for name in match.ours], shapes, config, places)
+            else:
+                found = [torch.empty(shapes[name], dtype=dtype, device=device) for name in match.theirs]
+            for name, weight in zip(match.theirs, found, strict=True):
+                if places.sizes.pipeline > 1:
+                    weight = weight.contiguous()
+                    dist.broadcast(weight, group=places.pipeline, group_src=stage)
+                yield name, weight
+                if name == "model.embed_tokens.weight" and config.tie_word_embeddings:
+                    yield "lm_head.weight", weight

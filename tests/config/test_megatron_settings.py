@@ -1,0 +1,71 @@
+"""Sizes by which the Megatron engine cuts a model: their names, and what of them is refused before a run starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.config import load_config
+from posttrain.config.environment import check_environment
+
+ACTOR = "actor_rollout_ref.actor"
+KEY, BY_MEGATRON = f"{ACTOR}.megatron_config", f"{ACTOR}.strategy=megatron"
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert"])
+@pytest.mark.parametrize(
+    "place", ["actor.megatron_config", f"{ACTOR}.megatron_config", f"{ACTOR}.megatron", "actor.megatron"]
+)
+@pytest.mark.parametrize("middle", ["", "model_"])
+def test_D_13_sizes_of_training_are_written_with_and_without_model(load, name, place, middle):
+    resolved = load(BY_MEGATRON, "trainer.n_workers=2", f"{place}.{name}_{middle}parallel_size=2")
+    assert resolved.value(KEY) == {f"{name}_parallel_size": 2}
+    assert resolved.value("actor_rollout_ref.rollout.tensor_model_parallel_size") == 1
+
+
+def test_S4_56_the_sizes_of_the_large_run_are_taken(load):
+    sizes = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4, "expert_parallel_size": 8}
+    given = [f"{KEY}.{name}={size}" for name, size in sizes.items()]
+    resolved = load(BY_MEGATRON, "trainer.n_gpus_per_node=8", "trainer.nnodes=4", *given)
+    assert resolved.value(KEY) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["trainer.n_workers=2", f"{KEY}.tensor_parallel_size=4"],
+            "tensor_parallel_size=4 x pipeline_parallel_size=1 = 4",
+        ),
+        ([f"{KEY}.pipeline_parallel_size=2"], "does not divide the 1 worker(s)"),
+        (
+            ["trainer.n_workers=4", f"{KEY}.pipeline_parallel_size=2", f"{KEY}.expert_parallel_size=4"],
+            "does not divide the 2 worker(s) of a stage (4 workers / pipeline_parallel_size=2)",
+        ),
+        ([f"{KEY}.tensor_parallel_size=0"], "must be 1 or more"),
+        ([f"{KEY}.tensor_parallel_size=two"], "expected an integer"),
+        ([f"{KEY}.tensor_size=2"], "`actor_rollout_ref.actor.megatron_config.tensor_size` is not known"),
+        ([f"{ACTOR}.megatron.context_parallel_size=2"], "cut by tensor, pipeline and expert ranks alone"),
+        ([f"{ACTOR}.megatron.sequence_parallel=True"], "has no such setting here"),
+        ([f"{ACTOR}.megatron.use_remove_padding=False"], "rows are always packed"),
+        (["actor_rollout_ref.model.lora_rank=8"], "adapters are not built for it"),
+        (["actor_rollout_ref.model.use_remove_padding=False"], "packed rows only"),
+        (
+            ["trainer.n_workers=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
+            "it cuts weights by tensor_parallel_size",
+        ),
+        (["trainer.n_workers=4", f"{ACTOR}.fsdp_config.fsdp_size=2"], "it cuts weights by tensor_parallel_size"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_start(problems, given, said):
+    text = problems(BY_MEGATRON, *given)
+    assert text.startswith("1 problem") and said in text, text
+
+
+def test_S4_58_without_the_package_the_error_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setattr("posttrain.config.megatron.is_installed", lambda: False)
+    said = [
+        problem for problem in check_environment(load_config([BY_MEGATRON]), tmp_path) if "megatron" in problem.what
+    ]
+    assert len(said) == 1 and "not installed" in said[0].what and "posttrain[megatron]" in said[0].do
+    others = check_environment(load_config(["trainer.seed=1"]), tmp_path)
+    assert not any("megatron" in problem.what for problem in others)

@@ -1,0 +1,320 @@
+"""One suite of checks for both train engines, run once for all tests of `test_megatron.py`:
+
+    python megatron_runs.py FOLDER
+
+Ranks are forked after everything is imported. Each case (model, engine, how it is cut) writes what every check found.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_tools import TEMPERATURE, VOCABULARY, objective, ragged_batch
+from rank_runs import free_port, summed, words
+
+from posttrain.checkpoint import CheckpointManager
+from posttrain.config.actor import PolicyLossConfig
+from posttrain.config.model import ModelConfig
+from posttrain.config.optim import OptimConfig
+from posttrain.engine.balance import plan_ranks
+from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.megatron.engine import MegatronEngine
+from posttrain.engine.megatron.package import part
+from posttrain.engine.megatron.places import Sizes, leave_places
+from posttrain.engine.ranks import join_ranks, leave_ranks, this_rank, world_size
+from posttrain.models.loading import load_causal_lm
+from posttrain.models.lora import add_adapters
+from posttrain.models.value import ValueModel
+
+CPU = torch.device("cpu")
+LOSSES = ("vanilla", "gspo", "cispo")
+FSDP = "fsdp"
+MIXTURES = ("qwen3_moe", "mixtral")
+CASES: list[tuple[str, str, int]] = [
+    *((model, FSDP, 1) for model in ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral")),
+    *((model, "1,1,1", 1) for model in ("qwen2", "qwen3", "llama", "qwen3_moe")),
+    *((model, "2,1,1", 2) for model in ("qwen2", "qwen3", "llama")),
+    *((model, "1,2,1", 2) for model in ("qwen2", "llama")),
+    ("qwen3", "1,1,1", 2),
+    ("qwen3_moe", "1,1,2", 2),
+    ("mixtral", "1,1,2", 2),
+    ("qwen3_moe", "2,2,2", 4),
+]
+"""Model, engine (Megatron's by its sizes: tensor, pipeline, expert), ranks."""
+
+
+def write_models(folder: Path) -> None:
+    import transformers as hf
+
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    own = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    models = {
+        "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape, tie_word_embeddings=True)),
+        "qwen3": hf.Qwen3ForCausalLM(hf.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)),
+        "llama": hf.LlamaForCausalLM(hf.LlamaConfig(**shape, tie_word_embeddings=False)),
+        "qwen3_moe": hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shape, **own, norm_topk_prob=False)),
+        "mixtral": hf.MixtralForCausalLM(hf.MixtralConfig(**shape, num_local_experts=4)),
+    }
+    torch.manual_seed(0)
+    for name, model in models.items():
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, 0.0 if weight.ndim > 1 else 1.0, 0.2)
+        model.save_pretrained(folder / name)
+
+
+LOADED: dict[tuple[Path, torch.dtype], torch.nn.Module] = {}
+"""Models in this process, which are proved when they are loaded."""
+
+
+class Case:
+    """Engines over one model, all made alike."""
+
+    def __init__(self, folder: Path, model: str, cut: str) -> None:
+        self.folder, self.model, self.cut = folder, model, cut
+        self.dtype = torch.float32 if model in MIXTURES else torch.float64  # transformers has no experts in float64
+        self.name = f"{model} {cut} {world_size()}"
+
+    def module(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
+        dtype, path = dtype or self.dtype, self.folder / self.model
+        if (path, dtype) not in LOADED:
+            LOADED[path, dtype] = load_causal_lm(ModelConfig(path=str(path)), dtype=dtype, device=CPU)
+        return copy.deepcopy(LOADED[path, dtype])
+
+    def engine(self, module: torch.nn.Module | None = None, **settings: Any) -> FSDPEngine:
+        module = self.module() if module is None else module
+        made = EngineSettings(
+            **{"device": CPU, "optim": OptimConfig(lr=1e-3), "grad_clip": 1e9, "token_budget": 60, **settings}
+        )
+        if self.cut == FSDP:
+            return FSDPEngine(module, made)
+        return MegatronEngine(module, made, Sizes(*map(int, self.cut.split(","))))
+
+
+def dealt(engine: FSDPEngine, batch: Any) -> tuple[Any, Any]:
+    """This rank's rows and passes."""
+    if world_size() == 1:
+        return batch, None
+    facts, stage = engine.facts(), world_size() // engine.facts().pipeline
+    part = plan_ranks(batch, facts, stage // facts.sequence_parallel)[this_rank() % stage // facts.sequence_parallel]
+    return batch[part.rows], part.passes
+
+
+def copies(engine: FSDPEngine) -> int:
+    """Ranks that give the same of a sum: the tensor ranks of the last stage, which alone has losses."""
+    return engine.facts().sequence_parallel
+
+
+def train(engine: FSDPEngine, *, steps: int = 3, first: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    dtype = torch.promote_types(engine.facts().dtype, torch.float32)
+    for number in range(first, steps):
+        loss = objective(policy_loss=PolicyLossConfig(loss_mode=LOSSES[number % len(LOSSES)]))
+        batch = loss.prepare(ragged_batch(12, dtype, seed=number, prompts=4 if number % 2 else None))
+        rows, passes = dealt(engine, batch)
+        step = engine.update(rows, loss, temperature=TEMPERATURE, passes=passes)
+        found["losses"].append(summed(loss.metrics().get("actor/loss", 0.0)) / copies(engine))
+        found["norms"].append(step["grad_norm"])
+    found["weights"] = {name: weight.detach().clone() for name, weight in engine.export_weights()}
+    return found
+
+
+def scored(engine: FSDPEngine) -> dict[str, float]:
+    """Sums of what all ranks were given, each row once."""
+    rows, passes = dealt(engine, ragged_batch(12, torch.float64, prompts=3))
+    found = engine.log_probs(rows, temperature=TEMPERATURE, passes=passes)
+    shares = copies(engine) * engine.facts().pipeline
+    squares = {name: float(x.double().square().sum()) if len(rows) else 0.0 for name, x in found.items()}
+    return {name: summed(squares.get(name, 0.0)) / shares for name in ("log_probs", "entropy")}
+
+
+# -- checks: each gives what is compared over the cases
+
+
+def scores(case: Case) -> Any:
+    return {"trained": scored(case.engine()), "frozen": scored(case.engine(optim=None))}
+
+
+def updates(case: Case) -> Any:
+    return train(case.engine())
+
+
+def other_passes(case: Case) -> Any:
+    return train(case.engine(token_budget=10**6))
+
+
+def clipped(case: Case) -> Any:
+    return train(case.engine(grad_clip=0.05))
+
+
+def recomputed(case: Case) -> Any:
+    return train(case.engine(gradient_checkpointing=True), steps=2)
+
+
+def bfloat16(case: Case) -> Any:
+    engine = case.engine(case.module(torch.bfloat16))
+    found = train(engine)
+    assert {weight.dtype for weight in engine.optimizer.masters} == {torch.float32}  # pyright: ignore
+    return found
+
+
+def values(case: Case) -> Any:
+    module = ValueModel(case.module())
+    torch.manual_seed(5)
+    torch.nn.init.normal_(module.value_head.weight, std=0.1)
+    engine, norms = case.engine(module), []
+    for seed in range(2):
+        batch = ragged_batch(12, torch.float64, seed=seed)
+        batch.batch["weights"] = batch.batch["response_mask"] / float(batch.batch["response_mask"].sum())
+        rows, passes = dealt(engine, batch)
+        goal = lambda micro, out: (micro.batch["weights"] * (out["values"] - micro.batch["advantages"]) ** 2).sum()  # noqa: E731
+        norms.append(engine.update(rows, goal, passes=passes)["grad_norm"])
+    rows, passes = dealt(engine, ragged_batch(12, torch.float64, prompts=3))
+    total = summed(float(engine.values(rows, passes=passes).sum())) / copies(engine) / engine.facts().pipeline
+    return {"norms": norms, "values": total}
+
+
+def not_finite(case: Case) -> Any:
+    engine = case.engine()
+    before = {name: weight.clone() for name, weight in engine.export_weights()}
+    rows, passes = dealt(engine, ragged_batch(12, torch.float64))
+    last = this_rank() == world_size() - 1
+    worse = lambda micro, out: out["log_probs"].sum() * 1e-3 + (float("inf") if last else 0.0)  # noqa: E731
+    skipped = engine.update(rows, worse, passes=passes)["skipped"]
+    same = all(torch.equal(before[name], weight) for name, weight in engine.export_weights())
+    return {"skipped": summed(skipped) / world_size(), "same": float(same)}
+
+
+def trial(case: Case) -> Any:
+    engine, loss = case.engine(), objective()
+    before = {name: weight.clone() for name, weight in engine.export_weights()}
+    rows, passes = dealt(engine, loss.prepare(ragged_batch(12, torch.float64)))
+    engine.trial_pass(rows, loss, passes=passes)
+    gradients = [weight.grad for weight in engine.optimizer.masters]  # pyright: ignore
+    same = all(torch.equal(before[name], weight) for name, weight in engine.export_weights())
+    return {"left": float(sum(one is not None for one in gradients)), "same": float(same)}
+
+
+def resumed(case: Case) -> Any:
+    """Whether a step from a checkpoint ends in the same bits as one that went on."""
+    engine = case.engine()
+    train(engine, steps=2)
+    manager, staged = CheckpointManager(case.folder / f"checkpoints {case.name}"), case.folder / f"staged {case.name}"
+    engine.save(staged)
+    summed(0)
+    if this_rank() == 0:
+        manager.save(1, tensors={"actor": lambda folder: staged.rename(folder)}, state={}, rng={})
+    summed(0)
+    went_on, other = train(engine, first=2), case.engine()
+    other.load(manager.role_folder(manager.path_of(1), "actor"))
+    again = train(other, first=2)
+    weights = went_on.pop("weights"), again.pop("weights")
+    same = went_on == again and all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    return {"same": float(same)}
+
+
+def exported(case: Case) -> Any:
+    """The folder, as transformers loads it, and the loaded weights, which both are those of the beginning."""
+    from transformers import AutoModelForCausalLM
+
+    engine, folder = case.engine(), case.folder / f"exported {case.name}"
+    here = {name: weight.clone() for name, weight in engine.export_weights()}
+    engine.export_hf(folder, None, merged=False)
+    summed(0)
+    whole = case.module().state_dict()
+    assert here.keys() == whole.keys() and all(torch.equal(here[name], whole[name]) for name in whole)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype).state_dict()
+    return {"same": float(all(torch.equal(loaded[name], whole[name]) for name in whole))}
+
+
+def facts(case: Case) -> Any:
+    found = case.engine().facts()
+    return {"parameters": found.parameters, "vocabulary": found.vocabulary, "trained": found.trained}
+
+
+def moved(case: Case) -> Any:
+    engine = case.engine(param_offload=True, optimizer_offload=True)
+    with engine.on_device(optimizer=True):
+        return train(engine, steps=2)
+
+
+CHECKS: list[Callable[[Case], Any]] = [
+    scores, updates, other_passes, clipped, recomputed, bfloat16, values, not_finite, trial, resumed, exported, facts,
+    moved,
+]  # fmt: skip
+WHOLE = ("qwen2",)
+FEW = (scores, updates, resumed, exported)
+"""Of models beside these, which go through the same code but for their shapes."""
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What one process is told."""
+
+    def told(model: str, cut: str, **settings: Any) -> str:
+        case = Case(folder, model, cut)
+        return words(lambda: case.engine(**settings))
+
+    adapted = Case(folder, "qwen2", "1,1,1")
+    return {
+        "ranks": told("qwen2", "2,1,1"),
+        "expert ranks": told("qwen3_moe", "1,1,2"),
+        "heads": told("qwen2", "8,1,1"),
+        "layers": told("qwen2", "1,3,1"),
+        "dense": told("qwen2", "1,1,2"),
+        "experts": told("mixtral", "1,1,3"),
+        "padded": told("qwen2", "1,1,1", pack=False),
+        "adapters": words(lambda: adapted.engine(add_adapters(adapted.module(), ModelConfig(lora_rank=4)))),
+    }
+
+
+def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    join_ranks(rank, ranks, f"127.0.0.1:{port}", CPU, timeout_s=120)
+    for model, cut, world in CASES:
+        if world == ranks:
+            case = Case(folder, model, cut)
+            checks = CHECKS if model in WHOLE else FEW
+            found = {check.__name__: check(case) for check in checks}
+            if rank == 0:
+                torch.save(found, folder / f"{case.name}.pt")
+            leave_places()
+    if ranks == 1:
+        torch.save(refusals(folder), folder / "refusals.pt")
+    leave_ranks()
+
+
+def fork_rank(*arguments: Any) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        run_rank(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    for name in ("models.gpt", "models.gpt.gpt_layer_specs", "parallel_state", "transformer"):
+        part(name)
+    write_models(target)
+    for count in (1, 2, 4):
+        port = free_port()
+        ranks = [fork_rank(rank, count, port, target) for rank in range(count)]
+        statuses = [os.waitpid(child, 0)[1] for child in ranks]
+        if any(statuses):
+            sys.exit(f"{count} ranks ended with {statuses}")

@@ -1,0 +1,108 @@
+"""The engine of Megatron-Core gives what the other one gives, whole and cut by tensor, pipeline and expert ranks.
+
+The processes run once (`megatron_runs.py`) and all tests read what they found.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_runs import CASES, FSDP, MIXTURES
+from megatron_runs import WHOLE as MODELS
+from test_ranks import furthest
+
+from posttrain.config.megatron import is_installed
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed")
+HERE = Path(__file__).parent
+CUT = [case for case in CASES if case[1] != FSDP]
+WHOLE = [case for case in CUT if case[0] in MODELS]
+"""Cases that go through all checks."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("megatron")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(HERE / "megatron_runs.py"), str(folder)]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return {file.stem: torch.load(file, weights_only=True) for file in folder.glob("*.pt")}
+
+
+def both(found: dict[str, Any], case: tuple[str, str, int], check: str) -> tuple[Any, Any]:
+    model, cut, ranks = case
+    return found[f"{model} {FSDP} 1"][check], found[f"{model} {cut} {ranks}"][check]
+
+
+def bound(case: tuple[str, str, int], check: str) -> float:
+    """Of a model in float64, and of one in float32; scores are sums of thousands of squares."""
+    return (2e-3 if check == "scores" else 2e-4) if case[0] in MIXTURES else 1e-9
+
+
+def named(case: tuple[str, str, int]) -> str:
+    return f"{case[0]}-{case[1]}-on-{case[2]}"
+
+
+@pytest.mark.parametrize("case", CUT, ids=named)
+@pytest.mark.parametrize("check", ["scores", "updates"])
+def test_S4_58_S4_59_S4_60_S4_61_log_probs_losses_gradients_and_weights_are_those_of_fsdp(found, case, check):
+    assert furthest(*both(found, case, check)) < bound(case, check)
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=named)
+@pytest.mark.parametrize(
+    "check", ["other_passes", "clipped", "recomputed", "values", "not_finite", "trial", "facts", "moved"]
+)
+def test_S2_15_both_engines_pass_one_suite(found, case, check):
+    assert furthest(*both(found, case, check)) < bound(case, check)
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=named)
+def test_the_suite_can_fail(found, case):
+    ran = found[named_file(case)]
+    assert furthest(ran["clipped"]["weights"], ran["updates"]["weights"]) > 1e-6
+    assert ran["clipped"]["norms"][0] == pytest.approx(ran["updates"]["norms"][0], abs=1e-6)
+    assert furthest(ran["other_passes"], ran["updates"]) < 1e-9
+    assert ran["not_finite"] == {"skipped": 1.0, "same": 1.0} and ran["trial"] == {"left": 0.0, "same": 1.0}
+
+
+def named_file(case: tuple[str, str, int]) -> str:
+    return f"{case[0]} {case[1]} {case[2]}"
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=named)
+def test_bfloat16_is_trained_over_float32_masters(found, case):
+    one, other = both(found, case, "bfloat16")
+    assert furthest(one["losses"], other["losses"]) < 0.05
+    assert furthest(one["weights"], other["weights"]) < 0.02
+
+
+@pytest.mark.parametrize("case", CUT, ids=named)
+def test_a_run_goes_on_from_a_checkpoint_to_the_bit_and_its_export_is_the_model(found, case):
+    ran = found[named_file(case)]
+    assert ran["resumed"] == {"same": 1.0} and ran["exported"] == {"same": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    {
+        "ranks": "tensor_parallel_size=2 x pipeline_parallel_size=1 = 2 ranks",
+        "expert ranks": "expert_parallel_size=2: experts are dealt out over the 1 ranks",
+        "heads": "tensor_parallel_size=8: the model has 4 heads of queries",
+        "layers": "pipeline_parallel_size=3: the model has 2 layers",
+        "dense": "is dense, it has no experts",
+        "experts": "expert_parallel_size=3: the model has 4 experts",
+        "padded": "use_remove_padding=false",
+        "adapters": "adapters (model.lora_rank) are not built for it",
+    }.items(),
+)
+def test_what_cannot_be_is_refused_with_what_to_do(found, what, words):
+    said = found["refusals"][what]
+    assert words in said and ("set " in said)
