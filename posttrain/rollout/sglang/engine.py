@@ -229,7 +229,8 @@ class SGLangEngine(RolloutEngine):
 
     def _forget(self) -> None:
         """What the cache holds of older weights. Rows that were aborted may still be in it, and are waited for."""
-        if not self.link.run(self.link.engine.tokenizer_manager.flush_cache(timeout_s=PATIENCE)).success:
+        flush = self.link.engine.tokenizer_manager.flush_cache
+        if not any(self.link.run(flush(timeout_s=seconds)).success for seconds in (None, PATIENCE)):
             raise RuntimeError("SGLang does not forget what it has computed with older weights")
 
     def _be_ready(self) -> None:
