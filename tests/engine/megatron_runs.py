@@ -57,6 +57,9 @@ def write_models(folder: Path) -> None:
 
     shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    shape["pad_token_id"] = int(
+        ragged_batch(12).batch["input_ids"][0, -1]
+    )  # a token of the rows: it learns nothing there
     own = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     models = {
         "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape, tie_word_embeddings=True)),

@@ -59,7 +59,9 @@ class MegatronEngine(FSDPEngine):
         )
         self.module = self._take_part(module)
         recompute = settings.gradient_checkpointing and settings.optim is not None
-        self.forward_pass = StagePass(self.module, self.config, self.places, self._angles, recompute=recompute)
+        self.forward_pass = StagePass(
+            self.module, self.config, self.places, self._angles, padding=self._padding, recompute=recompute
+        )
         self.forward_pass.to(settings.device)
         trained = dict(self.module.named_parameters())
         self.line = Line(self.places.pipeline, settings.device, self._facts.dtype, self.config.hidden_size)
@@ -79,6 +81,7 @@ class MegatronEngine(FSDPEngine):
         device, dtype = self.settings.device, self._facts.dtype
         rotation: Any = getattr(module, "base_model").rotary_emb  # noqa: B009
         self._angles = rotation.inv_freq.detach().clone()
+        self._padding: int | None = getattr(module, "base_model").embed_tokens.padding_idx  # noqa: B009
         own: Any = build(self.config, self.places, device, dtype)
         if self.places.last and self.values_only:
             own.output_layer = None

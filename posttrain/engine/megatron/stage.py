@@ -18,9 +18,20 @@ from posttrain.engine.packing import Rows
 class StagePass(torch.nn.Module):
     """Megatron-Core's modules of one stage, called one after another on packed rows."""
 
-    def __init__(self, model: Any, config: Any, places: Places, angles_D: torch.Tensor, *, recompute: bool) -> None:
-        """`angles_D` is what each position turns the pairs of a head by."""
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        places: Places,
+        angles_D: torch.Tensor,
+        *,
+        padding: int | None,
+        recompute: bool,
+    ) -> None:
+        """`angles_D` is what each position turns the pairs of a head by; `padding` is the token whose embedding learns
+        nothing where it is read, as in Hugging Face's models."""
         super().__init__()
+        self.padding = padding
         self.model, self.config, self.places, self.recompute = model, config, places, recompute
         self.angles_D: torch.Tensor
         self.register_buffer("angles_D", angles_D.float(), persistent=False)
@@ -29,6 +40,8 @@ class StagePass(torch.nn.Module):
         """Hidden states (T, 1, E) for the next stage; from the last one, numbers (U,) by name."""
         if self.places.first:
             hidden = self.model.embedding(input_ids=rows.input_ids, position_ids=rows.position_ids)
+            if self.padding is not None:
+                hidden = torch.where((rows.input_ids[0] == self.padding)[:, None, None], hidden.detach(), hidden)
         else:
             hidden = arrived_TE
         half = rows.position_ids[0, :, None].float() * self.angles_D
