@@ -184,7 +184,7 @@ def cache_bytes_per_token(model: Any, ranks: int = 1) -> int:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     settings = inner.config.get_text_config()
     if settings.model_type in KNOWN:
-        heads = settings.num_hidden_layers * settings.num_key_value_heads
+        heads = settings.num_hidden_layers * own_key_heads(settings.num_key_value_heads, ranks)
         return 2 * heads * _head_size(settings) * next(model.parameters()).itemsize
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
     with torch.no_grad():
