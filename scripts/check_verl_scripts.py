@@ -61,7 +61,11 @@ FURTHER: dict[str, list[str]] = {
     "own_reward": [f"{_ROLLOUT}.response_length=8"],
     "sft": ["model.partial_pretrain=embedded"],
     "sft_lora": ["model.partial_pretrain=embedded"],
-    "megatron": ["critic.model.path=embedded", f"{_ACTOR}.strategy=fsdp2"],
+    "megatron": [
+        "critic.model.path=embedded",
+        *(f"{_ACTOR}.megatron.{cut}_model_parallel_size=1" for cut in ("tensor", "pipeline")),
+        *(f"{role}.megatron.tensor_model_parallel_size=1" for role in ("actor_rollout_ref.ref", "critic")),
+    ],
     "gpg": ["reward_model.overlong_buffer.len=4"],
     "tools_multiturn": [
         f"{_ROLLOUT}.multi_turn.tool_config_path=null",

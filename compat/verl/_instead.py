@@ -7,8 +7,8 @@ _DEFAULT = (
 )
 
 INSTEAD = {
-    "verl.workers.megatron_workers": "Megatron is not built: train with `verl.workers.fsdp_workers`, which cuts "
-    "weights and optimizer over ranks (trainer.n_gpus_per_node).",
+    "verl.workers.megatron_workers": "Its workers are those of `verl.workers.fsdp_workers`: "
+    "actor_rollout_ref.actor.strategy=megatron chooses the engine in them (docs/megatron.md).",
     "verl.models": "Models are loaded by transformers and decoded by posttrain's own engine: nothing has to be "
     "registered. docs/add_model.md says what is proved about a model when it is loaded.",
     "verl.third_party": "No engine is patched here. actor_rollout_ref.rollout.name chooses the engine.",
@@ -31,8 +31,8 @@ INSTEAD = {
     "verl.trainer.distillation": "Distillation is not built.",
     "verl.model_merger": "Nothing has to be merged: `posttrain export RUN` writes Hugging Face files.",
     "verl.checkpoint_engine": "`posttrain.checkpoint` saves and verifies checkpoints.",
-    "verl.utils.megatron_utils": "Megatron is not built.",
-    "verl.utils.megatron": "Megatron is not built.",
+    "verl.utils.megatron_utils": "Megatron-Core is used by `posttrain.engine.megatron` (docs/megatron.md).",
+    "verl.utils.megatron": "Megatron-Core is used by `posttrain.engine.megatron` (docs/megatron.md).",
     "verl.utils.vllm": "vLLM is not patched here.",
     "verl.utils.vllm_utils": "vLLM is not patched here.",
     "verl.utils.sglang": "SGLang is not patched here.",

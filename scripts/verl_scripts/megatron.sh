@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO on Megatron by verl's main file for it: runs once FSDP is chosen behind it.
+# PPO on Megatron by verl's main file for it.
 set -x
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer' \

@@ -26,7 +26,7 @@ from runs import metrics_of, settings
 from textbook import ACTOR, CPU, ROLLOUT, ppo_config
 from toy_workers import Join, OneEngine, Spoiled, Toy, group_of, updates
 
-from posttrain.config import load_config
+from posttrain.config import load_config, megatron
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack
@@ -331,10 +331,14 @@ def apart(runs):
 
 def check_same(one: Any, other: Any) -> None:
     """Metrics and weights of two runs are the same, but for rounding; so they sampled the same tokens."""
+    check_same_metrics(one, other)
+    assert furthest(weights_of(one.path), weights_of(other.path)) < 1e-9
+
+
+def check_same_metrics(one: Any, other: Any) -> None:
     for mine, theirs in zip(metrics_of(one.path), metrics_of(other.path), strict=True):
         shared = {name: value for name, value in mine.items() if not name.startswith((*UNSTEADY, "sync/"))}
         assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-7, abs=1e-9)
-    assert furthest(weights_of(one.path), weights_of(other.path)) < 1e-9
 
 
 @pytest.mark.parametrize("layout", APART)
@@ -642,6 +646,36 @@ def test_a_worker_that_lost_a_weight_of_such_an_engine_stops_the_run(runs):
 
     with pytest.raises(SyncError, match="the rollout engine's log-probs differ from the trainer's"):
         runs.free("spoiled", 2, {**CUT, "trainer.total_training_steps": 2}, Losing)
+
+
+# -- another engine trains -------------------------------------------------------------------------------------------
+
+MEGATRON = pytest.mark.skipif(not megatron.is_installed(), reason="megatron-core is not installed")
+
+
+def by_megatron(cut: str) -> dict[str, Any]:
+    return {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron_config": {f"{cut}_parallel_size": 2}}
+
+
+@MEGATRON
+@pytest.mark.parametrize("cut, layout", [("tensor", 2), ("pipeline", (2, 1))])
+def test_S4_58_a_run_by_megatron_has_the_numbers_of_one_by_fsdp_and_says_what_trains(runs, cut, layout, capsys):
+    given = {**HALF, "algorithm.adv_estimator": "gae", "trainer.total_training_steps": 2, "trainer.export_hf": "last"}
+    alone = runs.free(f"fsdp beside {cut}", 1, given)
+    ended = runs.free(f"megatron {cut}", layout, {**given, **by_megatron(cut)})
+    check_same_metrics(alone, ended)
+    assert furthest(exported(alone.path), exported(ended.path)) < 1e-9
+    assert re.search(rf"Train engine: megatron-core \d\S+ \(.*{cut} 2", capsys.readouterr().out)
+
+
+@MEGATRON
+def test_six_steps_by_megatron_are_three_and_three_to_the_bit(runs):
+    cut = by_megatron("tensor")
+    straight = runs.free("megatron in one", 2, {**FLOAT64, **cut})
+    runs.free("megatron in two", 2, {**HALF, **cut})
+    ended = runs.free("megatron in two", 2, {**FLOAT64, **cut})
+    assert metrics_of(ended.path) == metrics_of(straight.path) and len(metrics_of(ended.path)) == 6
+    assert furthest(weights_of(ended.path), weights_of(straight.path)) == 0.0
 
 
 def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(

@@ -1,32 +1,13 @@
-"""The names of verl's Megatron workers: scripts import them for a strategy that is not built; made, they say so."""
+"""verl's Megatron workers: the same as those of FSDP, since `actor_rollout_ref.actor.strategy` chooses the engine in
+them. A reward model is cut by FSDP."""
 
-from typing import Any
-
-from verl._instead import INSTEAD
 from verl._missing import not_given
+from verl.workers.fsdp_workers import (
+    ActorRolloutRefWorker,
+    AsyncActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+)
 
+__all__ = ["ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
 __getattr__ = not_given(__name__)
-
-
-class _NotBuilt:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__} on Megatron: {INSTEAD['verl.workers.megatron_workers']} Set "
-            "actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy, reward_model.strategy)."
-        )
-
-
-class ActorRolloutRefWorker(_NotBuilt):
-    """verl's Megatron worker of actor, rollout and reference."""
-
-
-class AsyncActorRolloutRefWorker(_NotBuilt):
-    """The same with an engine that runs by itself."""
-
-
-class CriticWorker(_NotBuilt):
-    """verl's Megatron critic."""
-
-
-class RewardModelWorker(_NotBuilt):
-    """verl's Megatron reward model."""
