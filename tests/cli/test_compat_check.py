@@ -96,8 +96,7 @@ def test_a_file_that_is_none_is_told_in_plain_words(tmp_path):
 
 def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_taken(tmp_path, capsys, monkeypatch):
     script = tmp_path / "run.sh"
-    for module in ("posttrain.config.verl.script", "posttrain.compat_check.report"):
-        monkeypatch.setattr(f"{module}.is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.config.outside.OutsideEngine.is_installed", lambda self: False)
     keys = "algorithm.adv_estimator=grpo trainer.balance_batch=True trainer.max_actor_ckpt_to_keep=3"
     script.write_text(f"{START} {keys} actor_rollout_ref.rollout.name=vllm\n")
     assert cli.compat(["check", str(script), "--all"]) == 0
@@ -105,8 +104,7 @@ def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_ta
     assert "1 honoured, 1 translated, 1 not needed, 1 not supported" in said
     assert "added for the command here: data.max_response_length=512" in said
     assert "vLLM is not installed here" in said and "actor_rollout_ref.rollout.name=native" in said
-    for module in ("posttrain.config.verl.script", "posttrain.compat_check.report"):
-        monkeypatch.setattr(f"{module}.is_installed", lambda: True)
+    monkeypatch.setattr("posttrain.config.outside.OutsideEngine.is_installed", lambda self: True)
     assert cli.compat(["check", str(script), "--all"]) == 0
     said = capsys.readouterr().out
     assert "2 honoured, 1 translated, 1 not needed, 0 not supported" in said and "name=native" not in said
