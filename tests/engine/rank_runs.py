@@ -390,7 +390,8 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path, model: Path) -> Non
     found = {check.__name__: check(World(folder, model)) for check in CHECKS}
     if rank == 0:
         torch.save(found, folder / f"world_{ranks}.pt")
-    torch.distributed.barrier()  # the last check makes groups: nobody leaves while another still connects
+    if ranks > 1:  # the last check makes groups: nobody leaves while another still connects
+        torch.distributed.barrier()
     leave_ranks()
 
 
