@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from posttrain.engine.optim import whole
 from posttrain.engine.ranks import this_rank
@@ -48,6 +49,23 @@ def _copies(modules: Named) -> dict[str, torch.Tensor]:
     return found
 
 
+def host_copies(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies in host memory on rank 0, empty on the others, which only take part in gathering.
+
+    A tied weight arrives as one tensor under several names and stays one tensor. The tensors are freed as the walk
+    moves on, and the `id` of a freed one is reused for the next, so copies are looked up by weak references. Weights
+    that are in host memory already are copied too: the same code then runs on a CPU as on a GPU.
+    """
+    copies = WeakTensorKeyDictionary()
+    state = {}
+    for name, weight in weights:
+        if this_rank() == 0:
+            if weight not in copies:
+                copies[weight] = weight.to("cpu", copy=True)
+            state[name] = copies[weight]
+    return state
+
+
 def export_from_ranks(
     model: torch.nn.Module,
     forward_pass: torch.nn.Module,
@@ -60,10 +78,6 @@ def export_from_ranks(
     if adapter is not None and not merged:
         state = {name: whole(weight.detach()).cpu() for name, weight in trained_parameters(model).items()}
     else:
-        copies: dict[int, torch.Tensor] = {}
-        state = {}
-        for name, weight in whole_state(model, forward_pass):
-            if this_rank() == 0:
-                state[name] = copies.setdefault(id(weight), weight.cpu())
+        state = host_copies(whole_state(model, forward_pass))
     if this_rank() == 0:
         save_model(model, folder, adapter, merged=merged, state=state)

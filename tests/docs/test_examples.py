@@ -13,7 +13,6 @@ import pyarrow.parquet
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.megatron import is_installed
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 
@@ -114,7 +113,6 @@ def test_S4_56_an_example_that_waits_says_so_in_one_sentence_with_a_status_of_it
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not built" in done.stderr
 
 
-@pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed")
 def test_S4_56_S4_116_the_small_form_of_the_large_model_trains_by_megatron(tmp_path):
     script = EXAMPLES / "grpo_trainer" / "run_deepseek671b_math_megatron_80gb.sh"
     status, _, said = check_examples.run(script, tmp_path)

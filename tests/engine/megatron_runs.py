@@ -8,9 +8,7 @@ Ranks are forked after everything is imported. Each case (model, engine, how it 
 from __future__ import annotations
 
 import copy
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_tools import TEMPERATURE, VOCABULARY, objective, ragged_batch
-from rank_runs import free_port, summed, words
+from forked_ranks import run_ranks
+from rank_runs import summed, words
 
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.actor import PolicyLossConfig
@@ -30,7 +29,7 @@ from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.megatron.engine import MegatronEngine
 from posttrain.engine.megatron.package import part
 from posttrain.engine.megatron.places import Sizes, leave_places
-from posttrain.engine.ranks import join_ranks, leave_ranks, this_rank, world_size
+from posttrain.engine.ranks import this_rank, world_size
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.value import ValueModel
@@ -279,9 +278,7 @@ def refusals(folder: Path) -> dict[str, str]:
     }
 
 
-def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    join_ranks(rank, ranks, f"127.0.0.1:{port}", CPU, timeout_s=120)
+def run_rank(rank: int, ranks: int, folder: Path) -> None:
     for model, cut, world in CASES:
         if world == ranks:
             case = Case(folder, model, cut)
@@ -292,22 +289,6 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
             leave_places()
     if ranks == 1:
         torch.save(refusals(folder), folder / "refusals.pt")
-    leave_ranks()
-
-
-def fork_rank(*arguments: Any) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        run_rank(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":
@@ -315,9 +296,4 @@ if __name__ == "__main__":
     for name in ("models.gpt", "models.gpt.gpt_layer_specs", "parallel_state", "transformer"):
         part(name)
     write_models(target)
-    for count in (1, 2, 4):
-        port = free_port()
-        ranks = [fork_rank(rank, count, port, target) for rank in range(count)]
-        statuses = [os.waitpid(child, 0)[1] for child in ranks]
-        if any(statuses):
-            sys.exit(f"{count} ranks ended with {statuses}")
+    sys.exit(not all(run_ranks(ranks, run_rank, target) for ranks in (1, 2, 4)))

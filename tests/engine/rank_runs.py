@@ -9,11 +9,8 @@ without any.
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_tools import objective, ragged_batch
+from forked_ranks import run_ranks
 
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
@@ -32,7 +30,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.engine import sharding
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.pairs import PairEngine
-from posttrain.engine.ranks import group_ranks, join_ranks, leave_ranks, this_rank, world_size
+from posttrain.engine.ranks import group_ranks, this_rank, world_size
 from posttrain.engine.sharding import sharded_parts
 from posttrain.errors import UserError
 from posttrain.models import fused_layer
@@ -384,48 +382,12 @@ CHECKS: list[Callable[[World], Any]] = [
 ]  # fmt: skip
 
 
-def run_rank(rank: int, ranks: int, port: int, folder: Path, model: Path) -> None:
-    torch.set_num_threads(1)
-    join_ranks(rank, ranks, f"127.0.0.1:{port}", CPU, timeout_s=120)
+def run_rank(rank: int, ranks: int, folder: Path, model: Path) -> None:
     found = {check.__name__: check(World(folder, model)) for check in CHECKS}
     if rank == 0:
         torch.save(found, folder / f"world_{ranks}.pt")
-    if ranks > 1:  # the last check makes groups: nobody leaves while another still connects
-        torch.distributed.barrier()
-    leave_ranks()
-
-
-def fork_rank(*arguments: Any) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        run_rank(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def main() -> int:
-    folder, model = Path(sys.argv[1]), Path(sys.argv[2])
-    warnings.filterwarnings("error", "FSDP2-wrapped")
-    for ranks in WORLDS:
-        port = free_port()
-        children = [fork_rank(rank, ranks, port, folder, model) for rank in range(ranks)]
-        if any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children):
-            return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    warnings.filterwarnings("error", "FSDP2-wrapped")
+    sys.exit(not all(run_ranks(ranks, run_rank, Path(sys.argv[1]), Path(sys.argv[2])) for ranks in WORLDS))

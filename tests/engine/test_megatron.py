@@ -17,9 +17,7 @@ from megatron_runs import CASES, FSDP, MIXTURES
 from megatron_runs import WHOLE as MODELS
 from test_ranks import furthest
 
-from posttrain.config.megatron import is_installed
 
-pytestmark = pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed")
 HERE = Path(__file__).parent
 CUT = [case for case in CASES if case[1] != FSDP]
 WHOLE = [case for case in CUT if case[0] in MODELS]

@@ -26,7 +26,7 @@ from runs import metrics_of, settings
 from textbook import ACTOR, CPU, ROLLOUT, ppo_config
 from toy_workers import Join, OneEngine, Spoiled, Toy, group_of, updates
 
-from posttrain.config import load_config, megatron
+from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack
@@ -650,14 +650,11 @@ def test_a_worker_that_lost_a_weight_of_such_an_engine_stops_the_run(runs):
 
 # -- another engine trains -------------------------------------------------------------------------------------------
 
-MEGATRON = pytest.mark.skipif(not megatron.is_installed(), reason="megatron-core is not installed")
-
 
 def by_megatron(cut: str) -> dict[str, Any]:
     return {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron_config": {f"{cut}_parallel_size": 2}}
 
 
-@MEGATRON
 @pytest.mark.parametrize("cut, layout", [("tensor", 2), ("pipeline", (2, 1))])
 def test_S4_58_a_run_by_megatron_has_the_numbers_of_one_by_fsdp_and_says_what_trains(runs, cut, layout, capsys):
     given = {**HALF, "algorithm.adv_estimator": "gae", "trainer.total_training_steps": 2, "trainer.export_hf": "last"}
@@ -668,7 +665,6 @@ def test_S4_58_a_run_by_megatron_has_the_numbers_of_one_by_fsdp_and_says_what_tr
     assert re.search(rf"Train engine: megatron-core \d\S+ \(.*{cut} 2", capsys.readouterr().out)
 
 
-@MEGATRON
 def test_six_steps_by_megatron_are_three_and_three_to_the_bit(runs):
     cut = by_megatron("tensor")
     straight = runs.free("megatron in one", 2, {**FLOAT64, **cut})

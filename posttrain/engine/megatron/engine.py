@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from posttrain.checkpoint.dcp import read_checked, write_tensors
 from posttrain.engine.base import LossFn, Passes
+from posttrain.engine.export import host_copies
 from posttrain.engine.facts import facts_of
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine, _order
 from posttrain.engine.megatron.host import computing_on
@@ -216,11 +217,8 @@ class MegatronEngine(FSDPEngine):
         )
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
-        state, copies = {}, {}
         with self.on_device():
-            for name, weight in self.export_weights():
-                if this_rank() == 0:
-                    state[name] = copies.setdefault(id(weight), weight.cpu())
+            state = host_copies(self.export_weights())
         if this_rank() == 0:
             save_model(self.whole, folder, adapter, merged=merged, state=state)
 
