@@ -1,6 +1,6 @@
 """Six steps straight, and three + killed + three: equal to the bit with trainer.deterministic=true, and what it costs.
 
-    python3 scripts/check_deterministic.py [--device cuda] [--model 0.1b] [--json FILE]
+    python3 scripts/check_deterministic.py [--device cuda] [--model 0.1b] [--strategy megatron] [--json FILE]
 
 Four runs of the same GRPO settings on random weights: six steps with trainer.deterministic=true, the same killed
 (SIGKILL) in the update of step 5 with a checkpoint at 3, its resume to step 6, and six steps without the setting.
@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--model", default="0.1b", help="a preset of the bench, or a model folder (0.1b)")
+    parser.add_argument("--strategy", default="fsdp2", help="the train engine: fsdp2 or megatron (fsdp2)")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, eight responses each (16)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of a prompt (128)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a response (256)")
@@ -124,6 +125,7 @@ def settings(options: argparse.Namespace, out: Path, name: str, deterministic: b
         "actor_rollout_ref.rollout.ignore_eos": True,
         "actor_rollout_ref.actor.ppo_mini_batch_size": options.prompts // 2 or 1,
         "actor_rollout_ref.actor.optim.lr": 1e-4,
+        "actor_rollout_ref.actor.strategy": options.strategy,
         "data.train_batch_size": options.prompts,
         "data.max_prompt_length": options.prompt_tokens,
         "data.max_response_length": options.tokens,
@@ -136,7 +138,7 @@ def settings(options: argparse.Namespace, out: Path, name: str, deterministic: b
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": SAVED,
         "trainer.max_ckpt_to_keep": 1,
-        "trainer.export_hf": "none",
+        "trainer.export_hf": "last",
     }
 
 

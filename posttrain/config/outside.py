@@ -21,12 +21,12 @@ class OutsideEngine:
     """What is known of such an engine without importing it."""
 
     name: str
-    """In `actor_rollout_ref.rollout.name`; also what is imported, and posttrain's extra that brings it."""
+    """In `actor_rollout_ref.rollout.name`; also what is imported."""
     title: str
     packages: tuple[str, ...]
     """Names under which it is installed."""
-    alone: str
-    """Where to install it, and what else to know of that."""
+    how_to_install: str
+    """The command, and where to run it."""
     tried: tuple[str, ...]
     """Versions that the engine was tried with, by how they begin."""
     length: str
@@ -52,10 +52,7 @@ class OutsideEngine:
 
     @property
     def install(self) -> str:
-        return (
-            f'pip install "posttrain[{self.name}]" brings it, with the torch that it was built for: {self.alone}; or '
-            f"set {ROLLOUT}.name=native, which takes the same settings"
-        )
+        return f"{self.how_to_install}; or set {ROLLOUT}.name=native, which takes the same settings"
 
     # -- what is installed ----------------------------------------------------------------------------------------
     def installed_version(self) -> str | None:

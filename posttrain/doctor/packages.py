@@ -50,9 +50,8 @@ def installed_engines() -> dict[str, str]:
 
 
 def _apart(package: str) -> str:
-    extra = "sglang" if package == "sglang" else "vllm"
-    own = "an environment of its own is best for an engine"
-    return f"{own}: there, pip install 'posttrain[{extra}]' takes one with its torch"
+    engine = next(engine for engine in OUTSIDE.values() if package in (engine.name, *engine.packages))
+    return f"an environment of its own is best for an engine: {engine.how_to_install}"
 
 
 def _wrong_versions() -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """One suite of checks for both train engines, run once for all tests of `test_megatron.py`:
 
-    python megatron_runs.py FOLDER
+    python megatron_runs.py FOLDER [cuda]
 
-Ranks are forked after everything is imported. Each case (model, engine, how it is cut) writes what every check found.
+With `cuda` the cases of one rank run on that device (`test_megatron_cuda.py`). Ranks are forked after everything is imported. Each case (model, engine, how it is cut) writes what every check found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.value import ValueModel
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu")
 LOSSES = ("vanilla", "gspo", "cispo")
 FSDP = "fsdp"
 MIXTURES = ("qwen3_moe", "mixtral")
@@ -89,13 +89,13 @@ class Case:
     def module(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
         dtype, path = dtype or self.dtype, self.folder / self.model
         if (path, dtype) not in LOADED:
-            LOADED[path, dtype] = load_causal_lm(ModelConfig(path=str(path)), dtype=dtype, device=CPU)
+            LOADED[path, dtype] = load_causal_lm(ModelConfig(path=str(path)), dtype=dtype, device=DEVICE)
         return copy.deepcopy(LOADED[path, dtype])
 
     def engine(self, module: torch.nn.Module | None = None, **settings: Any) -> FSDPEngine:
         module = self.module() if module is None else module
         made = EngineSettings(
-            **{"device": CPU, "optim": OptimConfig(lr=1e-3), "grad_clip": 1e9, "token_budget": 60, **settings}
+            **{"device": DEVICE, "optim": OptimConfig(lr=1e-3), "grad_clip": 1e9, "token_budget": 60, **settings}
         )
         if self.cut == FSDP:
             return FSDPEngine(module, made)
@@ -126,7 +126,7 @@ def train(engine: FSDPEngine, *, steps: int = 3, first: int = 0) -> dict[str, An
         step = engine.update(rows, loss, temperature=TEMPERATURE, passes=passes)
         found["losses"].append(summed(loss.metrics().get("actor/loss", 0.0)) / copies(engine))
         found["norms"].append(step["grad_norm"])
-    found["weights"] = {name: weight.detach().clone() for name, weight in engine.export_weights()}
+    found["weights"] = {name: weight.detach().cpu().clone() for name, weight in engine.export_weights()}
     return found
 
 
@@ -229,10 +229,10 @@ def exported(case: Case) -> Any:
     from transformers import AutoModelForCausalLM
 
     engine, folder = case.engine(), case.folder / f"exported {case.name}"
-    here = {name: weight.clone() for name, weight in engine.export_weights()}
+    here = {name: weight.cpu().clone() for name, weight in engine.export_weights()}
     engine.export_hf(folder, None, merged=False)
     summed(0)
-    whole = case.module().state_dict()
+    whole = {name: weight.cpu() for name, weight in case.module().state_dict().items()}
     assert here.keys() == whole.keys() and all(torch.equal(here[name], whole[name]) for name in whole)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype).state_dict()
     return {"same": float(all(torch.equal(loaded[name], whole[name]) for name in whole))}
@@ -279,6 +279,8 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def run_rank(rank: int, ranks: int, folder: Path) -> None:
+    if DEVICE.type == "cuda":
+        torch.use_deterministic_algorithms(True)  # resuming is bitwise exact only so
     for model, cut, world in CASES:
         if world == ranks:
             case = Case(folder, model, cut)
@@ -293,7 +295,11 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
+    DEVICE = torch.device(sys.argv[2] if sys.argv[2:] else "cpu")
     for name in ("models.gpt", "models.gpt.gpt_layer_specs", "parallel_state", "transformer"):
         part(name)
     write_models(target)
-    sys.exit(not all(run_ranks(ranks, run_rank, target) for ranks in (1, 2, 4)))
+    if DEVICE.type == "cuda":
+        run_rank(0, 1, target)  # a forked process cannot use the device
+    else:
+        sys.exit(not all(run_ranks(ranks, run_rank, target) for ranks in (1, 2, 4)))
