@@ -1,4 +1,4 @@
-"""Ranks of a test as forks of this process, which has imported everything: they meet by gloo, work, and leave together."""
+"""Ranks of a test as forks of this process, which has imported everything: they meet by gloo and leave together."""
 
 from __future__ import annotations
 

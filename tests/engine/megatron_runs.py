@@ -2,7 +2,8 @@
 
     python megatron_runs.py FOLDER [cuda]
 
-With `cuda` the cases of one rank run on that device (`test_megatron_cuda.py`). Ranks are forked after everything is imported. Each case (model, engine, how it is cut) writes what every check found.
+With `cuda` the cases of one rank run on that device (`test_megatron_cuda.py`). Ranks are forked after everything is
+imported. Each case (model, engine, how it is cut) writes what every check found.
 """
 
 from __future__ import annotations

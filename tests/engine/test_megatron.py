@@ -17,7 +17,6 @@ from megatron_runs import CASES, FSDP, MIXTURES
 from megatron_runs import WHOLE as MODELS
 from test_ranks import furthest
 
-
 HERE = Path(__file__).parent
 CUT = [case for case in CASES if case[1] != FSDP]
 WHOLE = [case for case in CUT if case[0] in MODELS]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_runs import CASES, FSDP
-from test_megatron import bound, both, named, named_file
+from test_megatron import both, bound, named, named_file
 from test_ranks import furthest
 
 pytestmark = pytest.mark.gpu
