@@ -1,4 +1,4 @@
-"""Megatron's engine on a CUDA device gives what the torch engine gives there: the suite of `test_megatron.py`, one rank."""
+"""Megatron's engine on a CUDA device gives what the torch engine gives there (one rank, cases of `megatron_runs.py`)."""
 
 from __future__ import annotations
 
