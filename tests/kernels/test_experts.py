@@ -155,7 +155,10 @@ def test_products_of_ragged_loads_in_every_cut(load, number, dtype):
     gate, up = torch.einsum("pe,pie->pi", rows, gate_up[of].float()).to(dtype).chunk(2, -1)
     wanted = F.silu(gate) * up
     near(gated, wanted[order.long()])
-    near(module.down_pairs(gated, down, order, ends, tile), torch.einsum("pi,pei->pe", wanted.float(), down[of].float()).to(dtype))
+    near(
+        module.down_pairs(gated, down, order, ends, tile),
+        torch.einsum("pi,pei->pe", wanted.float(), down[of].float()).to(dtype),
+    )
 
 
 @interpreted
@@ -173,5 +176,7 @@ def test_tiles_follow_from_sizes_alone():
     means = [1, 8, 9, 20, 32, 64, 80, 81, 5000]
     found = [module.tiles_for(mean * 128, 128, torch.bfloat16) for mean in means]
     rows = [first.rows for first, _ in found]
-    assert rows == sorted(rows) and all(first.rows >= min(mean, 64) for mean, (first, _) in zip(means, found, strict=True))
+    assert rows == sorted(rows) and all(
+        first.rows >= min(mean, 64) for mean, (first, _) in zip(means, found, strict=True)
+    )
     assert module.tiles_for(128, 128, torch.float32)[0].depth <= 32

@@ -189,7 +189,7 @@ def _store(OUT, y, row, live, column, COLUMNS: tl.constexpr, BN: tl.constexpr, T
 
 @triton.jit
 def _gate_up(
-    X, W, OUT, ORDER, ENDS, E: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
+    X, W, OUT, ORDER, ENDS, WIDTH: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -204,16 +204,16 @@ def _gate_up(
         token = tl.load(ORDER + pair, mask=live, other=0) // K
         gate = tl.zeros([BN, BM] if TURNED else [BM, BN], tl.float32)
         up = tl.zeros([BN, BM] if TURNED else [BM, BN], tl.float32)
-        for k in range(0, E, BK):
-            x = _tokens(X, token, live, k, E, BK, EVEN)
-            gate = _product(x, _piece(W, expert, column, k, 2 * I, E, BN, BK, DESCRIBED, EVEN), gate, TURNED)
-            up = _product(x, _piece(W, expert, I + column, k, 2 * I, E, BN, BK, DESCRIBED, EVEN), up, TURNED)
-        _store(OUT, _gate(gate, up, OUT.dtype.element_ty), pair, live, column, I, BN, TURNED)
+        for k in range(0, WIDTH, BK):
+            x = _tokens(X, token, live, k, WIDTH, BK, EVEN)
+            gate = _product(x, _piece(W, expert, column, k, 2 * SIZE, WIDTH, BN, BK, DESCRIBED, EVEN), gate, TURNED)
+            up = _product(x, _piece(W, expert, SIZE + column, k, 2 * SIZE, WIDTH, BN, BK, DESCRIBED, EVEN), up, TURNED)
+        _store(OUT, _gate(gate, up, OUT.dtype.element_ty), pair, live, column, SIZE, BN, TURNED)
 
 
 @triton.jit
 def _down(
-    X, W, OUT, ORDER, ENDS, E: tl.constexpr, I: tl.constexpr,
+    X, W, OUT, ORDER, ENDS, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -226,11 +226,11 @@ def _down(
         pair = start + tl.arange(0, BM)
         live = pair < end
         y = tl.zeros([BN, BM] if TURNED else [BM, BN], tl.float32)
-        for k in range(0, I, BK):
-            x = _tokens(X, pair, live, k, I, BK, EVEN)
-            y = _product(x, _piece(W, expert, column, k, E, I, BN, BK, DESCRIBED, EVEN), y, TURNED)
+        for k in range(0, SIZE, BK):
+            x = _tokens(X, pair, live, k, SIZE, BK, EVEN)
+            y = _product(x, _piece(W, expert, column, k, WIDTH, SIZE, BN, BK, DESCRIBED, EVEN), y, TURNED)
         place = tl.load(ORDER + pair, mask=live, other=0)
-        _store(OUT, y.to(OUT.dtype.element_ty), place, live, column, E, BN, TURNED)
+        _store(OUT, y.to(OUT.dtype.element_ty), place, live, column, WIDTH, BN, TURNED)
 
 
 def gate_up_pairs(
@@ -279,7 +279,7 @@ def _as_read(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescripto
 def _weigh(PARTS, SHARE, OUT, size, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         _wait()
-    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
@@ -294,9 +294,8 @@ def weigh_parts(parts_PE: torch.Tensor, share_TK: torch.Tensor) -> torch.Tensor:
     tokens, top_k = share_TK.shape
     size = parts_PE.shape[1]
     out, early = parts_PE.new_empty(tokens, size), comes_early(parts_PE.device)
-    block = triton.next_power_of_2(size)
-    _weigh[(tokens,)](
-        parts_PE, share_TK, out, size, top_k, block, early, num_warps=4 if block <= 2048 else 8, launch_pdl=early
+    _weigh[(tokens, triton.cdiv(size, 1024))](
+        parts_PE, share_TK, out, size, top_k, 1024, early, num_warps=4, launch_pdl=early
     )
     return out
 
