@@ -131,7 +131,7 @@ def test_mixtures_give_the_same_tokens_captured_and_not(kind):
 
 @pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [16, 64])
 def test_every_cut_of_the_experts_products_gives_what_torch_gives(rows, turned, described):
     import torch.nn.functional as F
 
@@ -144,7 +144,7 @@ def test_every_cut_of_the_experts_products_gives_what_torch_gives(rows, turned, 
     down = torch.randn(experts, width, size, device="cuda", dtype=torch.bfloat16) / 8
     chosen = torch.stack([torch.randperm(experts - 2)[:top] for _ in range(tokens)]).int().cuda()
     order, ends = sort_pairs(chosen, experts)
-    tile = Tile(rows, 64, 64, 4 if rows < 128 else 8, 3, turned, described)
+    tile = Tile(rows, 64, 64, 4, 3, turned, described)
     gated = gate_up_pairs(x, gate_up, order, ends, tile)
     parts = down_pairs(gated, down, order, ends, tile)
     of = chosen.view(-1).long()
