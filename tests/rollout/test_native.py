@@ -295,9 +295,8 @@ def test_weights_packed_for_onednn_give_the_same_bits(monkeypatch):
         assert one.token_ids[:12] == other.token_ids and list(one.log_probs[:12]) == list(other.log_probs)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
-def test_float64_models_are_decoded_in_float64(kind):
-    module = tiny(kind, torch.float64)
+def test_float64_models_are_decoded_in_float64():
+    module = tiny("qwen2", torch.float64)
     output = generate(native(module), [PROMPTS[1]], [Sampling(max_tokens=9)], [0])[0]
     ids = torch.tensor([[*PROMPTS[1], *output.token_ids]])
     log_p = torch.log_softmax(module(ids).logits[0], -1)[len(PROMPTS[1]) - 1 : -1]
