@@ -84,7 +84,7 @@ class _Layer:
         assert isinstance(self.feed, Gated)
         query_norm, key_norm = self.heads or (None, None)
         parts = dict(zip(MATRICES, self.projections, strict=True))
-        matrices = (parts[name].weight for name in MATRICES[1:])
+        matrices = (self.out.weight, self.feed.gate_up.weight, self.feed.down.weight)
         norms = (self.before, self.between, query_norm, key_norm)
         adapted = {name: part.merged for name, part in parts.items() if part.adapters}
         return LayerWeights(self.qkv.weight, self.qkv.bias, *matrices, *norms, self.window, adapted)
