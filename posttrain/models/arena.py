@@ -21,6 +21,7 @@ from posttrain.models.low_rank import Adapter, LowRank, fill
 
 FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp", ("gate_proj", "up_proj")))
 SINGLE = (("out", "self_attn", "o_proj"), ("down", "mlp", "down_proj"))
+SHARED = "shared_expert"  # of a mixture of experts, whose own weights are stacked already and stay as they are
 
 
 @cache
@@ -139,14 +140,21 @@ class Arena:
 
     def _fused(self, layer: Any, prefix: str) -> dict[str, Projection]:
         found = {}
+        homes = {"self_attn": ("self_attn", layer.self_attn), "mlp": ("mlp", layer.mlp)}
+        if hasattr(layer.mlp, "experts"):
+            homes["mlp"] = (f"mlp.{SHARED}", getattr(layer.mlp, SHARED, None))
         for key, home, names in FUSED:
-            parts = [getattr(getattr(layer, home), name) for name in names]
-            weight = self._fuse([f"{prefix}.{home}.{name}.weight" for name in names], parts, "weight")
-            bias = self._fuse([f"{prefix}.{home}.{name}.bias" for name in names], parts, "bias")
-            assert weight is not None
-            found[key] = Projection(weight, bias, parts, adapters=self.share)
+            path, module = homes[home]
+            if module is not None:
+                parts = [getattr(module, name) for name in names]
+                weight = self._fuse([f"{prefix}.{path}.{name}.weight" for name in names], parts, "weight")
+                bias = self._fuse([f"{prefix}.{path}.{name}.bias" for name in names], parts, "bias")
+                assert weight is not None
+                found[key] = Projection(weight, bias, parts, adapters=self.share)
         for key, home, name in SINGLE:
-            found[key] = self.projection(f"{prefix}.{home}.{name}", [getattr(getattr(layer, home), name)])
+            path, module = homes[home]
+            if module is not None:
+                found[key] = self.projection(f"{prefix}.{path}.{name}", [getattr(module, name)])
         return found
 
     def projection(self, name: str, parts: list[Any]) -> Projection:

@@ -1,4 +1,5 @@
-"""The decoder of Qwen2, Qwen3, Llama and Mistral, written for decoding: flat tokens, fused weights, a paged cache.
+"""The decoder of Qwen2, Qwen3, Llama, Mistral and their mixtures of experts (OLMoE among them), written for decoding:
+flat tokens, fused weights, a paged cache.
 
 The same function as transformers' module over the same weights; `posttrain/models/paged.py` is the general way. Several
 ranks may hold one model, each a part of every layer (`cut.py`): then all of them are called alike, and give the same.
@@ -17,15 +18,17 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels import cuda
-from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm, attention, silu_mul
+from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm, attention
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
-from posttrain.models.arena import Arena, Projection, base_layer
+from posttrain.models.arena import SHARED, Arena, Projection, base_layer
 from posttrain.models.cut import Cut
+from posttrain.models.feed_forward import MIXTURES, Gated, Mixture, can_mix, feed_forward, is_mixture
 from posttrain.models.forward import head_of, without_adapters
 
 KEPT = 2**28  # bytes of packed copies whose memory outlives them: to take it anew costs more than to fill it
-KNOWN = ("qwen2", "qwen3", "llama", "mistral")
+KNOWN = ("qwen2", "qwen3", "llama", "mistral")  # those without experts; MIXTURES are the others
+_WINDOW_IN_SETTINGS = ("mistral", "mixtral", "olmoe")  # that all layers have the same of; others say it in each layer
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # the others depend on how long the row is
 
 Caches = Callable[[int, int, int], LayerCache]
@@ -35,17 +38,28 @@ Caches = Callable[[int, int, int], LayerCache]
 def can_decode_fast(module: Any) -> bool:
     """Whether this model is one of the known kinds, with nothing unusual about its layers."""
     config = module.config
-    if config.model_type not in KNOWN or config.hidden_act != "silu":
+    if config.model_type not in (*KNOWN, *MIXTURES) or config.hidden_act != "silu":
+        return False
+    if getattr(config, "clip_qkv", None) is not None:
         return False
     if config.rope_parameters.get("rope_type", "default") not in _FIXED_ROTATIONS:
         return False
+    layers = without_adapters(module).base_model.layers
+    if not all(can_mix(layer.mlp) for layer in layers if is_mixture(layer.mlp)):
+        return False
     parts = [
-        getattr(getattr(layer, home), f"{name}_proj")
-        for layer in without_adapters(module).base_model.layers
-        for home, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down")))
+        getattr(home, f"{name}_proj")
+        for layer in layers
+        for home, names in ((layer.self_attn, "qkvo"), (_gated_part(layer.mlp), ("gate", "up", "down")))
         for name in names
+        if home is not None
     ]
     return all(type(base_layer(part)) is torch.nn.Linear and _plain_adapter(part) for part in [*parts, head_of(module)])
+
+
+def _gated_part(block: Any) -> Any:
+    """The feed-forward module that all tokens go through, if there is one."""
+    return getattr(block, SHARED, None) if is_mixture(block) else block
 
 
 def _plain_adapter(part: Any) -> bool:
@@ -59,19 +73,25 @@ def _plain_adapter(part: Any) -> bool:
 class _Layer:
     qkv: Projection
     out: Projection
-    gate_up: Projection
-    down: Projection
+    feed: Gated | Mixture
     before: torch.Tensor  # norm weights
     between: torch.Tensor
     heads: tuple[torch.Tensor, torch.Tensor] | None
+    all_heads: tuple[torch.Tensor, torch.Tensor] | None  # of a norm over all heads of a token at once
     window: int | None
 
     def weights(self) -> LayerWeights:
+        assert isinstance(self.feed, Gated)
         query_norm, key_norm = self.heads or (None, None)
-        matrices = (self.out.weight, self.gate_up.weight, self.down.weight)
+        parts = dict(zip(MATRICES, self.projections, strict=True))
+        matrices = (self.out.weight, self.feed.gate_up.weight, self.feed.down.weight)
         norms = (self.before, self.between, query_norm, key_norm)
-        adapted = {name: part.merged for name in MATRICES if (part := getattr(self, name)).adapters}
+        adapted = {name: part.merged for name, part in parts.items() if part.adapters}
         return LayerWeights(self.qkv.weight, self.qkv.bias, *matrices, *norms, self.window, adapted)
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.out, *self.feed.projections
 
 
 class FastDecoder:
@@ -97,7 +117,7 @@ class FastDecoder:
         self.arena = Arena(self.module, share=self.share, cut=self.cut, device=self.device)
         self.epsilon = config.rms_norm_eps
         self.prefix = base.base_model_prefix
-        self.layers = [self._layer(number, layer.self_attn, config) for number, layer in enumerate(stack.layers)]
+        self.layers = [self._layer(number, layer, config) for number, layer in enumerate(stack.layers)]
         self.embedding, self.norm = self._named("embed_tokens.weight"), self._named("norm.weight")
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
@@ -110,19 +130,32 @@ class FastDecoder:
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]
 
-    def _layer(self, number: int, module: Any, config: Any) -> _Layer:
-        fused, name = self.arena.layers[number], f"layers.{number}"
-        norms = None
+    def _layer(self, number: int, layer: Any, config: Any) -> _Layer:
+        fused, name, module = self.arena.layers[number], f"layers.{number}", layer.self_attn
+        norms, by_head = None, False
         if hasattr(module, "q_norm"):
             norms = (self._named(f"{name}.self_attn.q_norm.weight"), self._named(f"{name}.self_attn.k_norm.weight"))
-        window = getattr(config if config.model_type == "mistral" else module, "sliding_window", None)
+            by_head = len(norms[0]) == self.size
+        window = getattr(config if config.model_type in _WINDOW_IN_SETTINGS else module, "sliding_window", None)
         return _Layer(
-            **fused,
+            fused["qkv"],
+            fused["out"],
+            feed_forward(self.arena, number, layer.mlp, f"{self.prefix}.{name}.mlp"),
             before=self._named(f"{name}.input_layernorm.weight"),
             between=self._named(f"{name}.post_attention_layernorm.weight"),
-            heads=norms,
+            heads=norms if by_head else None,
+            all_heads=None if by_head else norms,
             window=window,
         )
+
+    def _qkv(self, layer: _Layer, x_TE: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values side by side; normed, where the norm goes over all heads."""
+        qkv_TC = layer.qkv(x_TE)
+        if layer.all_heads is not None:
+            sizes = [self.heads * self.size, self.key_heads * self.size]
+            for part, weight in zip(qkv_TC.split([*sizes, sizes[1]], 1), layer.all_heads, strict=False):
+                part.copy_(F.rms_norm(part, weight.shape, weight, self.epsilon))
+        return qkv_TC
 
     def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
         """Final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
@@ -137,12 +170,12 @@ class FastDecoder:
         for number, layer in enumerate(self.layers):
             x_TE = add_rms_norm(residual_TE, added_TE, layer.before, self.epsilon)
             cache = caches(number, self.key_heads, self.size)
-            attended = self._attend(layer, layer.qkv(x_TE), cache, step, rotation)
+            attended = self._attend(layer, self._qkv(layer, x_TE), cache, step, rotation)
             if wanted_N is not None and number == len(self.layers) - 1:
                 attended, residual_TE = attended[wanted_N], residual_TE[wanted_N]
             added_TE = self._summed(layer.out(attended))
             x_TE = add_rms_norm(residual_TE, added_TE, layer.between, self.epsilon)
-            added_TE = self._summed(layer.down(silu_mul(layer.gate_up(x_TE))))
+            added_TE = self._summed(layer.feed(x_TE))
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
 
     def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -206,19 +239,11 @@ class FastDecoder:
         how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
             x_BE = add_rms_norm(residual_BE, added_BE, layer.before, self.epsilon)
-            qkv_BC = layer.qkv(x_BE)
+            qkv_BC = self._qkv(layer, x_BE)
             added_BE = layer.out(decode_attention(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
             x_BE = add_rms_norm(residual_BE, added_BE, layer.between, self.epsilon)
-            added_BE = layer.down(self._gated(layer, x_BE))
+            added_BE = layer.feed.captured(x_BE)
         return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
-
-    def _gated(self, layer: _Layer, x_BE: torch.Tensor) -> torch.Tensor:
-        from posttrain.kernels.cuda import fused_products
-
-        weight = layer.gate_up.bare
-        if weight is not None and fused_products.takes_gated(x_BE, weight):
-            return fused_products.gated_product(x_BE, weight)
-        return silu_mul(layer.gate_up(x_BE))
 
     def head_weight(self) -> torch.Tensor | None:
         return self.head.bare
@@ -280,6 +305,8 @@ class FastDecoder:
         if self.whole is not None or self.head.packed is not None:
             return
         self._follow_weights()
+        if any(isinstance(layer.feed, Mixture) for layer in self.layers):  # experts are most of what is multiplied
+            return
         if self.team is None and self._may_merge() and self._plain_biases() and can_run_whole(self.layers[0].weights()):
             sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
             weights = [layer.weights() for layer in self.layers]
@@ -309,10 +336,10 @@ class FastDecoder:
 
     def _plain_biases(self) -> bool:
         """Whether no product but the first of a layer has a bias."""
-        products = [p for layer in self.layers for p in (layer.out, layer.gate_up, layer.down)]
+        products = [p for layer in self.layers for p in layer.projections[1:]]
         return all(product.bias is None for product in (*products, self.head))
 
     def _projections(self) -> Iterator[Projection]:
         for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+            yield from layer.projections
         yield self.head

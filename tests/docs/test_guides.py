@@ -20,6 +20,7 @@ from posttrain.doctor.remedies import _LOWER
 from posttrain.explain.topics import METRICS
 from posttrain.launch import BY_FLAG
 from posttrain.models.decoder import _FIXED_ROTATIONS, KNOWN
+from posttrain.models.feed_forward import MIXTURES
 from posttrain.tracking import diagnosis
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +67,7 @@ def test_S2_17_the_tuning_page_has_the_settings_of_plan_and_diagnosis_and_no_oth
 def test_S2_16_the_page_on_models_names_what_the_fused_decoder_takes():
     text = page("add_model.md")
     row = next(line for line in text.splitlines() if line.startswith("| fused decoder"))
-    assert {*KNOWN, *_FIXED_ROTATIONS} <= set(quoted(row))
+    assert {*KNOWN, *MIXTURES, *_FIXED_ROTATIONS} <= set(quoted(row))
     for path in re.findall(r"`((?:posttrain|tests)/[\w/.]+\.py)`", text):
         assert (ROOT / path).is_file(), path
 

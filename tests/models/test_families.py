@@ -35,9 +35,12 @@ def load(families, kind: str, folder: Path, **config):
     return load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=CPU)
 
 
-# One of each sort: windows, latent attention, learned positions, attention of its own, chosen when it is made, with a
-# window that the interface does not know, with sinks, none at all, recurrence beside attention.
+# One of each sort: experts in the fused decoder (with one for all tokens beside them; with a norm over all heads),
+# windows, latent attention, learned positions, attention of its own, chosen when it is made, with a window that the
+# interface does not know, with sinks, none at all, recurrence beside attention.
 KINDS = {
+    "qwen2_moe": ("right", "packed"),
+    "olmoe": ("right", "packed"),
     "gemma3_text": ("right", "packed"),
     "deepseek_v3": ("right", "packed"),
     "opt": ("right", "packed"),

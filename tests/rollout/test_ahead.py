@@ -19,7 +19,7 @@ from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
-from tests.rollout.tiny import tiny
+from tests.rollout.tiny import MIXTURES, tiny
 
 pytestmark = pytest.mark.gpu(interpreter=True)
 
@@ -29,9 +29,9 @@ PROMPTS = [[5, 6, 7], list(range(40)), [5, 6, 7], [9], list(range(10, 43)), [11,
 ROUND = 3  # steps of a round in which rows may end
 
 
-def model(layers: int = 1):
+def model(layers: int = 1, kind: str = "qwen2"):
     """Few layers, as the interpreter takes its time."""
-    module = tiny("qwen2")
+    module = tiny(kind)
     module.base_model.layers, module.config.num_hidden_layers = module.base_model.layers[:layers], layers
     return module.to(DEVICE)
 
@@ -276,3 +276,20 @@ def test_letting_rows_in_waits_for_nothing(make):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [output.token_ids for output in again] == [output.token_ids for output in first]
+
+
+@pytest.mark.parametrize("kind", sorted(MIXTURES))
+def test_mixtures_of_experts_decode_in_captured_steps_as_they_do_without_them(kind, make):
+    """Every step chooses other experts, and the graph is the same."""
+    prompts = PROMPTS if ON_CUDA else [[5, 6, 7], [9]]
+    settings = [Sampling(max_tokens=3 + row, greedy=row % 2 == 0) for row in range(len(prompts))]
+    module = model(2, kind)  # with one layer only the tokens that are sampled from would go through the experts
+    engine = make(module)
+    captured = generate(engine, prompts, settings, range(len(prompts)))
+    assert engine.decoder.graphs.replays
+    same(captured, generate(HFEngine(module, pad_token_id=0, decode=text), prompts, settings, range(len(prompts))))
+    if ON_CUDA:  # the interpreter takes its time
+        plain = make(module)
+        plain.rounds.tokens_per_step, plain.rounds.tokens_unseen = 1, None
+        same(captured, generate(plain, prompts, settings, range(len(prompts))))
+        assert plain.decoder.graphs is None

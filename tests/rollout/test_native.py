@@ -14,10 +14,10 @@ from posttrain.models.lora import add_adapters
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
-from posttrain.rollout.native.build import build_native
+from posttrain.rollout.native.build import _check_can_cut, build_native
 from posttrain.rollout.native.engine import MANY
 from tests.machine import has_compiler, multiplies
-from tests.rollout.tiny import FAST, KINDS, VOCABULARY, tiny
+from tests.rollout.tiny import FAST, KINDS, MIXTURES, VOCABULARY, tiny
 
 PROMPTS = [[5, 6, 7], list(range(40)), [5, 6, 7], [9], list(range(10, 75)), list(range(32))]
 
@@ -169,7 +169,7 @@ def test_new_weights_in_the_middle_give_version_spans_and_new_prompts(kernels):
     assert engine.pool.used == 0
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2-tied", "qwen3", *sorted(MIXTURES)])
 def test_the_trainers_parameters_are_views_into_the_engines_weights(kind):
     """An optimizer step is seen without a copy, and training through the views gives the gradients of the module."""
     module, untouched = tiny(kind), tiny(kind)
@@ -190,9 +190,10 @@ def test_the_trainers_parameters_are_views_into_the_engines_weights(kind):
     torch.testing.assert_close(engine.score([[3, *PROMPTS[4]]])[0], expected, rtol=0, atol=1e-5)
 
 
-def test_weights_that_were_moved_are_fused_anew():
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2-moe"])
+def test_weights_that_were_moved_are_fused_anew(kind):
     """What offloading does: every parameter gets other memory."""
-    module = tiny("qwen2")
+    module = tiny(kind)
     engine = native(module)
     before = engine.score([PROMPTS[1]])[0]
     for parameter in module.parameters():
@@ -203,21 +204,23 @@ def test_weights_that_were_moved_are_fused_anew():
     assert not engine.decoder.arena.left_behind()
 
 
-def test_private_weights_leave_the_trainers_alone():
-    module = tiny("llama")
+@pytest.mark.parametrize("kind", ["llama", *sorted(MIXTURES)])
+def test_private_weights_leave_the_trainers_alone(kind):
+    module = tiny(kind)
     engine = build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None, share=False)[0]
     before = engine.score([PROMPTS[1]])[0]
     with torch.no_grad():
-        module.model.layers[0].self_attn.q_proj.weight.mul_(2.0)
+        for weight in module.parameters():
+            weight.mul_(1.1)
     assert torch.equal(engine.score([PROMPTS[1]])[0], before) and not engine.shares_weights
     engine.load_weights(module.state_dict().items(), version=1)
     expected = plain_log_probs(module, PROMPTS[1][:1], PROMPTS[1][1:])
     torch.testing.assert_close(engine.score([PROMPTS[1]])[0], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "qwen3-moe-mixed", "qwen2-moe"])
 def test_adapters_are_applied_beside_a_base_that_never_changes(kernels, kind):
-    targets = "all-linear" if kind == "qwen2" else ["c_attn", "c_proj"]
+    targets = ["c_attn", "c_proj"] if kind == "gpt2" else "all-linear"
     module = add_adapters(tiny(kind), ModelConfig(path="x", lora_rank=3, target_modules=targets))
     base = {name: weight.clone() for name, weight in module.named_parameters() if "lora_" not in name}
     engine = native(module)
@@ -246,7 +249,7 @@ def test_bfloat16_log_probs_stay_close_to_transformers(kernels):
 
 
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-5), (torch.bfloat16, 0.3)])
-@pytest.mark.parametrize("kind", sorted(FAST))
+@pytest.mark.parametrize("kind", sorted(FAST - MIXTURES))
 def test_the_whole_step_equals_transformers_and_follows_new_weights(kind, dtype, within):
     """Long responses go through all layers in one call, over packed copies of the weights; new weights replace them."""
     module = tiny(kind, dtype)
@@ -386,3 +389,32 @@ def test_the_cache_of_latent_attention_is_counted_as_it_is_filled():
     assert cached_heads(SimpleNamespace(num_attention_heads=16, **latent)) == (16, 192)
     grouped = SimpleNamespace(num_attention_heads=16, num_key_value_heads=4, hidden_size=512)
     assert cached_heads(grouped) == (4, 32)
+
+
+@pytest.mark.parametrize(
+    "kind, changed",
+    [
+        ("qwen3-moe", {"hidden_act": "gelu"}),
+        ("olmoe", {"clip_qkv": 0.5}),
+    ],
+)
+def test_mixtures_that_compute_otherwise_take_the_general_way_and_are_right(kind, changed):
+    module = tiny(kind, **changed)
+    assert not can_decode_fast(module)
+    output = generate(native(module), [PROMPTS[1]], [Sampling(max_tokens=9)], [0])[0]
+    expected = plain_log_probs(tiny(kind, attention="eager", **changed), PROMPTS[1], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def test_experts_that_something_stands_beside_take_the_general_way():
+    for part in ("experts", "shared_expert_gate"):
+        module = tiny("qwen2-moe")
+        assert can_decode_fast(module)
+        changed = getattr(module.model.layers[1].mlp, part)
+        changed.__class__ = type("Wrapped", (type(changed),), {})
+        assert not can_decode_fast(module), part
+
+
+def test_a_mixture_is_not_cut_over_several_workers():
+    with pytest.raises(UserError, match=r"tensor_model_parallel_size=2: models of the kind qwen3_moe cannot be cut"):
+        _check_can_cut(tiny("qwen3-moe"), True, 2)

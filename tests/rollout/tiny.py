@@ -57,9 +57,29 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "decoder_sparse_step": 1,
     },
+    "qwen3-moe-mixed": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 64},
 }
-FAST = {"qwen2", "qwen2-window", "qwen2-tied", "qwen3", "llama", "llama3-rope", "mistral"}
+MIXTURES = {"qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "mixtral", "olmoe"}
+FAST = {"qwen2", "qwen2-window", "qwen2-tied", "qwen3", "llama", "llama3-rope", "mistral", *MIXTURES}
 
 
 def tiny(

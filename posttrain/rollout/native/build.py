@@ -74,7 +74,7 @@ def build_native(
 
 
 def _check_can_cut(module: Any, fast: bool, size: int) -> None:
-    if not fast:
+    if not fast or module.config.model_type not in KNOWN:
         raise UserError(
             f"{KEY}={size}: models of the kind {module.config.model_type} cannot be cut over the workers of an engine "
             f"({', '.join(KNOWN)} can); set it to 1: every worker then decodes with a model of its own"

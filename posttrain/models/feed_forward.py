@@ -1,0 +1,116 @@
+"""The feed-forward part of a decoder layer as decoding computes it: one gated product, or a mixture of experts.
+
+Shapes: T tokens, E width of the model, X experts, I width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from posttrain.kernels.decode import silu_mul
+from posttrain.kernels.experts import mixture
+from posttrain.models.arena import Arena, Projection
+
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+_BLOCKS = ("Qwen3MoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock")
+_EXPERTS = ("Qwen3MoeExperts", "Qwen2MoeExperts", "MixtralExperts", "OlmoeExperts")
+
+
+@dataclass
+class Gated:
+    """down(silu(gate) * up)."""
+
+    gate_up: Projection
+    down: Projection
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_mul(self.gate_up(x_TE)))
+
+    def captured(self, x_BE: torch.Tensor) -> torch.Tensor:
+        """The same in a captured decode step, where gate and up may be one product with their gating inside."""
+        from posttrain.kernels.cuda import fused_products
+
+        weight = self.gate_up.bare
+        if weight is not None and fused_products.takes_gated(x_BE, weight):
+            return self.down(fused_products.gated_product(x_BE, weight))
+        return self(x_BE)
+
+    @property
+    def projections(self) -> Iterable[Projection]:
+        return self.gate_up, self.down
+
+
+@dataclass
+class Mixture:
+    """The experts that a router chooses for each token, by their shares; beside them, in some models, one for all
+    tokens, whose share is a sigmoid."""
+
+    router_XE: torch.Tensor
+    gate_up_X2IE: torch.Tensor
+    down_XEI: torch.Tensor
+    top_k: int
+    normalised: bool
+    share_dtype: torch.dtype
+    shared: Gated | None = None
+    shared_gate: torch.Tensor | None = None
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return self._with_shared(x_TE, None if self.shared is None else self.shared(x_TE))
+
+    def captured(self, x_BE: torch.Tensor) -> torch.Tensor:
+        return self._with_shared(x_BE, None if self.shared is None else self.shared.captured(x_BE))
+
+    def _with_shared(self, x_TE: torch.Tensor, shared_TE: torch.Tensor | None) -> torch.Tensor:
+        how = {"top_k": self.top_k, "normalised": self.normalised, "share_dtype": self.share_dtype}
+        y_TE = mixture(x_TE, self.router_XE, self.gate_up_X2IE, self.down_XEI, **how)
+        if shared_TE is None:
+            return y_TE
+        assert self.shared_gate is not None
+        return y_TE + F.sigmoid(F.linear(x_TE, self.shared_gate)) * shared_TE
+
+    @property
+    def projections(self) -> Iterable[Projection]:
+        return () if self.shared is None else self.shared.projections
+
+
+def is_mixture(block: Any) -> bool:
+    """Whether a layer's feed-forward module chooses among experts."""
+    return hasattr(block, "experts")
+
+
+def can_mix(block: Any) -> bool:
+    """Whether it is one of the known kinds, its weights plain and stacked. Adapters of experts wrap them."""
+    named = (type(module).__name__.removeprefix("FSDP") for module in (block, block.experts))
+    if not all(name in known for name, known in zip(named, (_BLOCKS, _EXPERTS), strict=True)):
+        return False
+    gate = getattr(block, "shared_expert_gate", None)
+    if gate is not None and (type(gate) is not torch.nn.Linear or gate.bias is not None):
+        return False
+    weights = (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj)
+    return all(type(weight) is torch.nn.Parameter for weight in weights)
+
+
+def feed_forward(arena: Arena, number: int, block: Any, name: str) -> Gated | Mixture:
+    """Of the layer of this number, whose module is called `name`, over the arena's weights."""
+    fused = arena.layers[number]
+    gated = Gated(fused["gate_up"], fused["down"]) if "gate_up" in fused else None
+    if not is_mixture(block):
+        assert gated is not None
+        return gated
+    router = arena.named[f"{name}.gate.weight"]
+    return Mixture(
+        router,
+        arena.named[f"{name}.experts.gate_up_proj"],
+        arena.named[f"{name}.experts.down_proj"],
+        top_k=block.gate.top_k,
+        # Mixtral always does, and keeps shares in float32, so that they are not rounded before they are multiplied.
+        normalised=getattr(block.gate, "norm_topk_prob", True),
+        share_dtype=router.dtype if hasattr(block.gate, "norm_topk_prob") else torch.float32,
+        shared=gated,
+        shared_gate=arena.named.get(f"{name}.shared_expert_gate.weight"),
+    )
