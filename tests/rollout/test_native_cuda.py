@@ -39,11 +39,11 @@ def test_weights_that_come_and_go_between_host_and_device():
     assert torch.equal(*found)
 
 
-def as_near_as_the_model(module, outputs, temperature=1.0) -> None:
+def as_near_as_the_model(module, outputs, temperature=1.0, prompts=PROMPTS) -> None:
     """The log-probs are about as far from the model's in float32 as those of its own pass in half precision are."""
     wide = copy.deepcopy(module).float()
     off = []
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    for prompt, output in zip(prompts, outputs, strict=True):
         row, made = torch.tensor([prompt + output.token_ids]).cuda(), torch.tensor(output.token_ids).cuda()[:, None]
         with torch.no_grad():
             logits = [model(row).logits[0, len(prompt) - 1 : -1].float() / temperature for model in (module, wide)]
@@ -110,23 +110,17 @@ def test_mixtures_in_half_precision_are_as_near_as_the_model(kind):
     as_near_as_the_model(module, outputs, 0.8)
 
 
+@pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("kind", sorted(MIXTURES))
-def test_mixtures_give_the_same_tokens_captured_and_not(kind):
+def test_mixtures_of_many_rows_are_as_near_as_the_model_captured_and_not(kind, captured):
     module = wide_mixture(kind)
     many = PROMPTS * 20
-    settings = [Sampling(max_tokens=24, temperature=0.8)] * len(many)
-    found = []
-    for captured in (True, False):
-        engine = build_native(module, RolloutConfig(), decode=None)[0]
-        if not captured:
-            engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 1, None
-        found.append(generate(engine, many, settings, range(len(many))))
-        assert (engine.decoder.graphs is not None) is captured  # pyright: ignore
-    same = [one.token_ids == other.token_ids for one, other in zip(*found, strict=True)]
-    # Attention and the head are other kernels there: a number that falls just beside a border leaves another token.
-    assert sum(same) > 0.8 * len(same)
-    firsts = [(one.log_probs[0], other.log_probs[0]) for one, other in zip(*found, strict=True)]
-    assert max(abs(float(one) - float(other)) for one, other in firsts) < 0.1
+    engine = build_native(module, RolloutConfig(), decode=None)[0]
+    if not captured:
+        engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 1, None
+    outputs = generate(engine, many, [Sampling(max_tokens=24, temperature=0.8)] * len(many), range(len(many)))
+    assert (engine.decoder.graphs is not None) is captured  # pyright: ignore
+    as_near_as_the_model(module, outputs[:20], 0.8, many[:20])
 
 
 @pytest.mark.parametrize("described", [False, True])

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""vLLM on the work of `measure_mixture.py`: the same shape, prompts, groups and lengths, with a log-prob for each token.
+
+    python scripts/measure_mixture_vllm.py --rows 512 1024
+
+Weights are vLLM's own random ones (`load_format=dummy`): on disk they would take 61 GB. The first run warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+
+import torch
+from measure_mixture import LAYERS, SHAPE
+from transformers import Qwen3MoeConfig
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--rows", type=int, nargs="*", default=[512, 1024])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--group", type=int, default=8, help="responses of a prompt")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of vLLM's LLM")
+    options = parser.parse_args()
+    import vllm
+
+    more = {name: _value(text) for name, _, text in (item.partition("=") for item in options.set)}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Qwen3MoeConfig(**SHAPE, num_hidden_layers=options.layers, dtype="bfloat16")
+        config.architectures = ["Qwen3MoeForCausalLM"]
+        config.save_pretrained(folder)
+        started = time.perf_counter()
+        length = options.prompt + options.tokens
+        engine = vllm.LLM(
+            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length,
+            gpu_memory_utilization=0.9, max_num_seqs=max(options.rows), seed=0, **more,
+        )  # fmt: skip
+    print(
+        f"vLLM {vllm.__version__}, {options.layers} layers, ready in {time.perf_counter() - started:.0f} s", flush=True
+    )
+    for rows in options.rows:
+        generator = torch.Generator().manual_seed(rows)
+        count = -(-rows // options.group)
+        unique = torch.randint(0, SHAPE["vocab_size"], (count, options.prompt), generator=generator).tolist()
+        prompts = [{"prompt_token_ids": unique[row // options.group]} for row in range(rows)]
+        found = []
+        for run in range(options.repeat + 1):
+            params = [
+                vllm.SamplingParams(
+                    temperature=1.0, max_tokens=options.tokens, ignore_eos=True, logprobs=0, detokenize=False,
+                    seed=None,
+                )
+                for _ in prompts
+            ]  # fmt: skip
+            engine.reset_prefix_cache()
+            begun = time.perf_counter()
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            taken = time.perf_counter() - begun
+            assert all(len(output.outputs[0].token_ids) == options.tokens for output in outputs)
+            found += [rows * options.tokens / taken] if run else []
+        each = ", ".join(f"{one:,.0f}" for one in found)
+        print(f"vLLM, rows {rows}: {max(found):,.0f} tokens/s, best of {each}", flush=True)
+
+
+def _value(text: str) -> object:
+    return {"true": True, "false": False}.get(text.lower(), int(text) if text.isdigit() else text)
+
+
+if __name__ == "__main__":
+    main()
