@@ -1,20 +1,26 @@
 #!/usr/bin/env python3
-"""vLLM on the work of `measure_mixture.py`: the same shape, prompts, groups and lengths, with a log-prob for each token.
+"""vLLM on the work of `measure_mixture.py`: the same shape, prompts, groups and lengths, a log-prob for each token.
 
     python scripts/measure_mixture_vllm.py --rows 512 1024
 
-Weights are vLLM's own random ones (`load_format=dummy`): on disk they would take 61 GB. The first run warms up.
+Weights are vLLM's own random ones (`load_format=dummy`): on disk they would take 61 GB. Its settings are those of
+`posttrain bench rollout`, and the first run warms up.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 from measure_mixture import LAYERS, SHAPE
 from transformers import Qwen3MoeConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "posttrain" / "bench" / "peers"))
+from run_vllm import on_cuda  # noqa: E402
 
 
 def main() -> None:
@@ -36,13 +42,13 @@ def main() -> None:
         config.save_pretrained(folder)
         started = time.perf_counter()
         length = options.prompt + options.tokens
+        settings = on_cuda(max(options.rows), length) | more
         engine = vllm.LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length,
-            gpu_memory_utilization=0.9, max_num_seqs=max(options.rows), seed=0, **more,
+            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length + 1,
+            max_num_seqs=max(options.rows), disable_log_stats=True, seed=0, **settings,
         )  # fmt: skip
-    print(
-        f"vLLM {vllm.__version__}, {options.layers} layers, ready in {time.perf_counter() - started:.0f} s", flush=True
-    )
+    ready = time.perf_counter() - started
+    print(f"vLLM {vllm.__version__}, {options.layers} layers, ready in {ready:.0f} s", flush=True)
     for rows in options.rows:
         generator = torch.Generator().manual_seed(rows)
         count = -(-rows // options.group)
