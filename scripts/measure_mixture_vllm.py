@@ -20,7 +20,7 @@ from measure_mixture import LAYERS, SHAPE
 from transformers import Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "posttrain" / "bench" / "peers"))
-from run_vllm import on_cuda  # noqa: E402
+from run_vllm import on_cuda
 
 
 def main() -> None:
