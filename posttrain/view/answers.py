@@ -8,6 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from posttrain.errors import first_line
 from posttrain.view import health, planning, samples
 from posttrain.view.catalogue import Catalogue, previews
 from posttrain.view.courtesy import answering
@@ -66,6 +69,13 @@ class Answers:
                 return self._questions[name](query)
         except (samples.NoSamples, planning.NoPlan) as error:
             raise NotFound(str(error)) from error
+        except (NotFound, KeyError) as error:  # what was asked for makes no sense
+            raise error
+        except Exception as error:
+            if isinstance(error, ValueError) and not isinstance(error, pa.ArrowException):
+                raise
+            # files of a run may hold anything: the page says which could not be read, and goes on
+            raise NotFound(f"The files of this run cannot be read: {first_line(error)}.") from error
 
     def read_all(self, run: str) -> None:
         """Wait until everything is known of a run's samples."""
