@@ -54,7 +54,7 @@ def _read_version(path: Path, version: tuple[int, int, int]) -> tuple[dict[str, 
 
 def _read(path: Path) -> tuple[dict[str, str], str | None]:
     try:
-        return _flat(redact(read_settings(path))), None
+        return flat(redact(read_settings(path))), None
     except FileNotFoundError:
         return {}, None
     except DamagedFile as error:
@@ -69,11 +69,12 @@ def differences(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
     return [{"key": key, "values": values} for key, values in rows if len(set(values)) > 1]
 
 
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    """By dotted key, as text."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = "" if value is None else str(value)
     return found
