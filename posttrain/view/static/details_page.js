@@ -6,8 +6,8 @@ import {announce, choice, h, put} from "./dom.js";
 import {chosenRuns, go, place} from "./state.js";
 
 export function detailsPage(root) {
-  const bar = h("div", {class: "bar"}), made = h("section"), table = h("section");
-  put(root, h("h1", {class: "visually-hidden"}, "Settings"), bar, h("div", {class: "beside"}, table, made));
+  const bar = h("div", {class: "bar"}), made = h("section", {class: "made"}), changed = h("section"), usual = h("section");
+  put(root, h("h1", {class: "visually-hidden"}, "Settings"), bar, h("div", {class: "beside"}, changed, made, usual));
   let drawn = "", found = null;
 
   async function show(runs) {
@@ -31,13 +31,13 @@ export function detailsPage(root) {
 
   function drawTable(words) {
     const kept = found.settings.filter((one) => `${one.key} ${one.value} ${one.sentence}`.toLowerCase().includes(words));
-    const changed = kept.filter((one) => one.changed), usual = kept.filter((one) => !one.changed);
-    put(table,
+    const others = kept.filter((one) => one.changed), same = kept.filter((one) => !one.changed);
+    put(changed,
       found.problem && h("p", {class: "problem"}, found.problem),
       !found.settings.length && !found.problem && h("p", {class: "soft"}, "This run left no settings behind."),
-      changed.length > 0 && [h("h2", {}, `Changed from the default (${changed.length})`), settings(changed, true)],
-      usual.length > 0 && [h("h2", {}, `Left at the default (${usual.length})`), settings(usual, false)],
+      others.length > 0 && [h("h2", {}, `Changed from the default (${others.length})`), settings(others, true)],
       words && !kept.length && h("p", {class: "soft"}, "No setting has these words."));
+    put(usual, same.length > 0 && [h("h2", {}, `Left at the default (${same.length})`), settings(same, false)]);
   }
 
   function settings(rows, beside) {

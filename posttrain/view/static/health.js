@@ -89,7 +89,7 @@ export function healthPage(root) {
     const data = await columns(run, names);
     const has = (name) => data.values[name].some((value) => value !== null);
     const gaps = names.slice(0, 3).filter(has);
-    const chart = lineChart("Difference of log-probs, rollout against trainer"), time = lineChart("Seconds of a weight sync");
+    const chart = lineChart("Log-probs, rollout − trainer"), time = lineChart("Seconds of a weight sync");
     const probes = data.values["sync/probe_max"].filter((value) => value !== null);
     put(sync, h("h2", {}, "Weight sync"),
       h("p", {class: "soft"}, probes.length ? `${probes.length} syncs were proved on fixed tokens; the largest difference was ${short(Math.max(...probes))}.` : "No sync was proved yet."),

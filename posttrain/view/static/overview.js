@@ -73,8 +73,10 @@ export function overviewPage(root) {
 
   function drawControls(runs, names) {
     const state = place(), key = JSON.stringify([runs.map((run) => [run.name, run.status, run.step]), state]);
-    if (controls.dataset.drawn === key || controls.contains(document.activeElement) && document.activeElement.type === "range" && document.activeElement.matches(":active")) return;
-    const focused = controls.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+    const active = controls.contains(document.activeElement) ? document.activeElement : null;
+    // a slider that is being moved and words that are being typed stay what they are, also while a run goes on
+    if (controls.dataset.drawn === key || active?.matches("input[type=range]:active, input[list]")) return;
+    const focused = active?.dataset.key;
     controls.dataset.drawn = key;
     const tints = runTints(runs, names);
     const boxes = runs.slice().reverse().map((run) => h("label", {class: "pick"},
@@ -86,7 +88,9 @@ export function overviewPage(root) {
     }
     const slider = h("input", {type: "range", "data-key": "smooth", min: 0, max: 0.98, step: 0.02, value: state.smooth || 0.6, oninput: () => go({smooth: slider.value}, true)});
     const metric = h("input", {list: "metric-names", placeholder: "any metric", size: 18, onchange: () => {
-      if (metric.value) go({more: [...new Set([...(place().more || "").split("\t").filter(Boolean), metric.value])].join("\t"), chart: null});
+      const name = metric.value;
+      metric.blur();
+      if (name) go({more: [...new Set([...(place().more || "").split("\t").filter(Boolean), name])].join("\t"), chart: null});
     }});
     const seeds = familiesOf(runs, names).some((group) => group.members.length > 1);
     put(controls,
