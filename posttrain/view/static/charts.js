@@ -44,10 +44,14 @@ function follow(plot, time) {
   const range = zoomed(time), x = plot.data[0];
   if (range) plot.setScale("x", {min: range[0], max: range[1]});
   else if (x.length) plot.setScale("x", {min: x[0], max: x[x.length - 1] > x[0] ? x[x.length - 1] : x[0] + 1});
-  plot.root.parentElement.dataset.range = range ? range.join(" ") : "all";
+  plot.root.parentElement.dataset.range = rangeName(time);
 }
+const rangeName = (time) => zoomed(time)?.join(" ") || "all";
 window.addEventListener("hashchange", () => {
-  for (const [plot, time] of standing) plot.root.isConnected ? follow(plot, time) : standing.delete(plot);
+  for (const [plot, time] of standing) {
+    if (!plot.root.isConnected) standing.delete(plot);
+    else if (plot.root.parentElement.dataset.range !== rangeName(time)) follow(plot, time); // not for what else an address says
+  }
 });
 
 /** The frame of a chart: its title (which may lead to the chart alone), what it shows, and its files. */
@@ -76,7 +80,7 @@ export function lineChart(title, {onpick, open} = {}) {
     const key = JSON.stringify([lines.map(({label, colour, dash, faint, dots, hidden}) => [label, colour, dash, faint, dots, hidden]), log, time, tall, document.documentElement.dataset.theme]);
     place.setAttribute("role", "img");
     place.setAttribute("aria-label", `${title} over ${time ? "time" : "steps"}; last values: ${lines.filter(isNamed).map((one) => `${one.label} ${short(lastOf(recorded(one).y))}`).join(", ") || "none"}`);
-    if (plot && key === drawn) plot.batch(() => { plot.setData(data, false); follow(plot, time); rescale(); });
+    if (plot && key === drawn) plot.batch(() => { plot.setData(data, false); follow(plot, time); });
     else {
       if (plot) (standing.delete(plot), plot.destroy());
       drawn = key;
@@ -90,7 +94,6 @@ export function lineChart(title, {onpick, open} = {}) {
     tell(plot);
   }
 
-  const rescale = () => plot.redraw(true, true);
   const isNamed = (one) => !one.faint && !one.hidden;
   /** The line of what was recorded, for one that is smoothed. */
   const recorded = (one) => one.raw || one;
@@ -176,7 +179,7 @@ export function stackedChart(title, unit) {
     const key = JSON.stringify([parts.map((part) => part.label), document.documentElement.dataset.theme]);
     place.setAttribute("aria-label", `${title}; at the last step: ${parts.map((part) => `${part.label} ${short(lastOf(part.y), 3)} ${unit}`).join(", ")}`);
     const data = [x, ...heaps().reverse()];
-    if (plot && key === drawn) plot.batch(() => { plot.setData(data, false); follow(plot, false); plot.redraw(true, true); });
+    if (plot && key === drawn) plot.batch(() => { plot.setData(data, false); follow(plot, false); });
     else {
       if (plot) (standing.delete(plot), plot.destroy());
       drawn = key;
@@ -185,8 +188,7 @@ export function stackedChart(title, unit) {
       follow(plot, false);
       legend.set(parts.map((part, i) => ({label: part.label, metric: part.metric, colour: i, filled: true, pale: i >= PALE_FROM, dash: [], on: true, toggle: (on) => {
         part.off = !on;
-        plot.setData([x, ...heaps().reverse()], false);
-        plot.redraw(true, true);
+        plot.batch(() => { plot.setData([kept.x, ...heaps().reverse()], false); follow(plot, false); });
       }})));
     }
     tell(plot);

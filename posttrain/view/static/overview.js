@@ -124,11 +124,11 @@ export function overviewPage(root) {
         const curves = members.map((i) => curve(data[i], metric, {log, time})).filter(([x]) => x.length);
         if (!curves.length) continue;
         const several = lines.length > 1 || members.length > 1;
-        const about = {metric, label: several ? (list.length > 1 ? `${name} · ${metric}` : name) : metric, colour: several ? tint : j, dash: several ? dashOf(j) : []};
+        const about = {metric, label: several ? (list.length > 1 ? `${name} · ${metric}` : name) : metric, colour: several ? tint : j, dash: dashOf(j)}; // dashes also where one line hides another
         const {x, mean, low, high} = members.length > 1 ? meanAndBand(curves) : {x: curves[0][0], mean: curves[0][1]};
         const smooth = Boolean(weight) && x.length >= SMOOTH_FROM, soften = (values) => (smooth ? smoothed(values, weight) : values);
         const band = low && {low: soften(low), high: soften(high)};
-        const raw = smooth ? {...about, label: `raw ${about.label}`, x, y: mean, faint: true, band: low && {low, high}} : null;
+        const raw = smooth ? {...about, label: `raw ${about.label}`, dash: [], x, y: mean, faint: true, band: low && {low, high}} : null;
         if (raw && !band) series.push(raw);
         series.push({...about, x, y: soften(mean), raw, band});
       }
