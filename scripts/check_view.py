@@ -3,9 +3,10 @@ pictures to look at.
 
     python scripts/check_view.py OUT --real RUN [--synthetic RUN] [--axe axe.min.js] [--chromium PROGRAM]
 
-RUN is a real run; without --synthetic one of 1,000 steps x 1,024 responses is made in OUT. axe.min.js is from the npm
-package axe-core. Writes OUT/timings.md, OUT/axe.json and pictures; the exit status is 1 if a bound is missed, a
-serious finding of axe remains, the page threw an error, its policy was broken, or it asked another host.
+RUN is a real run; without --synthetic one of 1,000 steps x 1,024 responses is made in OUT. With --features-only only
+what view_features.py does is looked at, which takes a minute and no RUN. axe.min.js is from the npm package axe-core.
+Writes OUT/timings.md, OUT/axe.json and pictures; the exit status is 1 if a bound is missed, a serious finding of axe
+remains, the page threw an error, its policy was broken, or it asked another host.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any
 
 from devtools import Browser
 from synthetic_run import make_run
+from view_features import check_features, make_runs
 
 from posttrain.tracking.samples import sample_files, step_of
 
 FIRST_PAINT, INTERACTION, FIRST_HITS = 1000, 200, 1000
+LOCAL = ("http://127.0.0.1:", "blob:http://127.0.0.1:", "data:", "about:")
 CHARTS = "document.querySelectorAll('.chart:not([hidden]) .u-wrap').length > 5"
 DRAWN = "document.documentElement.dataset.drawn === location.hash"
 CARDS = "document.querySelectorAll('.card').length > 0"
@@ -32,6 +35,8 @@ PAGES = {
     "overview": ("#/overview", CHARTS),
     "samples": ("#/samples?colour=logprob", "document.querySelector('.tokens')"),
     "health": ("#/health", "document.querySelector('.timeline')"),
+    "runs": ("#/runs", "document.querySelector('.runs-table td')"),
+    "settings": ("#/settings", "document.querySelector('.settings td')"),
 }
 
 
@@ -94,7 +99,7 @@ def overview(check: Check, run: Path) -> None:
     page = "overview"
     check.first_paint(page, "#/overview", CHARTS)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["reward_mean"]
-    told = f"document.querySelector('.chart .last').textContent.startsWith('reward_mean {last:.4g}')"
+    told = f"document.querySelector('.chart .key').textContent === 'reward_mean{last:.4g}'"
     check.time("the last recorded value, not a smoothed one", INTERACTION, "", told, page=page)
     slide = "const s = document.querySelector('input[type=range]'); s.value = 0.9; s.dispatchEvent(new Event('input'))"
     check.time("smoothing", INTERACTION, slide, f"location.hash.includes('smooth=0.9') && {DRAWN}", page=page)
@@ -215,7 +220,7 @@ def health(check: Check) -> None:
 def compare(check: Check, count: int) -> None:
     check.first_paint("compare", "#/overview", CHARTS)
     check.browser.run("document.querySelector('details.runs').open = true")
-    act = "document.querySelectorAll('.pick input')[1].click()"
+    act = "document.querySelector('.pick input:not(:checked)').click()"
     check.time(
         f"a second run of {count}",
         INTERACTION,
@@ -296,40 +301,69 @@ def check_run(
     return check.rows
 
 
+def check_comparing(out: Path, browser: Browser, options: argparse.Namespace, found: list[Any]) -> list[Any]:
+    """Several runs: seeds, other settings, one that is damaged; everything that a reader can do with them."""
+    process, address = serve(make_runs(out / "several"))
+    check = Check(browser, address)
+    try:
+        browser.size(1280, 900)
+        browser.open(address)
+        time.sleep(1)
+        check_features(check, out)
+        if options.axe:
+            axe(check, options.axe.read_text(), found, "several")
+        pictures(check, out, "several")
+    finally:
+        browser.open("about:blank")
+        process.terminate()
+        process.wait()
+    return check.rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--real", type=Path, required=True)
+    parser.add_argument("--real", type=Path, help="a real run; needed but for --features-only")
+    parser.add_argument("--features-only", action="store_true")
     parser.add_argument("--synthetic", type=Path)
     parser.add_argument("--axe", type=Path)
     parser.add_argument("--chromium", default="chromium")
     options = parser.parse_args()
+    if options.real is None and not options.features_only:
+        parser.error("give --real RUN, or --features-only")
     options.out.mkdir(parents=True, exist_ok=True)
-    made = options.synthetic or make_run(options.out, steps=1000, responses=1024)
     browser, results, tables = Browser(options.chromium), [], {}
     try:
-        tables["real"] = check_run(options.out, options.real, browser, options, {"common": "1"}, results)
-        words = {
-            "common": "boxed",
-            "Chinese": "答案是",
-            "once, at step 3": "needle-3-0",
-            "once, at step 990": "needle-990-128",
-        }
-        tables["1,000 x 1,024"] = check_run(options.out, made, browser, options, words, results)
-        process, address = serve(options.real, made)
-        check = Check(browser, address)
-        browser.open(address)
-        time.sleep(1)
-        compare(check, 2)
-        process.terminate()
-        tables["both"] = check.rows
-        problems, hosts = (
-            browser.problems(),
-            {url for url in browser.requests() if not url.startswith(("http://127.0.0.1:", "data:", "about:"))},
-        )
+        if options.features_only:
+            tables["several small"] = check_comparing(options.out, browser, options, results)
+        else:
+            tables = check_all(options, browser, results)
+        problems = browser.problems()
+        hosts = {url for url in browser.requests() if not url.startswith(LOCAL)}
     finally:
         browser.close()
     return report(options.out, tables, results, problems, hosts)
+
+
+def check_all(options: argparse.Namespace, browser: Browser, results: list[Any]) -> dict[str, Any]:
+    made, tables = options.synthetic or make_run(options.out, steps=1000, responses=1024), {}
+    tables["real"] = check_run(options.out, options.real, browser, options, {"common": "1"}, results)
+    words = {
+        "common": "boxed",
+        "Chinese": "答案是",
+        "once, at step 3": "needle-3-0",
+        "once, at step 990": "needle-990-128",
+    }
+    tables["1,000 x 1,024"] = check_run(options.out, made, browser, options, words, results)
+    process, address = serve(options.real, made)
+    check = Check(browser, address)
+    browser.open(address)
+    time.sleep(1)
+    compare(check, 2)
+    process.terminate()
+    tables["both"] = check.rows
+    tables["several small"] = check_comparing(options.out, browser, options, results)
+    return tables
 
 
 def report(out: Path, tables: dict[str, Any], results: list[Any], problems: list[str], hosts: set[str]) -> int:

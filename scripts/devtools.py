@@ -42,6 +42,10 @@ class Browser:
             "--hide-scrollbars",
             "--no-first-run",
             "--disable-extensions",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--disable-quic",
         ]
         place = [
             f"--user-data-dir={self._profile.name}",
@@ -103,6 +107,27 @@ class Browser:
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
         )
+
+    def mouse(self, *places: tuple[float, float], press: bool = False) -> None:
+        """Move through these places, with the button held from the first to the last if `press`."""
+        for i, (x, y) in enumerate(places):
+            held = press and i > 0
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, buttons=int(held))
+            if press and i in (0, len(places) - 1):
+                kind = "mousePressed" if i == 0 else "mouseReleased"
+                self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+
+    def place_of(self, selector: str) -> tuple[float, float, float, float]:
+        """Left, top, width and height of the first element of that kind."""
+        return tuple(
+            self.run(
+                f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
+                "return [r.left, r.top, r.width, r.height]; })()"
+            )
+        )
+
+    def save_downloads_in(self, folder: Path) -> None:
+        self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder.resolve()))
 
     def shot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.config.root import PPOConfig
 from posttrain.tracking.by_step import DIAGNOSIS, TIMELINE, append_line
 from posttrain.tracking.loggers import JsonlLogger
+from posttrain.tracking.origin import write_origin
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.samples import sample_table, write_samples, write_validation
 from posttrain.tracking.status import write_status
@@ -36,17 +38,25 @@ STAGES = {"gen": 4.0, "reward": 0.4, "old_log_prob": 0.8, "ref": 0.7, "adv": 0.1
 
 
 def make_run(
-    folder: Path, *, steps: int, responses: int, seed: int = 0, tokens: int = 48, name: str = "synthetic"
+    folder: Path,
+    *,
+    steps: int,
+    responses: int,
+    seed: int = 0,
+    tokens: int = 48,
+    name: str = "synthetic",
+    lr: float = 1e-6,
 ) -> Path:
     """Write `folder/made/<name>` and give its path; every 50th step has a validation."""
     with RunDirectory(folder, "made", name) as run:
-        run.write_config(_settings(seed, steps, responses))
+        run.write_config(_settings(seed, steps, responses, lr))
+        write_origin(run.path, 0)
         rng, start = np.random.default_rng(seed), time.time() - steps * 10.0
         clock = iter(start + 10.0 * step for step in range(steps + 2))
         logger = JsonlLogger(run.metrics, lambda: next(clock))
         logger.log(0, {"val/sums/mean@1": 0.2})
         for step in range(1, steps + 1):
-            logger.log(step, _metrics(step, steps, rng))
+            logger.log(step, _metrics(step, steps, rng, math.log10(lr / 1e-6)))
             write_samples(run.samples, step, _batch(step, responses, tokens, rng), sampling={"temperature": 1.0})
             if step % 50 == 0 or step == steps:
                 write_validation(
@@ -64,22 +74,29 @@ def make_run(
     return run.path
 
 
-def _settings(seed: int, steps: int, responses: int) -> dict[str, Any]:
-    return {
-        "trainer": {"seed": seed, "total_training_steps": steps, "project_name": "made"},
-        "data": {"train_batch_size": responses // N, "max_response_length": 64},
-        "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}, "use_kl_loss": True}, "rollout": {"n": N}},
-        "reward": {"server": {"api_key": "never shown", "url": "http://user:secret@host/score"}},
-    }
+def _settings(seed: int, steps: int, responses: int, lr: float) -> dict[str, Any]:
+    """Those of a GRPO run, whole, and a reward server's secrets, which no page may show."""
+    config = PPOConfig()
+    config.algorithm.adv_estimator = "grpo"
+    config.trainer.seed, config.trainer.total_training_steps, config.trainer.project_name = seed, steps, "made"
+    config.data.train_batch_size, config.data.max_response_length = responses // N, 64
+    config.actor_rollout_ref.actor.optim.lr, config.actor_rollout_ref.actor.use_kl_loss = lr, True
+    config.actor_rollout_ref.rollout.n = N
+    tree = config.to_dict()
+    tree.setdefault("reward", {})["server"] = {"api_key": "never shown", "url": "http://user:secret@host/score"}
+    return tree
 
 
-def _metrics(step: int, steps: int, rng: np.random.Generator) -> dict[str, float]:
+def _metrics(step: int, steps: int, rng: np.random.Generator, faster: float) -> dict[str, float]:
+    """`faster`: powers of ten by which the learning rate is above the usual one."""
     done, noise = step / steps, lambda scale: float(rng.normal(0, scale))
+    reward = 0.2 + 0.7 * (1 - math.exp(-4 * (1 + faster) * done)) + noise(0.02)
     found = {
-        "reward_mean": 0.2 + 0.7 * (1 - math.exp(-4 * done)) + noise(0.02),
+        "reward_mean": reward,
+        "right/mean": reward - 0.05 + noise(0.01),
         "reward_std": 0.4 - 0.2 * done + noise(0.01),
-        "kl_loss": 0.05 * done + abs(noise(0.002)),
-        "actor/entropy": 1.5 * math.exp(-2 * done) + noise(0.02),
+        "kl_loss": 0.05 * (1 + faster) * done + abs(noise(0.002)),
+        "actor/entropy": 1.5 * math.exp(-2 * (1 + faster) * done) + noise(0.02),
         "actor/pg_clipfrac": 0.02 + abs(noise(0.005)),
         "actor/grad_norm": 0.8 + abs(noise(0.2)),
         "actor/lr": 1e-6,
@@ -111,6 +128,7 @@ def _batch(step: int, rows: int, width: int, rng: np.random.Generator, prefix: s
     rollout = np.where(present, np.round(-rng.exponential(0.5, (rows, width)), 3), 0).astype(np.float32)
     gaps = rng.normal(0, 1e-3, (rows, width)).astype(np.float32)
     scores = (rng.random(rows) < 0.5).astype(float)
+    scores[:N] = 1.0  # as in most runs, some groups have no signal
     on_tokens = np.zeros((rows, width))
     on_tokens[np.arange(rows), lengths - 1] = scores
     groups = [row // N for row in range(rows)]
@@ -167,10 +185,10 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="synthetic")
+    parser.add_argument("--lr", type=float, default=1e-6, help="a higher one learns faster")
     options = parser.parse_args()
-    path = make_run(
-        options.folder, steps=options.steps, responses=options.responses, seed=options.seed, name=options.name
-    )
+    wanted = {name: getattr(options, name) for name in ("steps", "responses", "seed", "name", "lr")}
+    path = make_run(options.folder, **wanted)
     print(
         json.dumps({"run": str(path), "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file())})
     )

@@ -19,6 +19,7 @@ from typing import Any
 from posttrain import __version__
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.origin import cpu_name
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -99,18 +100,6 @@ def circumstances(threads: int, place: Place | None = None) -> dict[str, Any]:
         "load_before": [round(value, 2) for value in os.getloadavg()],
         **(place or Place("cpu")).as_json(),
     }
-
-
-def cpu_name() -> str:
-    """The CPU's name, family and model: a virtual machine often has no telling name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name", platform.machine())
-    kinds = [kind for kind in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if kind in facts.get("flags", "").split()]
-    return f"{name}, family {facts.get('cpu family')} model {facts.get('model')} ({', '.join(kinds)})"
 
 
 def default_threads() -> int:

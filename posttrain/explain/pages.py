@@ -182,6 +182,11 @@ def _sentence(leaf: Leaf, commands: Sequence[str] = ()) -> str:
     return f"{leaf.key} ({where}default {default})\n    {leaf.sentence}"
 
 
+def metric_text(name: str) -> str | None:
+    """What a metric is and what to make of it, in a sentence or two; None if nobody has said."""
+    return METRICS.get(name) or SUPERVISED_METRICS.get(name) or family_text(name)
+
+
 @cache
 def _docstring(file: str, function: str) -> str:
     tree = ast.parse((Path(__file__).parents[1] / "algorithms" / file).read_text(encoding="utf-8"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from posttrain.texts import utf8
+from posttrain.tracking.stored import DamagedFile, stored_lines
 
 DIAGNOSIS, TIMELINE = "diagnosis.jsonl", "timeline.jsonl"
 
@@ -20,14 +22,11 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole lines, none where there is no file."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                found = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                continue
+    """All whole lines up to one that cannot be read as any, none where there is no file."""
+    with suppress(FileNotFoundError, DamagedFile):
+        for line in stored_lines(path):
+            found = None
+            with suppress(ValueError, RecursionError):
+                found = json.loads(line)
             if isinstance(found, dict):
                 yield found

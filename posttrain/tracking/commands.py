@@ -47,13 +47,20 @@ def _row(folder: Path, root: Path) -> tuple[str, str, str, str, str]:
     stage = known.get("stage")
     if status == "running" and stage:
         status = f"running ({STAGE_WORDS.get(stage, stage)})"
-    lines = _lines(folder)
-    name = _watched(lines) if lines else None
-    value = next((line[name] for line in reversed(lines) if name in line), None) if name else None
-    reached = f"{name} {value:.3f}" if isinstance(value, float) else ""
+    reached = _reached(folder)
     written = f"{clock(age(known))} ago" if known.get("time") else ""
     step = f"{known.get('step', '?')}/{known.get('total_steps', '?')}"
     return str(folder.relative_to(root)), status, step, reached, written
+
+
+def _reached(folder: Path) -> str:
+    try:
+        lines = _lines(folder)
+    except (OSError, ValueError, AttributeError, RecursionError):  # one damaged run must not hide the others
+        return "metrics.jsonl cannot be read"
+    name = _watched(lines) if lines else None
+    value = next((line[name] for line in reversed(lines) if name in line), None) if name else None
+    return f"{name} {value:.3f}" if isinstance(value, float) else ""
 
 
 # -- samples

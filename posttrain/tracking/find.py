@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from posttrain.errors import UserError
 
+_FILES = ("metrics.jsonl", "config.yaml")
 ROOT = "outputs"
 """Where runs lie unless trainer.default_local_dir says otherwise."""
 
@@ -16,14 +18,14 @@ class NoSuchRun(UserError):
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was written here."""
-    return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
+    """Whether a run was written here; a link that leads nowhere in place of its files makes it a damaged one."""
+    return any(os.path.lexists(folder / name) for name in _FILES)
 
 
 def runs_under(root: str | os.PathLike[str]) -> list[Path]:
     """Runs in `root` and in its projects, oldest first."""
     folders = [*Path(root).glob("*/*"), *Path(root).glob("*")]
-    found = {folder.resolve(): folder for folder in folders if folder.is_dir() and is_run(folder)}
+    found = {os.path.realpath(folder): folder for folder in folders if os.path.isdir(folder) and is_run(folder)}
     return sorted(found.values(), key=_changed)
 
 
@@ -42,5 +44,8 @@ def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
 
 
 def _changed(folder: Path) -> tuple[float, str]:
-    times = [path.stat().st_mtime for path in (folder / "metrics.jsonl", folder / "config.yaml") if path.is_file()]
-    return max(times, default=0.0), str(folder)
+    times = [0.0]
+    for name in _FILES:
+        with suppress(OSError):  # absent, removed a moment ago, or a link that leads nowhere
+            times.append((folder / name).stat().st_mtime)
+    return max(times), str(folder)

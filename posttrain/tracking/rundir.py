@@ -2,6 +2,7 @@
 
 outputs/<project>/<experiment>/
   config.yaml     the resolved settings, secrets taken out
+  run.json        command, versions and machine of each start
   metrics.jsonl   one line per step; so have diagnosis.jsonl and timeline.jsonl
   samples/        step_N.parquet, val_N.parquet
   logs/           run.log

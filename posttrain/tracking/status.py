@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -12,10 +13,18 @@ from typing import Any
 
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.row import Moment
+from posttrain.tracking.stored import DamagedFile, read_object
 
 FRESH_S = 2.0
 """A running run writes its status this often."""
 NAME = "status.json"
+KINDS: dict[str, type] = {
+    **dict.fromkeys(("status", "stage", "unit", "time", "host"), str),
+    **dict.fromkeys(("step", "total_steps", "pid"), int),
+    **dict.fromkeys(("stage_seconds", "done", "of", "tokens", "tokens_per_s"), float),
+    **dict.fromkeys(("stage_seconds_left", "seconds_left"), float),
+}
+"""Of the values that a status may hold."""
 
 
 def write_status(folder: Path, status: str, step: int, total_steps: int, moment: Moment | None = None) -> None:
@@ -36,11 +45,28 @@ def write_status(folder: Path, status: str, step: int, total_steps: int, moment:
 def read_status(folder: Path) -> dict[str, Any]:
     """What a run wrote last; empty where there is nothing readable."""
     try:
-        path = folder / NAME
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError):
+        return load_status(folder)
+    except DamagedFile:
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def load_status(folder: Path) -> dict[str, Any]:
+    """What a run wrote last, every value of its type; empty before it wrote anything. DamagedFile if it is broken."""
+    try:
+        found = read_object(folder / NAME)
+    except FileNotFoundError:
+        return {}
+    for key, kind in KINDS.items():
+        value = found.get(key)
+        if value is not None and not _is_of(value, kind):
+            raise DamagedFile(f"{NAME}: `{key}` is {str(value)[:40]!r}, not a {'text' if kind is str else 'number'}.")
+    return found
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, str) if kind is str else isinstance(value, (int, kind)) and not isinstance(value, bool)
 
 
 def stands(folder: Path) -> str:
@@ -58,7 +84,7 @@ def age(known: dict[str, Any]) -> float:
     """Seconds since a status was written; 0 if it does not say."""
     try:
         return max(0.0, time.time() - datetime.fromisoformat(known["time"]).timestamp())
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return 0.0
 
 
@@ -69,7 +95,7 @@ def _is_alive(pid: Any) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, OverflowError):
         return True
     return True
 

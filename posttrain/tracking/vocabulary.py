@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.stored import is_plain
 
 NAME = "vocabulary.parquet"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -31,10 +32,13 @@ def write_vocabulary(folder: Path, tokenizer: Any) -> Path:
 
 def read_vocabulary(folder: Path) -> list[bytes]:
     """What was written; nothing where there is no such file, or none that can be read."""
-    try:
-        return pq.read_table(folder / NAME)["token"].to_pylist()
-    except (OSError, pa.ArrowInvalid, KeyError):
+    if not is_plain(folder / NAME):
         return []
+    try:
+        tokens = pq.read_table(folder / NAME)["token"].cast(pa.binary()).to_pylist()
+    except (OSError, pa.ArrowException, KeyError):
+        return []
+    return [token or b"" for token in tokens]
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:

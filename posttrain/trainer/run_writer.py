@@ -17,6 +17,7 @@ from posttrain.tracking.background import Background
 from posttrain.tracking.by_step import TIMELINE, append_line
 from posttrain.tracking.every import Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
+from posttrain.tracking.origin import write_origin
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import FRESH_S, NAME, write_status
@@ -52,6 +53,7 @@ class RunWriter:
             self._nothing_left(step)
         else:
             self.run.write_config(self.stored_config)
+            write_origin(self.run.path, step)
         self.history = (
             [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
         )

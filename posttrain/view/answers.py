@@ -8,9 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from posttrain.errors import first_line
 from posttrain.view import health, planning, samples
 from posttrain.view.catalogue import Catalogue, previews
 from posttrain.view.courtesy import answering
+from posttrain.view.details import details
 from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
 from posttrain.view.runs import Runs, about
@@ -41,6 +45,8 @@ class Answers:
             "run": lambda q: about(q["run"], self._folder(q)),
             "metrics": self._columns,
             "config": lambda q: settings(self._folder(q)),
+            "details": lambda q: details(self._folder(q)),
+            "explain": lambda q: self._explained(self.metrics(self._folder(q)).refresh().names),
             "compare": lambda q: differences({name: self._folder({"run": name}) for name in q["runs"].split("\t")}),
             "steps": self._steps,
             "groups": lambda q: samples.groups(self._folder(q), _kind(q), int(q["step"])),
@@ -66,6 +72,13 @@ class Answers:
                 return self._questions[name](query)
         except (samples.NoSamples, planning.NoPlan) as error:
             raise NotFound(str(error)) from error
+        except (NotFound, KeyError) as error:  # what was asked for makes no sense
+            raise error
+        except Exception as error:
+            if isinstance(error, ValueError) and not isinstance(error, pa.ArrowException):
+                raise
+            # files of a run may hold anything: the page says which could not be read, and goes on
+            raise NotFound(f"The files of this run cannot be read: {first_line(error)}.") from error
 
     def read_all(self, run: str) -> None:
         """Wait until everything is known of a run's samples."""
@@ -87,6 +100,14 @@ class Answers:
         names = query.get("names", "").split(",")
         after, identity = int(query.get("after") or 0), query.get("identity", "")
         return self.metrics(self._folder(query)).columns(names, after=after, identity=identity)
+
+    @staticmethod
+    def _explained(names: list[str]) -> dict[str, str]:
+        """What `posttrain explain` says of each metric, in one line."""
+        from posttrain.explain.pages import metric_text  # a second of imports, not before the first page stands
+
+        texts = {name: metric_text(name) for name in names}
+        return {name: " ".join(text.split()) for name, text in texts.items() if text}
 
     def _steps(self, query: Query) -> dict[str, list[int]]:
         found = samples.steps(self._folder(query))

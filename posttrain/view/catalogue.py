@@ -68,7 +68,7 @@ class Catalogue:
             give_way()
             try:
                 part = Part(path)
-            except (OSError, pa.ArrowException, KeyError):  # thinned away, or damaged: it has nothing to show
+            except Exception:  # thinned away, or damaged in any way: the other files are read nevertheless
                 part = None
             self._parts[path] = (changed, part)
 
@@ -144,7 +144,7 @@ def previews(folder: Path, kind: str, wanted: list[tuple[int, int]]) -> list[str
     for step, own in rows.items():
         try:
             found = SampleFile(folder / "samples" / f"{kind}_{step}.parquet").take(own, ("response",))
-        except (OSError, pa.ArrowException):
+        except (OSError, pa.ArrowException, IndexError):
             continue
         texts |= {(step, row): preview(one["response"]) for row, one in zip(own, found, strict=True)}
     return [texts.get(key, "") for key in wanted]

@@ -35,7 +35,7 @@ def _run(answers: Answers, run: str, room: int) -> dict[str, Any]:
     whole = answers.answer("metrics", {"run": run})
     every = answers.answer("metrics", {"run": run, "names": ",".join(whole["names"])})
     held = {key("metrics", run=run): every, key("config", run=run): answers.answer("config", {"run": run})}
-    for name in ("diagnosis", "timeline"):
+    for name in ("diagnosis", "timeline", "details", "explain"):
         held[key(name, run=run)] = answers.answer(name, {"run": run})
     answers.read_all(run)
     held[key("failures", run=run)] = answers.answer("failures", {"run": run})

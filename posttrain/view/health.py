@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,16 @@ def diagnosis(folder: Path, names: list[str]) -> list[dict[str, Any]]:
     """Advice of all steps: (step, text, the metric behind it, the rule that spoke)."""
     found = []
     for line in read_lines(folder / DIAGNOSIS):
-        for advice in line.get("advice", []):
+        step, said = line.get("step"), line.get("advice")
+        if not isinstance(step, int) or not isinstance(said, list):
+            continue
+        for advice in said:
             about = advice if isinstance(advice, dict) else {"text": advice}
-            text = str(about.get("text", ""))
-            metric = about.get("metric") or _metric_of(text, names)
-            found.append({"step": line.get("step"), "text": text, "metric": metric, "rule": about.get("rule")})
+            text, rule, named = str(about.get("text", "")), about.get("rule"), about.get("metric")
+            metric = named if isinstance(named, str) and named else _metric_of(text, names)
+            found.append(
+                {"step": step, "text": text, "metric": metric, "rule": rule if isinstance(rule, str) else None}
+            )
     return found
 
 
@@ -87,7 +93,20 @@ def _inputs(row: dict[str, Any]) -> dict[str, Any]:
 
 def timeline(folder: Path, last: int | None = None) -> dict[str, Any]:
     """When the stages of some steps began and how long they took, up to step `last` or the newest."""
-    lines = list(read_lines(folder / TIMELINE))
-    kept = [line for line in lines if last is None or line.get("step", 0) <= last][-TIMELINE_STEPS:]
-    ends = [lines[0]["step"], lines[-1]["step"]] if lines else None
-    return {"steps": kept, "range": ends}
+    lines = [line for line in read_lines(folder / TIMELINE) if isinstance(line.get("step"), int)]
+    kept = [line for line in lines if last is None or line["step"] <= last][-TIMELINE_STEPS:]
+    steps = [{"step": line["step"], "stages": _spans(line.get("stages"))} for line in kept]
+    return {"steps": steps, "range": [lines[0]["step"], lines[-1]["step"]] if lines else None}
+
+
+def _spans(stages: Any) -> list[list[Any]]:
+    """[stage, when it began, its seconds, perhaps the worker] of those that are of this kind."""
+    return [span[:4] for span in stages if _is_span(span)] if isinstance(stages, list) else []
+
+
+def _is_span(span: Any) -> bool:
+    if not isinstance(span, list) or len(span) < 3 or not isinstance(span[0], str):
+        return False
+    return all(isinstance(value, int | float) and math.isfinite(value) for value in span[1:3]) and all(
+        isinstance(worker, str | int | None) for worker in span[3:4]
+    )

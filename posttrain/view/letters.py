@@ -59,7 +59,7 @@ class Letters:
             try:
                 changed = path.stat().st_mtime_ns
                 self._maps[path] = (changed, bitmap(path))
-            except (OSError, pa.ArrowException):
+            except Exception:  # thinned away, or damaged in any way: nothing is ruled out there
                 continue
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from posttrain.tracking.stored import DamagedFile, stored_lines
+
 DIGITS = 7
 """Significant digits of a number in an answer: more than a chart or a person can tell apart."""
 
@@ -26,6 +28,7 @@ class Metrics:
         self.names: list[str] = []
         self._known: set[str] = set()
         self._columns: dict[str, list[Any]] = {}
+        self.problem: str | None = None
 
     def refresh(self) -> Metrics:
         with self._lock:
@@ -36,26 +39,30 @@ class Metrics:
                 return self
             if facts.st_ino != self._identity or facts.st_size < self._offset:
                 self._forget(facts.st_ino)
-            if facts.st_size > self._offset:
+            if facts.st_size > self._offset and self.problem is None:
                 self._read_on()
             return self
 
     def _read_on(self) -> None:
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for text in whole.splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                self.lines.append(line)
-                new = [name for name in line if name not in self._known and name != "step"]
-                self._known.update(new)
-                self.names += new
+        try:
+            for text in stored_lines(self._path, self._offset):
+                self._offset += len(text)
+                self._add(text)
+        except FileNotFoundError:
+            self._forget(None)
+        except DamagedFile as error:
+            self.problem = str(error)
+
+    def _add(self, text: bytes) -> None:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            self.lines.append(line)
+            new = [name for name in line if name not in self._known and name != "step"]
+            self._known.update(new)
+            self.names += new
 
     def columns(self, names: Iterable[str], *, after: int = 0, identity: str = "") -> dict[str, Any]:
         """`steps` and one list per name, from line `after` on; all of it where `identity` tells of another file."""
@@ -69,6 +76,7 @@ class Metrics:
             "first": first,
             "count": len(self.lines),
             "names": self.names,
+            "problem": self.problem,
             "steps": [line["step"] for line in lines],
             "values": {name: self._column(name)[first:] for name in wanted},
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
+from posttrain.tracking.stored import read_settings
 
 MEASURED = {
     "generate": ("gen",),
@@ -29,14 +29,14 @@ def plan(folder: Path) -> dict[str, Any]:
     from posttrain.errors import UserError
 
     try:
-        tree = yaml.safe_load((folder / "config.yaml").read_text())
+        tree = read_settings(folder / "config.yaml")
         if "actor_rollout_ref" not in tree:
             raise NoPlan("Only runs of the PPO family are planned here; `posttrain plan sft ...` plans others.")
-        resolved, counter = load_config(tree), Counter()
+        resolved, counter = load_config(_without_model_code(tree)), Counter()
         config, device = resolved.config, find_device(resolved.config, None)
         settle(config, device, resolved.explicit, RL, counter)
         found = RL.plan(config, device, counter)
-    except (UserError, OSError, yaml.YAMLError, TypeError) as error:
+    except (UserError, OSError, TypeError) as error:
         raise NoPlan(f"This run cannot be planned here: {error}") from error
     stages = [
         {"stage": stage, "gb": found.peak(stage) / 1e9, "measured": MEASURED.get(stage, ())} for stage in found.stages
@@ -46,3 +46,10 @@ def plan(folder: Path) -> dict[str, Any]:
         "held, torch itself among it."
     )
     return {"words": words, "stages": stages, "peak_gb": found.peak() / 1e9}
+
+
+def _without_model_code(tree: Any) -> Any:
+    """Looking at a run, which may be somebody else's, must not run the code that comes with its model."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: False if key == "trust_remote_code" else _without_model_code(value) for key, value in tree.items()}

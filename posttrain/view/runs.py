@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, first_line
 from posttrain.tracking.find import ROOT, find_run, is_run, runs_under
-from posttrain.tracking.status import age, read_status, stands
+from posttrain.tracking.status import age, load_status, stands
+from posttrain.tracking.stored import DamagedFile
+from posttrain.view.reached import reached
+from posttrain.view.settings import family, settings_problem
 
 
 class Runs:
@@ -19,7 +23,7 @@ class Runs:
         self._roots: list[Path] = []
         for place in places or [ROOT]:
             path = Path(place)
-            if not is_run(path) and path.is_dir() and (runs_under(path) or not places):
+            if not is_run(path) and os.path.isdir(path) and (runs_under(path) or not places):
                 self._roots.append(path)
             else:
                 self._single.append(find_run(place))
@@ -31,7 +35,7 @@ class Runs:
     def folders(self) -> dict[str, Path]:
         """By name, oldest first: the last part of the path, and as many more as tell it from others."""
         found = [folder for root in self._roots for folder in runs_under(root)] + self._single
-        unique = list({folder.resolve(): folder.resolve() for folder in found}.values())
+        unique = [Path(path) for path in dict.fromkeys(os.path.realpath(folder) for folder in found)]
         return {_name(folder, unique): folder for folder in unique}
 
     def folder(self, name: str) -> Path | None:
@@ -42,12 +46,39 @@ def _name(folder: Path, others: Sequence[Path]) -> str:
     depth = 1
     while sum(other.parts[-depth:] == folder.parts[-depth:] for other in others) > 1:
         depth += 1
-    return "/".join(folder.parts[-depth:])
+    return _readable("/".join(folder.parts[-depth:]))
+
+
+def _readable(name: str) -> str:
+    """Escapes what folder names may hold besides text, and tabs, which separate names in addresses."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name)
 
 
 def about(name: str, folder: Path) -> dict[str, Any]:
-    """How a run stands."""
-    known = read_status(folder)
+    """How a run stands and what it reached. Of one that is damaged `problem` says what cannot be read."""
+    problems: list[str] = []
+    known, ends = (_or_problem(read, folder, problems) for read in (load_status, reached))
+    status = "damaged" if problems and not known else stands(folder)
+    settings_wrong = settings_problem(folder)
     wanted = ("step", "total_steps", "stage", "stage_seconds", "unit", "done", "of", "tokens_per_s", "seconds_left")
-    shown = {key: known.get(key) for key in (*wanted, "time", "pid", "host")}
-    return {"name": name, "folder": str(folder), "status": stands(folder), "age_s": round(age(known), 1), **shown}
+    return {
+        "name": name,
+        "folder": _readable(str(folder)),
+        "status": status,
+        "age_s": round(age(known), 1),
+        **{key: known.get(key) for key in (*wanted, "time", "pid", "host")},
+        "reached": ends,
+        "family": family(folder),
+        "problem": " ".join([*problems, *([settings_wrong] if settings_wrong else [])]) or None,
+    }
+
+
+def _or_problem(read: Callable[[Path], dict[str, Any]], folder: Path, problems: list[str]) -> dict[str, Any]:
+    """What `read` gives; one run that cannot be read must not keep all the others from being listed."""
+    try:
+        return read(folder)
+    except DamagedFile as error:
+        problems.append(str(error))
+    except Exception as error:  # whatever else a folder that anyone may have written brings about
+        problems.append(f"{folder.name} cannot be read: {first_line(error)}.")
+    return {}

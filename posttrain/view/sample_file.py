@@ -16,6 +16,10 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from posttrain.tracking.stored import is_plain
+
+MOST_ROWS = 4_000_000
+"""Responses of one step."""
 pc: Any = pyarrow.compute
 """Its functions are made at run time, so that no type checker knows them."""
 LIGHT = ("uid", "sample", "score", "length", "advantage", "mismatch", "finish_reason", "error", "data_row")
@@ -45,10 +49,14 @@ class SampleFile:
     """A step's responses. Opening reads the file's footer alone."""
 
     def __init__(self, path: Path) -> None:
+        if not is_plain(path):  # opening a named pipe would wait for ever
+            raise FileNotFoundError(f"{path.name} is not a file")
         self._file, self._lock = pq.ParquetFile(path, memory_map=True), threading.Lock()
         self._uids: Any = None
         self.names = set(self._file.schema_arrow.names)
         self.rows = self._file.metadata.num_rows
+        if self.rows > MOST_ROWS:  # a file of a few bytes can stand for any number of equal rows
+            raise pa.ArrowInvalid(f"{path.name} holds {self.rows:,} responses; at most {MOST_ROWS:,} are read")
 
     def columns(self, names: Iterable[str], groups: list[int] | None = None) -> pa.Table:
         """These columns, of all rows or of some row groups; absent ones are null."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from posttrain.errors import first_line
 from posttrain.tracking.samples import sample_files, step_of, validation_files
 from posttrain.tracking.vocabulary import NAME, read_vocabulary
 from posttrain.view.metrics import number
@@ -43,6 +45,8 @@ def open_step(folder: Path, kind: str, step: int) -> SampleFile:
         raise NoSamples(
             f"{folder} has no samples of step {step} (tracking.samples_freq, tracking.samples_max_gb)."
         ) from error
+    except pa.ArrowException as error:
+        raise NoSamples(f"The samples of step {step} cannot be read: {first_line(error)}.") from error
 
 
 @lru_cache(maxsize=8)

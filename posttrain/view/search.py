@@ -80,7 +80,7 @@ def _search_file(path: Path, words: str) -> list[dict[str, Any]]:
         if not rows:
             return []
         about = file.take(rows, ("uid", "sample", "score"))
-    except (OSError, pa.ArrowException):  # thinned away meanwhile
+    except Exception:  # thinned away meanwhile, or damaged in any way: the others are searched nevertheless
         return []
     hits = []
     for row, one in zip(rows, about, strict=True):

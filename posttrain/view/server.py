@@ -93,13 +93,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, name: str, query: dict[str, str]) -> None:
         try:
             found = self.server.answers.answer(name, query)
+            data = b"" if isinstance(found, Iterator) else to_json(found)
         except NotFound as error:
             return self._say(404, str(error))
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, TypeError, RecursionError) as error:  # the latter: of files that hold anything
             return self._say(400, f"This cannot be answered: {error}")
         if isinstance(found, Iterator):
             return self._stream(found)
-        self._send(200, "application/json", to_json(found))
+        self._send(200, "application/json", data)
 
     def _static(self, name: str) -> None:
         if name not in static_files():

@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posttrain.tracking.redact import redact
+from posttrain.tracking.stored import DamagedFile, read_settings
+
+FILE = "config.yaml"
+_SEED_OR_NAME = re.compile(
+    r"(^|[._])seed$|^trainer\.(experiment_name|project_name|default_local_dir|resume_mode|resume_from_path|logger)$"
+)
 
 
 def settings(folder: Path) -> dict[str, str]:
     """By dotted key, as text; empty where there is no file that can be read."""
+    return _kept(folder)[0]
+
+
+def settings_problem(folder: Path) -> str | None:
+    """Why the settings cannot be read; None where they can, or where there are none."""
+    return _kept(folder)[1]
+
+
+def family(folder: Path) -> str | None:
+    """The same text for runs that differ in nothing but seeds and where they are written; None without settings."""
+    known = settings(folder)
+    kept = sorted(item for item in known.items() if not _SEED_OR_NAME.search(item[0]))
+    return hashlib.sha256(repr(kept).encode("utf-8", "replace")).hexdigest()[:12] if known else None
+
+
+def _kept(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Read once for each version of the file: a list of runs asks for all of them again and again."""
+    path = folder / FILE
     try:
-        tree = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return _flat(redact(tree)) if isinstance(tree, Mapping) else {}
+        facts = path.stat()
+    except FileNotFoundError:
+        return _read(path) if path.is_symlink() else ({}, None)
+    except OSError:
+        return _read(path)
+    return _read_version(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
+
+
+@lru_cache(maxsize=2000)
+def _read_version(path: Path, version: tuple[int, int, int]) -> tuple[dict[str, str], str | None]:
+    return _read(path)
+
+
+def _read(path: Path) -> tuple[dict[str, str], str | None]:
+    try:
+        return flat(redact(read_settings(path))), None
+    except FileNotFoundError:
+        return {}, None
+    except DamagedFile as error:
+        return {}, str(error)
 
 
 def differences(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
@@ -28,11 +69,12 @@ def differences(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
     return [{"key": key, "values": values} for key, values in rows if len(set(values)) > 1]
 
 
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    """By dotted key, as text."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = "" if value is None else str(value)
     return found

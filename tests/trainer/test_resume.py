@@ -8,6 +8,7 @@ import torch
 from runs import metrics_of, parity_reward, run, settings
 
 from posttrain.checkpoint.manager import CheckpointManager
+from posttrain.tracking.origin import read_origin
 
 SIX = {"trainer__total_training_steps": 6, "trainer__save_freq": 3, "trainer__test_freq": 2}
 TWO_UPDATES = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, "actor_rollout_ref__actor__use_kl_loss": True}
@@ -103,6 +104,8 @@ def test_more_steps_are_accepted_and_changed_keys_are_named(tiny_model, sums, tm
     assert longer.steps == 4 and [line["step"] for line in metrics_of(longer.path)] == [1, 2, 3, 4]
     assert "actor_rollout_ref.actor.clip_ratio was 0.2, is now 0.1" in said
     assert "total_training_steps was" not in said and "Resumed from" in said
+    starts = read_origin(longer.path)
+    assert [start["step"] for start in starts] == [0, 2] and all(start["versions"]["torch"] for start in starts)
 
 
 def test_disabled_resume_refuses_a_directory_that_holds_a_run(tiny_model, sums, tmp_path):

@@ -10,12 +10,13 @@ import {COLOURINGS, drawTokens} from "./tokens.js";
 /** {element, show(query)}; query: run, kind, step, uid and perhaps the sample to begin with. */
 export function groupView() {
   const element = h("section", {class: "group", "aria-label": "Group"});
+  const heading = h("h2");
   let drawn = "", known = null;
 
   async function show({run, kind, step, uid, sample}) {
     const colouring = place().colour in COLOURINGS ? place().colour : "none";
     const key = JSON.stringify([run, kind, step, uid, colouring]);
-    if (key === drawn) return focus(sample);
+    if (key === drawn) return known && focus(sample);
     drawn = key;
     if (uid === undefined) return put(element, h("p", {class: "soft"}, "Choose a group."));
     const query = {run, kind, step, uid};
@@ -28,7 +29,7 @@ export function groupView() {
     const cards = h("div", {class: "cards", tabindex: 0, role: "region", "aria-label": "Responses"}, group.responses.map((one) => card(one, query, colouring, inspector)));
     const options = Object.entries(COLOURINGS).map(([key, [text]]) => [key, text]);
     put(element,
-      h("h2", {}, `${query.kind === "val" ? "Validation at step" : "Step"} ${query.step} › group ${query.uid}`, sample !== undefined && ` › response ${sample}`),
+      heading,
       prompt(group, query),
       h("div", {class: "bar"}, choice("Colour tokens by", options, colouring, (value) => go({colour: value === "none" ? null : value})), h("span", {class: "soft"}, `${group.responses.length} responses`)),
       colouring !== "none" && inspector,
@@ -37,6 +38,8 @@ export function groupView() {
   }
 
   function focus(sample) {
+    const {kind, step, uid} = known.query;
+    heading.textContent = `${kind === "val" ? "Validation at step" : "Step"} ${step} › group ${uid}${sample === undefined ? "" : ` › response ${sample}`}`;
     for (const one of element.querySelectorAll(".card")) one.classList.toggle("chosen", one.dataset.sample === String(sample));
     element.querySelector(".card.chosen")?.scrollIntoView({block: "nearest", inline: "nearest"});
   }
@@ -46,7 +49,7 @@ export function groupView() {
 
 function prompt(group, query) {
   const across = h("div");
-  const facts = [["truth", group.ground_truth], ["data source", group.data_source], ["row of the data", group.data_row], ["extra_info", group.extra_info], ["sampling", group.sampling]];
+  const facts = [["reference answer", group.ground_truth], ["data source", group.data_source], ["row of the data", group.data_row], ["extra_info", group.extra_info], ["sampling", group.sampling]];
   return h("div", {class: "prompt"},
     h("details", {open: (group.prompt || "").length < 1500}, h("summary", {}, "Prompt"), readable(group.prompt || "")),
     h("dl", {class: "facts"}, facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => [h("dt", {}, name), h("dd", {dir: "auto"}, value)])),
@@ -67,7 +70,7 @@ async function acrossSteps(element, group, query) {
   const links = found.groups.slice(-200).map((one) => h("li", {}, h("button", {class: "link", onclick: () => go({step: one.step, uid: one.uid, sample: null})}, `step ${one.step}`), ` mean ${short(one.mean)}, ${one.n} responses, length ${short(one.length, 3)}`));
   const rest = found.read < found.files ? h("p", {class: "soft"}, `${found.read} of ${found.files} files were read: `, h("button", {class: "link", onclick: () => acrossSteps(element, group, query)}, "look again")) : "";
   put(element, chart.element, rest, h("ul", {class: "steps"}, links));
-  chart.set(() => [{label: "mean score", x: found.groups.map((one) => one.step), y: found.groups.map((one) => one.mean), colour: "#3b7dd8"}]);
+  chart.set(() => [{label: "mean score", x: found.groups.map((one) => one.step), y: found.groups.map((one) => one.mean), colour: 0}]);
 }
 
 function card(one, query, colouring, inspector) {
@@ -75,7 +78,7 @@ function card(one, query, colouring, inspector) {
   const facts = [["advantage", one.advantage], ["tokens", one.length], ["mismatch", one.mismatch], ["ended by", one.finish_reason], ["seed", one.seed], ["policy", one.policy_versions]];
   const parts = Object.entries(one.parts);
   const element = h("article", {class: "card", "data-sample": one.sample, "aria-label": `Response ${one.sample}`},
-    h("header", {}, h("b", {class: "score"}, short(one.score)), h("span", {}, `response ${one.sample}`), one.finish_reason === "length" && h("span", {class: "mark"}, "cut off"), one.error && h("span", {class: "mark bad"}, "reward failed")),
+    h("header", {}, h("b", {class: "score"}, short(one.score)), h("button", {class: "link", "data-tip": "The address of this response", onclick: () => go({run: query.run, step: query.step, uid: query.uid, sample: one.sample})}, `response ${one.sample}`), one.finish_reason === "length" && h("span", {class: "mark"}, "cut off"), one.error && h("span", {class: "mark bad"}, "reward failed")),
     parts.length > 0 && h("dl", {class: "facts parts"}, parts.map(([name, value]) => [h("dt", {}, name), h("dd", {dir: "auto"}, typeof value === "number" ? short(value) : value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value))])),
     one.error && h("pre", {class: "problem", tabindex: 0, role: "region", "aria-label": "error of the reward"}, one.error),
     body,

@@ -1,12 +1,13 @@
 // Health: how the run stands, what the diagnosis said and the metric behind it, failures, weight sync, memory, stages.
 
 import {ask} from "./api.js";
-import {COLOURS, lineChart} from "./charts.js";
+import {lineChart} from "./charts.js";
 import {choice, h, put, seconds, short} from "./dom.js";
 import {columns} from "./history.js";
 import {memorySection} from "./memory.js";
 import {chosenRuns, go, place} from "./state.js";
 import {timelineSection} from "./timeline.js";
+import {explainMetricsOf} from "./tips.js";
 
 export function healthPage(root) {
   const bar = h("div", {class: "bar"}), status = h("section"), advice = h("section"), failures = h("section"), sync = h("section"), memory = h("section"), stages = h("section");
@@ -16,7 +17,9 @@ export function healthPage(root) {
 
   async function show(runs) {
     const run = place().run || chosenRuns(runs)[0], about = runs.find((one) => one.name === run);
-    if (!about) return;
+    if (!about) throw new Error(`There is no run ${run} here.`);
+    if (!place().run) return go({run}, true);
+    explainMetricsOf([run]);
     put(bar, choice("Run", runs.map((one) => [one.name, one.name]), run, (name) => go({run: name})));
     drawStatus(about);
     const key = JSON.stringify([run, about.step, about.status]);
@@ -31,7 +34,7 @@ export function healthPage(root) {
 
   function drawStatus(about) {
     const facts = [["status", about.status], ["step", `${about.step ?? "?"} of ${about.total_steps ?? "?"}`], ["stage", about.stage], ["done", about.of ? `${about.done} of ${about.of} ${about.unit || ""}` : null], ["tokens per second", about.tokens_per_s], ["time left", about.seconds_left ? seconds(about.seconds_left) : null], ["written", about.time ? `${seconds(about.age_s)} ago` : null], ["process", about.pid ? `${about.pid} on ${about.host}` : null], ["folder", about.folder]];
-    put(status, h("h2", {}, about.name), h("dl", {class: "facts"}, facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
+    put(status, h("h2", {}, about.name), about.problem && h("p", {class: "problem"}, about.problem), h("dl", {class: "facts"}, facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
   }
 
   async function drawAdvice(run) {
@@ -59,8 +62,8 @@ export function healthPage(root) {
       h("p", {class: "soft"}, kind.steps.length === 1 ? "said at this step alone" : `said at ${kind.steps.length} steps, from ${kind.steps[0]} to ${kind.step}`),
       chart && chart.element);
     const draw = () => chart && chart.set(() => [
-      {label: kind.metric, x: data.steps, y: values, colour: COLOURS[i % COLOURS.length]},
-      {label: "said here", x: data.steps, y: values.map((value, at) => (said.has(data.steps[at]) ? value : null)), colour: "#d0504f", dots: true},
+      {label: kind.metric, x: data.steps, y: values, metric: kind.metric, colour: 0},
+      {label: "said here", x: data.steps, y: values.map((value, at) => (said.has(data.steps[at]) ? value : null)), colour: 1, dots: true},
     ]);
     return {element, draw};
   }
@@ -78,7 +81,7 @@ export function healthPage(root) {
       found.kinds.map((kind) => h("article", {class: "advice"},
         h("pre", {class: "problem", tabindex: 0, role: "region", "aria-label": "error"}, kind.error),
         h("p", {class: "soft"}, `${kind.count} times among the newest 500; the newest: `, h("button", {class: "link", onclick: () => go({page: "samples", run, step: kind.step, uid: kind.uid, sample: kind.sample})}, `step ${kind.step} › ${kind.uid} › ${kind.sample}`)),
-        h("dl", {class: "facts"}, [["prompt", kind.prompt], ["response", kind.response], ["truth", kind.ground_truth]].map(([name, value]) => [h("dt", {}, name), h("dd", {dir: "auto"}, value)])))));
+        h("dl", {class: "facts"}, [["prompt", kind.prompt], ["response", kind.response], ["reference answer", kind.ground_truth]].map(([name, value]) => [h("dt", {}, name), h("dd", {dir: "auto"}, value)])))));
   }
 
   async function drawSync(run) {
@@ -86,14 +89,14 @@ export function healthPage(root) {
     const data = await columns(run, names);
     const has = (name) => data.values[name].some((value) => value !== null);
     const gaps = names.slice(0, 3).filter(has);
-    const chart = lineChart("Difference of log-probs, rollout against trainer"), time = lineChart("Seconds of a weight sync");
+    const chart = lineChart("Log-probs, rollout − trainer"), time = lineChart("Seconds of a weight sync");
     const probes = data.values["sync/probe_max"].filter((value) => value !== null);
     put(sync, h("h2", {}, "Weight sync"),
       h("p", {class: "soft"}, probes.length ? `${probes.length} syncs were proved on fixed tokens; the largest difference was ${short(Math.max(...probes))}.` : "No sync was proved yet."),
       h("div", {class: "grid"}, gaps.length > 0 && chart.element, has("timing_s/sync") && time.element));
     const series = (name, i) => {
       const kept = data.steps.map((_, at) => at).filter((at) => data.values[name][at] !== null && (name === "timing_s/sync" || data.values[name][at] > 0));
-      return {label: name, x: kept.map((at) => data.steps[at]), y: kept.map((at) => data.values[name][at]), colour: COLOURS[i]};
+      return {label: name, x: kept.map((at) => data.steps[at]), y: kept.map((at) => data.values[name][at]), metric: name, colour: i};
     };
     if (gaps.length) chart.set(() => gaps.map(series), {log: true});
     if (has("timing_s/sync")) time.set(() => [series("timing_s/sync", 3)]);

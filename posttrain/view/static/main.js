@@ -1,13 +1,15 @@
 // The frame of the page: which page is shown, the header, the theme, keys, and the beat at which a live run is asked.
 
 import {ask, exportedNote, isExported} from "./api.js";
+import {detailsPage} from "./details_page.js";
 import {h, put, seconds} from "./dom.js";
 import {healthPage} from "./health.js";
 import {overviewPage} from "./overview.js";
+import {runsPage} from "./runs_page.js";
 import {samplesPage} from "./samples.js";
 import {go, place} from "./state.js";
 
-const PAGES = {overview: ["Overview", overviewPage], samples: ["Samples", samplesPage], health: ["Health", healthPage]};
+const PAGES = {runs: ["Runs", runsPage], overview: ["Overview", overviewPage], samples: ["Samples", samplesPage], health: ["Health", healthPage], settings: ["Settings", detailsPage]};
 const LIVE_MS = 2000, CALM_MS = 15000;
 const top = document.getElementById("top"), main = document.getElementById("main");
 let runs = [], page = null, shown = "", timer = 0;
@@ -35,12 +37,12 @@ function drawTop() {
 }
 
 function turn(key) {
-  const {run, runs: chosen} = place();
-  go({...Object.fromEntries(Object.keys(place()).map((name) => [name, null])), page: key, runs: chosen, run: run || (chosen || "").split("\t")[0] || null});
+  const {run, runs: chosen} = place(), all = (chosen || "").split("\t");
+  go({...Object.fromEntries(Object.keys(place()).map((name) => [name, null])), page: key, runs: chosen, run: (all.includes(run) || !chosen ? run : all[0]) || null});
 }
 
 function help() {
-  const keys = [["1 2 3", "overview, samples, health"], ["[ ]", "the step before, the next"], ["j k", "the next entry of the list, the one before"], ["/", "search"], ["c", "colour tokens by the next number"], ["t", "dark or light"], ["← →", "move over a response's tokens, once one is chosen"], ["?", "this list"]];
+  const keys = [["1 2 3 4 5", "runs, overview, samples, health, settings"], ["[ ]", "the step before, the next"], ["j k", "the next entry of the list, the one before"], ["/", "search"], ["c", "colour tokens by the next number"], ["Esc", "show all steps again after a zoom"], ["t", "dark or light"], ["← →", "move over a response's tokens, once one is chosen"], ["?", "this list"]];
   const dialog = h("dialog", {"aria-label": "Keys", onclose: () => dialog.remove()}, h("h2", {}, "Keys"),
     h("table", {}, h("tbody", {}, keys.map(([key, text]) => h("tr", {}, h("th", {scope: "row"}, key), h("td", {}, text))))),
     h("form", {method: "dialog"}, h("button", {autofocus: true}, "Close")));
@@ -72,9 +74,10 @@ async function redraw() {
 async function beat() {
   clearTimeout(timer);
   try {
-    const before = JSON.stringify(runs.map((run) => [run.name, run.step, run.status]));
+    const stamp = () => JSON.stringify(runs.map((run) => [run.name, run.step, run.status, run.problem]));
+    const before = stamp();
     runs = await ask("runs");
-    const changed = before !== JSON.stringify(runs.map((run) => [run.name, run.step, run.status]));
+    const changed = before !== stamp();
     if (changed || !shown) await redraw();
     else drawTop();
   } catch (error) {
@@ -87,7 +90,7 @@ async function beat() {
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, select, textarea");
   if (event.ctrlKey || event.metaKey || event.altKey || typing) return;
-  const keys = {1: () => turn("overview"), 2: () => turn("samples"), 3: () => turn("health"), "?": help, t: () => { theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); redraw(); }};
+  const keys = {...Object.fromEntries(Object.keys(PAGES).map((name, i) => [i + 1, () => turn(name)])), "?": help, t: () => { theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); redraw(); }};
   const act = keys[event.key] || page?.keys?.[event.key];
   if (!act) return;
   event.preventDefault();

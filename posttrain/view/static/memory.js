@@ -1,9 +1,10 @@
 // Memory: the measured peaks of each stage over the steps, beside what was planned.
 
 import {ask} from "./api.js";
-import {COLOURS, lineChart} from "./charts.js";
+import {lineChart} from "./charts.js";
 import {h, put, short} from "./dom.js";
 import {columns} from "./history.js";
+import {dashOf} from "./palette.js";
 
 const MEMORY = /^perf\/.*memory/;
 
@@ -16,7 +17,7 @@ export async function memorySection(element, run) {
   else {
     const chart = lineChart("Peaks, GB");
     put(place, chart.element);
-    chart.set(() => names.map((name, i) => ({label: name, x: data.steps, y: data.values[name], colour: COLOURS[i % COLOURS.length]})));
+    chart.set(() => names.map((name, i) => ({label: name, metric: name, x: data.steps, y: data.values[name], colour: i, dash: dashOf(Math.floor(i / 8))})));
   }
   const peaks = Object.fromEntries(names.map((name) => [name, Math.max(...data.values[name].filter((value) => value !== null), 0)]));
   place.append(planned(run, peaks));

@@ -8,7 +8,7 @@ import {chosenRuns, go, place} from "./state.js";
 import {COLOURINGS} from "./tokens.js";
 import {virtualList} from "./virtual.js";
 
-const FILTERS = [["", "all groups of the step"], ["best", "best responses"], ["worst", "worst responses"], ["longest", "longest"], ["truncated", "cut off"], ["failed", "reward failed"], ["mismatch", "rollout ≠ trainer"]];
+const FILTERS = [["", "all groups of the step"], ["signal", "groups with signal"], ["best", "best responses"], ["worst", "worst responses"], ["longest", "longest"], ["truncated", "cut off"], ["failed", "reward failed"], ["mismatch", "rollout ≠ trainer"]];
 const ROW = 58;
 
 export function samplesPage(root) {
@@ -21,6 +21,7 @@ export function samplesPage(root) {
   async function show(runs) {
     const state = place(), run = state.run || chosenRuns(runs)[0], kind = state.kind || "step";
     if (!run) return;
+    if (!state.run) return go({run}, true);
     const about = runs.find((one) => one.name === run);
     const asked = JSON.stringify([run, about?.step, about?.status]);
     if (steps.asked !== asked) steps = {...(await ask("steps", {run, learn: 1})), asked};
@@ -33,7 +34,9 @@ export function samplesPage(root) {
     const step = nearest(steps[kind], state.step);
     drawBar(runs, run, kind, step);
     await fillList({run, kind, step, filter: state.filter || "", words: state.words || "", wide: state.wide === "1"});
-    const first = state.uid === undefined && list.items[0];
+    const first = state.uid === undefined && (list.items[list.chosen] || list.items[0]);
+    // what does not change any more gets the address of what is shown; a run that goes on is followed to its newest step
+    if (first && about?.status !== "running") return go({step: first.step, uid: first.uid, sample: first.sample ?? null}, true);
     await group.show(first ? {run, kind, step: first.step, uid: first.uid, sample: first.sample} : {run, kind, step, uid: state.uid, sample: state.sample});
   }
 
@@ -50,7 +53,7 @@ export function samplesPage(root) {
       choice("Of", [["step", "training"], ["val", "validation"]], kind, (value) => go({kind: value === "step" ? null : value, step: null, uid: null, sample: null})),
       h("div", {class: "field"}, h("span", {}, `Step ${step ?? "–"}`), h("div", {class: "stepper"},
         h("button", {"aria-label": "the step before", onclick: () => moveStep(-1)}, "‹"), slider, h("button", {"aria-label": "the next step", onclick: () => moveStep(1)}, "›"))),
-      choice("Show", FILTERS.filter(([name]) => !isExported || !name), state.filter || "", (value) => go({filter: value || null, uid: null, sample: null})),
+      choice("Show", FILTERS.filter(([name]) => !isExported || !name || name === "signal"), state.filter || "", (value) => go({filter: value || null, uid: null, sample: null})),
       !isExported && h("label", {class: "field check"}, h("input", {type: "checkbox", checked: state.wide === "1", onchange: (event) => go({wide: event.target.checked ? "1" : null, uid: null, sample: null})}), h("span", {}, "of all steps")),
       h("label", {class: "field"}, h("span", {}, "Search"), words));
     if (focused) bar.querySelector(`[data-key="${focused}"]`)?.focus();
@@ -63,13 +66,14 @@ export function samplesPage(root) {
     clearTimeout(waiting);
     search.stop();
     if (words && !isExported) return search.start({run, kind, words});
-    if (filter && !isExported) return findResponses({run, kind, which: filter, step: wide ? null : step});
-    const found = await ask("groups", {run, kind, step});
+    if (filter && filter !== "signal" && !isExported) return findResponses({run, kind, which: filter, step: wide ? null : step});
+    const all = await ask("groups", {run, kind, step});
     if (key !== listed) return;
-    note.textContent = `${found.length} groups`;
-    const at = found.findIndex((one) => one.uid === place().uid);
-    list.set(found.map((one) => ({...one, step})), at < 0 ? 0 : at);
-    list.mark(at < 0 ? 0 : at);
+    const found = filter === "signal" ? all.filter(hasSignal) : all, chosen = found.findIndex((one) => one.uid === place().uid);
+    note.textContent = `${found.length} groups${filter === "signal" ? ` of ${all.length}` : found.some((one) => one.scores.length > 1) ? `, ${found.filter(hasSignal).length} with signal` : ""}`;
+    const at = chosen < 0 ? Math.max(0, found.findIndex(hasSignal)) : chosen;
+    list.set(found.map((one) => ({...one, step})), at);
+    list.mark(at);
   }
 
   async function findResponses(query) {
@@ -98,7 +102,7 @@ export function samplesPage(root) {
 
   function rowOf(item) {
     const mark = (count, words, look) => (count ? h("span", {class: look}, typeof count === "number" ? `${count} ${words}` : words) : null);
-    const marks = [mark(item.truncated, "cut off", "mark"), mark(item.failed, "failed", "mark bad")];
+    const marks = [item.scores?.length > 1 && !hasSignal(item) && h("span", {class: "mark"}, "no signal"), mark(item.truncated, "cut off", "mark"), mark(item.failed, "failed", "mark bad")];
     if (item.scores) return [h("div", {class: "line"}, h("b", {}, short(item.mean, 3)), bars(item.scores), marks), h("div", {class: "line soft clip", dir: "auto"}, item.prompt)];
     const text = Array.isArray(item.text) ? [item.text[0], h("mark", {}, item.text[1]), item.text[2]] : item.text || "";
     return [h("div", {class: "line"}, h("b", {}, short(item.score, 3)), h("span", {class: "soft"}, `step ${item.step} › ${item.uid} › ${item.sample}${item.length !== undefined ? `, ${item.length} tokens` : ""}`), marks), h("div", {class: "line soft clip", dir: "auto"}, text)];
@@ -134,6 +138,9 @@ export function samplesPage(root) {
   const keys = {"[": () => moveStep(-1), "]": () => moveStep(1), j: () => list.move(1), k: () => list.move(-1), c: nextColour, "/": () => bar.querySelector("input[type=search]")?.focus()};
   return {show, keys, leave: () => { search.stop(); clearTimeout(waiting); }};
 }
+
+/** Whether the responses differ in their score: only such a group gives a gradient. */
+const hasSignal = ({scores}) => new Set(scores.filter((score) => score !== null)).size > 1;
 
 /** The step of the list that is wanted, or the last one before it; without a wish the newest. */
 function nearest(all, wanted) {

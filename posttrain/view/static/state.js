@@ -19,6 +19,12 @@ export function go(changes, quietly = false) {
   } else location.hash = hash;
 }
 
+/** The address with one run more or less among those that are looked at. */
+export function withRun(runs, name, on) {
+  const now = chosenRuns(runs);
+  return runs.map((run) => run.name).filter((one) => (one === name ? on : now.includes(one))).join("\t");
+}
+
 /** The runs that are looked at: those in the address, else the newest. */
 export function chosenRuns(runs) {
   const names = runs.map((run) => run.name);

@@ -1,13 +1,18 @@
 // Timeline: the stages of some steps as bars over time, one lane per worker (or one for the whole loop).
 
 import {ask} from "./api.js";
-import {COLOURS} from "./charts.js";
 import {h, put, seconds, short, svg} from "./dom.js";
+import {tintName} from "./palette.js";
 
 const WIDTH = 1000, LANE = 26, LEFT = 90;
 
 /** There are more stages than colours: later ones are pale. */
-const colour = (i) => COLOURS[i % COLOURS.length] + (i < COLOURS.length ? "" : "77");
+const PALE = 8;
+function painted(element, property, i) {
+  element.style[property] = `var(${tintName(i)})`;
+  if (i >= PALE) element.style.opacity = 0.53;
+  return element;
+}
 
 export async function timelineSection(element, run, last, goTo) {
   const found = await ask("timeline", {run, last});
@@ -21,15 +26,13 @@ export async function timelineSection(element, run, last, goTo) {
   const drawing = svg("svg", {viewBox: `0 0 ${WIDTH} ${lanes.length * LANE + 24}`, role: "img", "aria-label": words, class: "timeline"},
     lanes.map((lane, i) => svg("text", {x: 0, y: i * LANE + 17, class: "lane"}, lane)),
     spans.map((span) => {
-      const bar = svg("rect", {x: x(span.begin).toFixed(1), y: lanes.indexOf(span.lane) * LANE + 3, width: Math.max(0.6, x(span.begin + span.spent) - x(span.begin)).toFixed(1), height: LANE - 6, fill: colour(stages.indexOf(span.stage))},
+      const bar = svg("rect", {x: x(span.begin).toFixed(1), y: lanes.indexOf(span.lane) * LANE + 3, width: Math.max(0.6, x(span.begin + span.spent) - x(span.begin)).toFixed(1), height: LANE - 6},
         svg("title", {}, `step ${span.step}, ${span.stage}: ${short(span.spent, 3)} s`));
-      return bar;
+      return painted(bar, "fill", stages.indexOf(span.stage));
     }),
     [0, 0.25, 0.5, 0.75, 1].map((share) => svg("text", {x: x(begin + share * (end - begin)), y: lanes.length * LANE + 18, class: "tick", "text-anchor": share === 1 ? "end" : share ? "middle" : "start"}, seconds(share * (end - begin)))));
   const legend = h("p", {class: "legend"}, stages.map((stage, i) => {
-    const dot = h("span", {class: "dot"});
-    dot.style.background = colour(i);
-    return h("span", {}, dot, stage);
+    return h("span", {}, painted(h("span", {class: "dot"}), "background", i), stage);
   }));
   const [first, newest] = found.range, shownLast = found.steps[found.steps.length - 1].step;
   element.append(h("div", {class: "bar"},

@@ -68,5 +68,5 @@ export function virtualList({label, height, row, pick, seen = () => {}}) {
     event.preventDefault();
   }
 
-  return {element, set, mark, renew, move: (by) => choose(Math.min(items.length - 1, Math.max(0, chosen + by))), get items() { return items; }};
+  return {element, set, mark, renew, move: (by) => choose(Math.min(items.length - 1, Math.max(0, chosen + by))), get items() { return items; }, get chosen() { return chosen; }};
 }
