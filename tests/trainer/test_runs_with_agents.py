@@ -84,7 +84,7 @@ def test_a_conversation_is_one_row_trained_on_what_the_model_wrote_with_the_agen
         assert json.loads(row["reward_parts"]) == {"tries": len(wanted[1])} and row["error"] is None
         log_probs = zip(row["rollout_log_probs"], row["response_mask"], strict=True)
         assert all((value == 0) == (own == 0) for value, own in log_probs)
-        assert sum(tokens for _, tokens in json.loads(row["policy_versions"])) == len(row["response_ids"])
+        assert sum(tokens for _, tokens in json.loads(row["policy_versions"])) == sum(row["response_mask"])
     (engine,) = made
     by_id = {request.id: request for request in engine.seen}
     for id, request in by_id.items():

@@ -88,7 +88,7 @@ def test_S2_19_S4_72_S4_74_turns_are_one_row_and_only_what_the_model_wrote_is_tr
             0.0
         ] * mask.count(0)
         assert row["length"] == sum(mask) < len(ids)
-        assert sum(tokens for _, tokens in json.loads(row["policy_versions"])) == len(ids)
+        assert sum(tokens for _, tokens in json.loads(row["policy_versions"])) == sum(mask)
     lines = metrics_of(result.path)
     assert lines[0]["num_turns/max"] == 2 and 0 < lines[0]["tools/calls"] < 1 and lines[0]["tools/errors"] == 0
     (engine,) = made
