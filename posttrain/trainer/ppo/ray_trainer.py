@@ -176,6 +176,7 @@ class RayPPOTrainer:
     def _train_step(self) -> None:
         stage = self.recorder.stage
         step = self.step + 1
+        self.reward_fn.progress = (self.step, self.sizes.total_steps)
         batch, metrics = self._rollout(step)
         self._ask_ahead()
         self._check_step_zero(batch)
@@ -312,7 +313,7 @@ class RayPPOTrainer:
         return metrics
 
     def _advantages(self, batch: DataProto) -> None:
-        weights = reward_weights(self.config, self.model_reward, named=self.reward_fn.named)
+        weights = reward_weights(self.config, self.model_reward, self.reward_fn.parts, named=self.reward_fn.named)
         compute_advantage(
             batch,
             self.config.algorithm.adv_estimator,
