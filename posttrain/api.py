@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 def train(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    reward_weights: Sequence[float] | None = None,
     data: Sequence[dict[str, Any]] | None = None,
     val_data: Sequence[dict[str, Any]] | None = None,
 ) -> RunResult:
     """Do what the command does, and give the run's directory and metrics.
+
+    `reward` is a function, or a list of them whose scores are summed with `reward_weights` (1 each if there are none).
+    Functions written for TRL's trainers run as they are.
 
     Example: `posttrain.train(["algorithm.adv_estimator=grpo"], reward=my_reward, data=[{"prompt": "1 + 1 = ?", ...}])`.
     """
@@ -35,6 +39,7 @@ def train(
         )
         if value is not None
     ]
+    given = _summed(reward, reward_weights)
     resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
     if resolved.dry_run:
         raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.command.examine([...])")
@@ -43,4 +48,16 @@ def train(
     with waiting():
         from posttrain.trainer.ppo.runner import run_training
 
-    return run_training(resolved, reward=reward, data=data, val_data=val_data)
+    return run_training(resolved, reward=given, data=data, val_data=val_data)
+
+
+def _summed(reward: Any, weights: Sequence[float] | None) -> Any:
+    """One function as it is, several as a list with weights."""
+    from posttrain.errors import UserError
+    from posttrain.rewards.types import RewardList
+
+    if weights is not None and reward is None:
+        raise UserError("reward_weights are given without reward: give the functions that they weigh.")
+    if isinstance(reward, list | tuple) or weights is not None:
+        return RewardList(tuple(reward) if isinstance(reward, list | tuple) else (reward,), weights)
+    return reward

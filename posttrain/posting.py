@@ -2,17 +2,23 @@
 
 What may pass (no connection, a timeout, status 408, 425, 429 or 5xx) is tried again, with a pause that doubles; all
 attempts together end in time. Redirects are not followed: a POST would arrive as a GET, and a key with a stranger.
+
+A socket's own timeout bounds one read, and a server that sends a byte now and then is never late by it. So each attempt
+runs in a thread of its own, and the caller waits for the whole of it: names, connection, body and answer.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
@@ -65,19 +71,18 @@ def post_json(
 
 def _once(request: urllib.request.Request, seconds: float, clean: Callable[[str], str]) -> Any:
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as response:
-            text = response.read(_MOST_BYTES)
-    except urllib.error.HTTPError as error:
-        # Cut after it is cleaned: half a key is a secret too.
-        said = clean(error.read(_MOST_BYTES).decode(errors="replace").strip())[:_SAID]
-        words = f"status {error.code} {error.reason}" + (f": {said}" if said else "")
-        raise Refused(words, error.code, passing=error.code in _PASSING) from None
+        status, reason, text = _Exchange(request, seconds).answer()
     except TimeoutError:
         raise Refused(f"no answer within {seconds:.3g} s", passing=True) from None
     except urllib.error.URLError as error:
         raise Refused(f"no connection: {error.reason}", passing=True) from None
     except (OSError, http.client.HTTPException) as error:
         raise Refused(f"the connection broke: {type(error).__name__}: {error}", passing=True) from None
+    if reason is not None:
+        # Cut after it is cleaned: half a key is a secret too.
+        said = clean(text.decode(errors="replace").strip())[:_SAID]
+        words = f"status {status} {reason}" + (f": {said}" if said else "")
+        raise Refused(words, status, passing=status in _PASSING)
     try:
         return json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError):
@@ -88,6 +93,91 @@ def _once(request: urllib.request.Request, seconds: float, clean: Callable[[str]
 def _integer(digits: str) -> int | float:
     """An integer as JSON writes it; one that Python would not read becomes infinite."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+_Answer = tuple[int, str | None, bytes]
+"""(status, reason of an error or None, body)."""
+
+
+@dataclass
+class _Exchange:
+    """One request and its answer, in a thread; TimeoutError where the whole takes longer than `seconds`."""
+
+    request: urllib.request.Request
+    seconds: float
+    done: threading.Event = field(default_factory=threading.Event)
+    late: threading.Event = field(default_factory=threading.Event)
+    sockets: list[socket.socket] = field(default_factory=list)
+    found: _Answer | BaseException | None = None
+
+    def answer(self) -> _Answer:
+        threading.Thread(target=self._run, name="post", daemon=True).start()
+        if not self.done.wait(self.seconds):
+            self._hang_up()
+            raise TimeoutError
+        if isinstance(self.found, BaseException):
+            raise self.found
+        assert self.found is not None
+        return self.found
+
+    def _run(self) -> None:
+        try:
+            self.found = self._exchanged()
+        except BaseException as error:  # for whoever waits, who raises it
+            self.found = error
+        self.done.set()
+
+    def _exchanged(self) -> _Answer:
+        opener = urllib.request.build_opener(_NoRedirect, _Http(self.opened), _Https(self.opened))
+        try:
+            with opener.open(self.request, timeout=self.seconds) as response:
+                return response.status, None, response.read(_MOST_BYTES)
+        except urllib.error.HTTPError as error:
+            return error.code, str(error.reason), error.read(_MOST_BYTES)
+
+    def opened(self, connected: socket.socket) -> None:
+        self.sockets.append(connected)
+        if self.late.is_set():
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Nobody waits any more: a thread that reads from a socket is woken up by its end."""
+        self.late.set()
+        for one in self.sockets:
+            with suppress(OSError):  # closed by the thread meanwhile
+                one.shutdown(socket.SHUT_RDWR)
+
+
+Opened = Callable[[socket.socket], None]
+
+
+class _Http(urllib.request.HTTPHandler):
+    """Tells of each socket that it opens."""
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_telling(http.client.HTTPConnection, self._opened), req)  # pyright: ignore
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, opened: Opened) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_telling(http.client.HTTPSConnection, self._opened), req)  # pyright: ignore
+
+
+def _telling(kind: type[http.client.HTTPConnection], opened: Opened) -> type[http.client.HTTPConnection]:
+    class Telling(kind):
+        def connect(self) -> None:
+            super().connect()
+            opened(self.sock)
+
+    return Telling
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

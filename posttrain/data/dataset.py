@@ -71,6 +71,8 @@ class PromptDataset:
             fields_of(table, row, prompt_key=config.prompt_key, data_source=config.data_source)
             for row in range(len(table))
         ]
+        self.prompts_are_texts = all(isinstance(one.prompt, str) for one in fields)
+        """Whether no row's prompt is a list of messages."""
         items = self._tokenize(table, fields)
         self._items, kept = self._fit(table, items)
         self.file_of = [table.file_of[row] for row in kept]
@@ -91,6 +93,11 @@ class PromptDataset:
     def data_sources(self) -> list[str | None]:
         """The distinct data sources, in the order in which they occur."""
         return list(dict.fromkeys(item["data_source"] for item in self._items))
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of all columns that rewards are given: those of the rows, and of their `extra_info`."""
+        return {"ground_truth", "data_source", "extra_info"}.union(*(item["extra_info"] or () for item in self._items))
 
     def column(self, name: str) -> list[Any]:
         """One value per item of a column of the rows or of their `extra_info`; None where a row has none."""

@@ -16,11 +16,12 @@ import pickle
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
-Payload = tuple[bytes, str, "int | None", "str | None"]
-"""Pickled (data_source, ground_truth, extra_info), the response, its number of tokens, and what the model wrote of it
-if that is not all."""
+Payload = tuple[bytes, str, "int | None", "str | None", "Sequence[int] | None"]
+"""Pickled (data_source, ground_truth, extra_info), with (prompt, progress) behind for functions of TRL's form; the
+response, its number of tokens, what the model wrote of it if that is not all, and its token ids for that form."""
 
 CHUNK_S = 0.05
 """Seconds of work that a chunk should hold; what a worker has not begun by then it gives back."""

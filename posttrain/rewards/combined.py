@@ -1,15 +1,17 @@
 """Several rewards as one: the sum of weight x score over the functions of `reward.functions`, each recorded by name.
 
 `acc` and `pred` are those of the first function that judges answers; other parts of a function are recorded as
-`<name>_<part>`. A function with `needs` counts only where the named one found the response right. One function that
-fails on a response fails it as a whole, and the error names it.
+`<name>_<part>`. A function with `needs` counts only where the named one found the response right. One that does not
+apply to a response (TRL's None) is left out of its sum. One that fails on a response fails it as a whole, and the error
+names it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from posttrain.rewards.outcomes import TOO_LARGE, Outcome, ScoreItems, is_usable
+from posttrain.rewards.outcomes import NONE_APPLIES, TOO_LARGE, Outcome, ScoreItems, is_usable
 from posttrain.rewards.signatures import Fields
 from posttrain.rewards.types import RewardPart
 
@@ -30,21 +32,25 @@ class Combined:
         return [self._row({name: column[row] for name, column in columns.items()}) for row in range(len(items))]
 
     def _row(self, outcomes: dict[str, Outcome]) -> Outcome:
-        total, parts, errors = 0.0, {}, []
+        total, parts, errors, applied = 0.0, {}, [], 0
         for part, _ in self.parts:
             score, own, error = outcomes[part.name]
             if error is not None:
                 errors.append(f"{part.name}: {error}")
                 continue
-            if part.needs and not _is_right(outcomes[part.needs]):
-                score = 0.0
-            total += part.weight * score
-            parts[part.name] = score
+            if not math.isnan(score):
+                if part.needs and not _is_right(outcomes[part.needs]):
+                    score = 0.0
+                total += part.weight * score
+                parts[part.name] = score
+                applied += 1
             for name, value in own.items():
                 key = name if name in _OWN else f"{part.name}_{name}"
                 parts.setdefault(key, value)
-        if self.judge is not None and outcomes[self.judge][2] is None:
+        if self.judge is not None and outcomes[self.judge][2] is None and not math.isnan(outcomes[self.judge][0]):
             parts.setdefault("acc", float(_is_right(outcomes[self.judge])))
+        if not errors and not applied:
+            errors.append(NONE_APPLIES)
         if not errors and not is_usable(total):
             errors.append(f"the weighted sum is {total:g}{TOO_LARGE}")
         return total, parts, "\n".join(errors) or None

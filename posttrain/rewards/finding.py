@@ -9,6 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def find_dotted(spec: RewardSpec) -> Callable[..., Any]:
         for attribute in rest:
             target = getattr(target, attribute, None)
         if callable(target):
-            return target
+            return made(target)
         raise _no_such_function(module, rest[-1])
     hint = "; names under `verl.` need the package posttrain-verl" if parts[0] == "verl" else ""
     raise RewardError(
@@ -95,11 +96,11 @@ def choose(module: types.ModuleType, name: str | None, module_name: str | None =
     """The function of that name, of the module's (dotted paths), `compute_score`, or the only one that fits."""
     if name is not None:
         if callable(getattr(module, name, None)):
-            return getattr(module, name)
+            return made(getattr(module, name))
         raise _no_such_function(module, name)
     for usual in (module_name, "compute_score"):
         if usual and callable(getattr(module, usual, None)):
-            return getattr(module, usual)
+            return made(getattr(module, usual))
     public = _public_functions(module)
     fitting = [function for function in public.values() if form_of(function)]
     if len(fitting) == 1:
@@ -111,11 +112,13 @@ def choose(module: types.ModuleType, name: str | None, module_name: str | None =
             f"{module.__file__} defines no public function",
             todo="define compute_score(data_source, solution_str, ground_truth, extra_info=None)",
         )
-    candidates = ", ".join(f"{name}{inspect.signature(function)}" for name, function in public.items())
+    candidates = ", ".join(f"{name}{_signature(function)}" for name, function in public.items())
     raise RewardError(
         f"{module.__file__} has no compute_score, and {len(fitting) or 'none'} of its functions could be the reward: "
         + candidates,
-        todo="set custom_reward_function.name to the one to use" if fitting else f"name its parameters {FORMS}",
+        todo="set custom_reward_function.name to the one to use, or sum several by reward.functions"
+        if fitting
+        else f"name its parameters {FORMS}",
     )
 
 
@@ -123,8 +126,36 @@ def _public_functions(module: types.ModuleType) -> dict[str, Callable[..., Any]]
     return {
         name: value
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if not name.startswith("_") and _is_own_function(value, module)
     }
+
+
+def _is_own_function(value: Any, module: types.ModuleType) -> bool:
+    """Whether it is a function of this file, a partial one, or an object of a class of this file that can be called."""
+    if inspect.isclass(value) or not callable(value):
+        return False
+    return isinstance(value, partial) or getattr(value, "__module__", None) == module.__name__
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "(unknown)"
+
+
+def made(function: Any) -> Any:
+    """The reward itself: of a class whose objects can be called, one object."""
+    if not inspect.isclass(function) or "__call__" not in dir(function):
+        return function
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        raise RewardError(
+            f"the reward {function.__name__} is a class that is made with arguments: {_signature(function)}",
+            todo=f"name an object of it, such as my_reward = {function.__name__}(...), or give defaults",
+        ) from None
+    return function()
 
 
 def _no_such_function(module: types.ModuleType, name: str) -> RewardError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -50,6 +51,14 @@ def _part(name: str, entry: Any, others: list[str]) -> tuple[RewardPart, CustomR
         settings = {key: config[key] for key in _SHAPES if config[key] is not None}
         part.spec = RewardSpec(kind="shape", kwargs=settings, label=", ".join(f"{k}={v}" for k, v in settings.items()))
     return part, None
+
+
+def part_name(name: str, others: Sequence[str]) -> str:
+    """The name under which a function object is recorded: its own, unless that is taken or none."""
+    name = name if name.isidentifier() else "reward"
+    name = f"{name}_reward" if name in _TAKEN else name
+    number = next(n for n in itertools.count(1) if (name if n == 1 else f"{name}_{n}") not in others)
+    return name if number == 1 else f"{name}_{number}"
 
 
 def _config(entry: Any) -> RewardPartConfig:

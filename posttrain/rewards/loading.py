@@ -7,22 +7,26 @@ file that exits, hangs or prints cannot hurt the run.
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import math
 import os
 import pickle
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.masking import mask_urls
-from posttrain.rewards.finding import choose, find_dotted, import_file
-from posttrain.rewards.outcomes import Outcome, ScoreItems, outcomes_of
-from posttrain.rewards.signatures import Fields, caller, check_call
-from posttrain.rewards.types import RewardError, RewardPart, RewardSpec
+from posttrain.rewards.batch import BatchCall
+from posttrain.rewards.finding import choose, find_dotted, import_file, made
+from posttrain.rewards.outcomes import NONE_APPLIES, Outcome, ScoreItems, outcomes_of
+from posttrain.rewards.signatures import Fields, caller, check_call, columns_needed, name_of
+from posttrain.rewards.types import RewardError, RewardList, RewardPart, RewardSpec
 
 if TYPE_CHECKING:
     from posttrain.config.reward import CustomRewardConfig
@@ -36,19 +40,22 @@ def resolve_reward(
     config: CustomRewardConfig,
     *,
     functions: Mapping[str, Any] | None = None,
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., Any] | RewardList | None = None,
     where: str = "custom_reward_function",
     told: Mapping[str, Any] | None = None,
     kept: list[WorkerProcess] | None = None,
 ) -> RewardSpec:
-    """The reward that the settings (or a function object) name, checked without calling it; RewardError if unusable.
+    """The reward that the settings (or function objects) name, checked without calling it; RewardError if unusable.
 
     `functions` are those of the setting `reward.functions`: then the reward is their weighted sum. `told` are further
     fields of the spec, so that a worker which knows them can score. The one that looked at the reward goes into `kept`,
     ready to be the first of a RewardPool; without such a list it is ended.
     """
     try:
-        spec = _combine(config, function, functions) if functions else _describe(config, function)
+        if isinstance(function, RewardList) and not functions:
+            spec = _combine_objects(config, function)
+        else:
+            spec = _combine(config, function, functions) if functions else _describe(config, function)
         spec = replace(spec, **(told or {}))
         return spec if spec.kind == "builtin" else _checked(spec, kept)
     except RewardError as error:
@@ -58,6 +65,23 @@ def resolve_reward(
 
 def load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     """In a worker: what scores a response or a group, and the spec with what was found out filled in."""
+    score, found = _load_scores(spec)
+    return (_if_it_applies(score) if found.form == "batch" else score), found
+
+
+def _if_it_applies(score: ScoreItems) -> ScoreItems:
+    """A response that a function does not apply to, and no other scores, has no score."""
+
+    def scores(items: Sequence[Fields]) -> list[Outcome]:
+        return [
+            (0.0, parts, NONE_APPLIES) if math.isnan(found) else (found, parts, error)
+            for found, parts, error in score(items)
+        ]
+
+    return scores
+
+
+def _load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     if spec.kind == "combined":
         return _load_combined(spec)
     if spec.kind == "shape":
@@ -67,6 +91,8 @@ def load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     if spec.kind == "url":
         return _load_remote(spec)
     function, spec = load_function(spec)
+    if spec.form == "batch":
+        return BatchCall(function, spec.kwargs), spec
     call = caller(function, spec.form, spec.kwargs)
     scores: ScoreItems = lambda items: outcomes_of(call, items, spec.form)  # noqa: E731
     return (_of_own_words(scores) if spec.kind == "builtin" else scores), spec
@@ -88,14 +114,17 @@ def _load_combined(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     loaded: list[tuple[RewardPart, ScoreItems]] = []
     for part in spec.parts:
         try:
-            score, found = load_scores(replace(part.spec, timeout_s=spec.timeout_s))
+            score, found = _load_scores(replace(part.spec, timeout_s=spec.timeout_s))
         except RewardError as error:
-            raise RewardError(f"reward.functions.{part.name}: {error.what}", error.where, error.todo) from error
+            named = part.name if part.spec.kind == "pickled" else f"reward.functions.{part.name}"
+            raise RewardError(f"{named}: {error.what}", error.where, error.todo) from error
         loaded.append((replace(part, spec=found), score))
     forms = {part.spec.form for part, _ in loaded}
     parts = [part for part, _ in loaded]
     label = " + ".join(f"{part.weight:g} x {part.name} ({part.spec.label})" for part in parts)
-    return Combined(loaded), replace(spec, parts=parts, form="list" if "list" in forms else "source", label=label)
+    form = next((one for one in ("batch", "list") if one in forms), "source")
+    columns = sorted({name for part in parts for name in part.spec.columns})
+    return Combined(loaded), replace(spec, parts=parts, form=form, columns=columns, label=label)
 
 
 def _load_remote(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
@@ -112,6 +141,20 @@ def _load_remote(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     if spec.name is None:  # only once, before the run: workers that are started later find out by scoring
         remote.check()
     return remote, replace(spec, name="url", form="list", label=mask_urls(spec.path))
+
+
+def check_columns(spec: RewardSpec, known: Collection[str]) -> None:
+    """RewardError where the reward takes a column by name that no row has."""
+    missing = [name for name in spec.columns if name not in known]
+    if missing:
+        near = difflib.get_close_matches(missing[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RewardError(
+            f"the reward ({spec.label}) takes {', '.join(missing)}, and the rows have no such column{hint}",
+            "the parameters of the function, which are columns of the data besides "
+            "prompts, completions, completion_ids, trainer_state, log_extra and log_metric",
+            f"use one of: {', '.join(sorted(known))}; or give it a default, or a value in reward_kwargs",
+        )
 
 
 def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
@@ -132,14 +175,15 @@ def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
     else:
         function = find_dotted(spec)
         place = f"in {inspect.getsourcefile(inspect.unwrap(function)) or spec.path}"
-    form = check_call(function, spec.kwargs)
-    name = getattr(function, "__name__", type(function).__name__)
-    found = RewardSpec(**{**vars(spec), "name": name, "form": form, "label": f"{name} {place}"})
+    function = made(function)
+    form, name = check_call(function, spec.kwargs), name_of(function)
+    columns = columns_needed(function, form, spec.kwargs)
+    found = RewardSpec(**{**vars(spec), "name": name, "form": form, "columns": columns, "label": f"{name} {place}"})
     return function, found
 
 
 def _combine(
-    config: CustomRewardConfig, function: Callable[..., Any] | None, functions: Mapping[str, Any]
+    config: CustomRewardConfig, function: Callable[..., Any] | RewardList | None, functions: Mapping[str, Any]
 ) -> RewardSpec:
     from posttrain.rewards.functions import read_parts
 
@@ -156,6 +200,44 @@ def _combine(
     return RewardSpec(kind="combined", parts=parts)
 
 
+def _combine_objects(config: CustomRewardConfig, given: RewardList) -> RewardSpec:
+    """The weighted sum of function objects, each recorded under its name."""
+    from posttrain.rewards.functions import part_name
+
+    if config.path:
+        raise RewardError(
+            f"two rewards are named: function objects and custom_reward_function.path={config.path}",
+            todo="keep one of them",
+        )
+    if not given.functions:
+        raise RewardError("the list of reward functions is empty", todo="give one function or several")
+    weights = [1.0] * len(given.functions) if given.weights is None else list(given.weights)
+    if len(weights) != len(given.functions):
+        raise RewardError(
+            f"{len(weights)} weights are given for {len(given.functions)} reward functions",
+            "the `reward_weights` argument",
+            "give one weight for each function",
+        )
+    parts: list[RewardPart] = []
+    for function, weight in zip(given.functions, weights, strict=True):
+        if not callable(function):
+            raise RewardError(
+                f"{function!r} in the list of rewards is no function",
+                todo="give functions; a file is named by reward.functions, and a reward model by reward_model.enable",
+            )
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise RewardError(
+                f"the weight {weight!r} of {name_of(function)} is not a finite number",
+                "the `reward_weights` argument",
+                "give a number; below 0 is a penalty",
+            )
+        from_list = _describe(replace(config, path=None), function)
+        parts.append(
+            RewardPart(part_name(name_of(function), [part.name for part in parts]), float(weight), None, from_list)
+        )
+    return RewardSpec(kind="combined", parts=parts)
+
+
 def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -> RewardSpec:
     kwargs = dict(config.reward_kwargs or {})
     if function is not None:
@@ -164,6 +246,7 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
                 f"two rewards are named: a function object and custom_reward_function.path={config.path}",
                 todo="keep one of them",
             )
+        function = made(function)
         check_call(function, kwargs)
         return RewardSpec(kind="pickled", kwargs=kwargs, sys_path=list(sys.path), pickled=_pickle(function))
     if not config.path:
@@ -196,7 +279,10 @@ def _pickle(function: Callable[..., Any]) -> bytes:
     """
     import cloudpickle
 
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    inner: Any = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    module = sys.modules.get(getattr(inner, "__module__", None) or "")
     by_value = module is not None and module.__name__ != "__main__" and not _installed(module)
     try:
         if by_value:
@@ -210,7 +296,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
         return cloudpickle.dumps(function)
     except Exception as error:
         raise RewardError(
-            f"reward function {getattr(function, '__name__', function)} cannot be sent to worker processes: {error}",
+            f"reward function {name_of(function)} cannot be sent to worker processes: {error}",
             todo="let it not capture open files, locks, models or sockets; create these inside the function's module",
         ) from error
 

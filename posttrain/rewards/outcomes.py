@@ -16,6 +16,8 @@ ScoreItems = Callable[[Sequence[Fields]], list[Outcome]]
 """One outcome per response; the responses are one, or those of a group."""
 
 _PART_CHARS = 200
+NONE_APPLIES = "no reward function applies to this response: each returned None"
+"""The error of a response that has no score: its advantage is 0, and it is left out of its group's baseline."""
 
 
 def outcomes_of(call: Callable[[Sequence[Fields]], Any], items: Sequence[Fields], form: str) -> list[Outcome]:
@@ -31,11 +33,15 @@ def outcomes_of(call: Callable[[Sequence[Fields]], Any], items: Sequence[Fields]
 def read_results(results: Any, count: int) -> list[Outcome]:
     """The outcomes of a list of results for `count` responses."""
     results = results.tolist() if hasattr(results, "tolist") else results
+    wrong = not_a_list(results, count)
+    return [failure(wrong)] * count if wrong else [read_result(one) for one in results]
+
+
+def not_a_list(results: Any, count: int) -> str | None:
+    """What is wrong with what should be one result for each of `count` responses; None if nothing is."""
     if not isinstance(results, list | tuple):
-        return [failure(f"returned {_kind(results)}, not a list of {count} scores")] * count
-    if len(results) != count:
-        return [failure(f"returned {len(results)} scores for {count} responses")] * count
-    return [read_result(one) for one in results]
+        return f"returned {_kind(results)}, not a list of {count} scores"
+    return f"returned {len(results)} scores for {count} responses" if len(results) != count else None
 
 
 def read_result(result: Any) -> Outcome:
@@ -45,7 +51,7 @@ def read_result(result: Any) -> Outcome:
         if "score" not in result:
             names = ", ".join(text_of(name, _PART_CHARS) for name in result)
             return failure(f"returned a dict without 'score' (keys: {names or 'none'})")
-        parts = {text_of(name, _PART_CHARS): _part(value) for name, value in result.items() if name != "score"}
+        parts = {text_of(name, _PART_CHARS): read_part(value) for name, value in result.items() if name != "score"}
         result = result["score"]
     if result is None or isinstance(result, str | bytes):
         return failure(f"returned {_kind(result)} instead of a number")
@@ -73,7 +79,8 @@ def failure(error: str) -> Outcome:
     return (0.0, {}, error)
 
 
-def _part(value: Any) -> float | str:
+def read_part(value: Any) -> float | str:
+    """A named part as it is recorded: a number, or a short text."""
     if value is None:
         return ""
     if not isinstance(value, str):

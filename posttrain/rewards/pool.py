@@ -71,7 +71,7 @@ class RewardPool:
 
     def submit_many(self, items: Sequence[tuple[Hashable, RewardItem]]) -> None:
         """As `submit` for each, at the price of few; none is taken if one cannot be."""
-        payloads = _payloads([item for _, item in items])
+        payloads = _payloads([item for _, item in items], whole=self.spec.form == "batch")
         keys = {key for key, _ in items}
         with self._changed:
             self._check_usable()
@@ -79,7 +79,7 @@ class RewardPool:
                 raise ValueError(f"key {self._taken(items)!r} is already being scored")
             self._open |= keys
             for (key, item), payload in zip(items, payloads, strict=True):
-                if self.spec.form != "list" or item.group is None or item.group_size <= 1:
+                if not self.spec.takes_groups or item.group is None or item.group_size <= 1:
                     self._enqueue([(key, payload)])
                     continue
                 size, members = self._groups.setdefault(item.group, (item.group_size, []))
@@ -90,7 +90,7 @@ class RewardPool:
 
     def leave_out(self, group: Hashable, size: int) -> None:
         """One item fewer will come of a group of so many."""
-        if self.spec.form != "list":
+        if not self.spec.takes_groups:
             return
         with self._changed:
             size, members = self._groups.pop(group, (size, []))
@@ -216,15 +216,17 @@ def _result(score: float, parts: dict[str, float | str], error: str | None) -> R
     return RewardResult(score, mended, well_formed(error) if error else error)
 
 
-def _payloads(items: Sequence[RewardItem]) -> list[Payload]:
-    """What workers need of each item. What the responses to one prompt share is pickled once, and read by each anew:
-    a function that changes it changes its own copy."""
-    known: dict[tuple[int, int, int], bytes] = {}
+def _payloads(items: Sequence[RewardItem], *, whole: bool) -> list[Payload]:
+    """What workers need of each item; all of it with `whole`, for functions of TRL's form. What the responses to one
+    prompt share is pickled once, and read by each anew: a function that changes it changes its own copy."""
+    known: dict[tuple[int, ...], bytes] = {}
     payloads: list[Payload] = []
     for item in items:
-        same = (id(item.data_source), id(item.ground_truth), id(item.extra_info))
+        shared = (item.data_source, item.ground_truth, item.extra_info)
+        shared += (item.prompt, item.progress) if whole else ()
+        same = tuple(id(one) for one in shared)
         row = known.get(same)
         if row is None:
-            row = known[same] = pickle.dumps((item.data_source, item.ground_truth, item.extra_info), protocol=5)
-        payloads.append((row, item.solution_str, item.tokens, item.own_words))
+            row = known[same] = pickle.dumps(shared, protocol=5)
+        payloads.append((row, item.solution_str, item.tokens, item.own_words, item.token_ids if whole else None))
     return payloads

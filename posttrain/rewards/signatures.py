@@ -1,54 +1,67 @@
-"""The three ways to write a reward function, told apart by parameter names, and how each is called.
+"""The ways to write a reward function, told apart by parameter names, and how each is called.
 
 source: `fn(data_source, solution_str, ground_truth, extra_info)`   pair: `fn(response, ground_truth)`
 list:   `fn(completions, ground_truths)`, called once with all responses of a prompt
+batch:  `fn(prompts, completions, COLUMN, ..., **kwargs)`, TRL's, called likewise (batch.py)
+
+A function with `prompts`, `completions` or `completion_ids` is of the last two forms, since no other has them; it is a
+list where it asks for `completions` and `ground_truths` and nothing else. All its other parameters are columns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from posttrain.rewards.types import RewardError
 
-Fields = tuple[str, str, Any, Any, "int | None", "str | None"]
-"""data_source, solution_str, ground_truth, extra_info and number of tokens of one response; and what the model wrote of
-it, if that is not all."""
+Fields = tuple[str, str, Any, Any, "int | None", "str | None", Any]
+"""data_source, solution_str, ground_truth, extra_info and number of tokens of one response; what the model wrote of it,
+if that is not all; and BatchFacts, for functions of that form."""
 
 FORMS = (
-    "(data_source, solution_str, ground_truth, extra_info), (response, ground_truth) or (completions, ground_truths)"
+    "(data_source, solution_str, ground_truth, extra_info), (response, ground_truth), (completions, ground_truths), or "
+    "as TRL's: (prompts, completions, COLUMN, ..., **kwargs)"
 )
+BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What functions of TRL's form are given besides the columns of the rows."""
+_OF_BATCHES = {"prompts", "completions", "completion_ids"}
 
 _GIVEN = {
     "source": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "pair": ("response", "ground_truth"),
     "list": ("completions", "ground_truths"),
+    "batch": BATCH,
 }
 _NEEDED = {
     "source": {"solution_str", "ground_truth"},
     "pair": {"response", "ground_truth"},
-    "list": set(_GIVEN["list"]),
 }
 
 
-def form_of(function: Callable[..., Any]) -> str | None:
-    """`source`, `pair`, `list`, or None for a signature that is none of them."""
+def form_of(function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> str | None:
+    """`source`, `pair`, `list`, `batch`, or None for a signature that is none of them. `kwargs` are given besides."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
+    if _OF_BATCHES & set(parameters):
+        needs = set(_GIVEN["list"])
+        others = required(function) - needs - set(kwargs or {})
+        return "list" if needs <= set(parameters) and not others else "batch"
     for form, needed in _NEEDED.items():
         if needed <= set(parameters):
             return form
-    open_ended = [p.kind for p in parameters.values() if p.default is p.empty]
     # Only *args and **kwargs: written to take whatever it is given, by name.
-    return "source" if inspect.Parameter.VAR_KEYWORD in open_ended and not _required(function) else None
+    return "source" if takes_all(function) and not required(function) else None
 
 
 def check_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
     """The function's form, after checking that it can be called with what a run has; RewardError otherwise."""
-    form, name = form_of(function), getattr(function, "__name__", "function")
+    form, name = form_of(function, kwargs), name_of(function)
     if form is None:
         try:
             shown = str(inspect.signature(function))
@@ -57,24 +70,19 @@ def check_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
         raise RewardError(
             f"reward function {name}{shown} has none of the known signatures", todo=f"name its parameters {FORMS}"
         )
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(
-            f"reward function {name} is async", todo="write it with `def`; workers call it in parallel already"
-        )
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
         raise RewardError(
             f"reward function {name} has positional-only parameters", todo="remove the `/` from its signature"
         )
-    missing = _required(function) - set(_GIVEN[form]) - set(kwargs)
-    if missing:
+    missing = required(function) - set(_GIVEN[form]) - set(kwargs)
+    if missing and form != "batch":  # whose other parameters are columns: see check_columns
         raise RewardError(
             f"reward function {name} needs {', '.join(sorted(missing))}, which a run does not have",
             todo="give a default, or a value in custom_reward_function.reward_kwargs",
         )
     clash = set(kwargs) & set(_GIVEN[form])
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = set() if takes_all else set(kwargs) - set(parameters)
+    unknown = set() if takes_all(function) else set(kwargs) - set(parameters)
     if clash or unknown:
         raise RewardError(
             f"custom_reward_function.reward_kwargs names {', '.join(sorted(clash or unknown))}, "
@@ -86,18 +94,53 @@ def check_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
 
 def caller(function: Callable[..., Any], form: str, kwargs: dict[str, Any]) -> Callable[[Sequence[Fields]], Any]:
     """`call(items)` for one item (source, pair) or a group (list), by keyword, with only what the function takes."""
-    parameters = inspect.signature(function).parameters
     if form == "list":
-        return lambda items: function(completions=[i[1] for i in items], ground_truths=[i[2] for i in items], **kwargs)
+        return lambda items: awaited(
+            function(completions=[i[1] for i in items], ground_truths=[i[2] for i in items], **kwargs)
+        )
     if form == "pair":
-        return lambda items: function(response=items[0][1], ground_truth=items[0][2], **kwargs)
+        return lambda items: awaited(function(response=items[0][1], ground_truth=items[0][2], **kwargs))
     names = _GIVEN["source"]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if not takes_all(function):
+        parameters = inspect.signature(function).parameters
         names = tuple(name for name in names if name in parameters)
     places = [_GIVEN["source"].index(name) for name in names]
-    return lambda items: function(**{n: items[0][p] for n, p in zip(names, places, strict=True)}, **kwargs)
+    return lambda items: awaited(function(**{n: items[0][p] for n, p in zip(names, places, strict=True)}, **kwargs))
 
 
-def _required(function: Callable[..., Any]) -> set[str]:
+def awaited(result: Any) -> Any:
+    """The result of a function that may be `async def`."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
+
+
+def columns_needed(function: Callable[..., Any], form: str, kwargs: Mapping[str, Any]) -> list[str]:
+    """Columns that the rows must have for a function of TRL's form."""
+    if form != "batch":
+        return []
+    return sorted(
+        required(function) - set(kwargs) - {*BATCH, "ground_truth", "ground_truths", "data_source", "extra_info"}
+    )
+
+
+def required(function: Callable[..., Any]) -> set[str]:
+    """Parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def takes_all(function: Callable[..., Any]) -> bool:
+    """Whether it has `**kwargs`."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+def name_of(function: Any) -> str:
+    """What a function, a partial one or a callable object is called."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", None) or type(function).__name__

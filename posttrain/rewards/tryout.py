@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.rewards.answers import extract_final_answer
 from posttrain.rewards.findings import Findings, report
 from posttrain.rewards.functions import asks_sources
+from posttrain.rewards.loading import check_columns
 from posttrain.rewards.numbers import parse_number
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.programs import is_code
@@ -55,6 +56,7 @@ def examine(
     as many rows as that lasts for, by the time of a first call. Responses with the same `group` are scored together.
     """
     rows = [as_trained(row) for row in rows]
+    check_columns(spec, {name for row in rows for name in extra_info_of(row) or ()})
     found = Findings(rows=len(rows))
     with RewardPool(
         spec, num_workers=num_workers, timeout_s=timeout_s, failure_score=0.0, on_print=found.prints.append
@@ -160,10 +162,20 @@ def _source(row: dict[str, Any], default_source: str | None) -> str:
 
 
 def _item(row: dict[str, Any], text: str, default_source: str | None) -> RewardItem:
-    item = RewardItem(_source(row, default_source), text, truth_of(row), row.get("extra_info"))
+    item = RewardItem(_source(row, default_source), text, truth_of(row), extra_info_of(row), prompt=row.get("prompt"))
     if text == row.get("response"):
         item.own_words = row.get("own_words")
     return item
+
+
+def extra_info_of(row: dict[str, Any]) -> Any:
+    """What training gives rewards of a row beside its truth: its other columns, and its own `extra_info` over them."""
+    taken = ("prompt", "ground_truth", "data_source", "extra_info", "response", "own_words", GROUP)
+    others = {name: value for name, value in row.items() if name not in taken and value is not None}
+    own = row.get("extra_info")
+    if own is not None and not isinstance(own, dict):
+        own = {"extra_info": own}
+    return {**others, **(own or {})} or None
 
 
 def _trials(truth: Any, other: Any) -> Iterable[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,12 @@ class RewardItem:
     """Tokens of the response that the model wrote, where they are known."""
     own_words: str | None = None
     """What the model wrote itself, a line for each turn, where `solution_str` has what it was told too."""
+    prompt: Any = None
+    """The row's prompt, for functions of TRL's form: messages, or a text where the data has texts."""
+    token_ids: Sequence[int] | None = None
+    """Of the response, for functions of TRL's form."""
+    progress: tuple[int, int] | None = None
+    """Steps that are done, and steps of the run, for functions of TRL's form."""
 
 
 @dataclass
@@ -64,7 +70,9 @@ class RewardSpec:
     name: str | None = None
     """The function's name; filled in when the reward is resolved."""
     form: str = "source"
-    """`source`, `pair` or `list`: which of the three signatures the function has."""
+    """`source`, `pair`, `list` or `batch`: which of the signatures the function has."""
+    columns: list[str] = field(default_factory=list)
+    """Columns of the rows that it cannot do without."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of every call."""
     folder: str = field(default_factory=os.getcwd)
@@ -82,6 +90,11 @@ class RewardSpec:
     label: str = "built-in scorers, by data_source"
     """How the run names it to its user."""
 
+    @property
+    def takes_groups(self) -> bool:
+        """Whether all responses of a prompt are scored by one call."""
+        return self.form in ("list", "batch")
+
 
 @dataclass
 class RewardPart:
@@ -92,3 +105,12 @@ class RewardPart:
     needs: str | None
     """Counts only where the part of this name found the response right."""
     spec: RewardSpec
+
+
+@dataclass(frozen=True)
+class RewardList:
+    """Functions whose scores are summed, as `posttrain.train(reward=[f, g], reward_weights=[1.0, 0.5])` has them."""
+
+    functions: Sequence[Callable[..., Any]]
+    weights: Sequence[float] | None = None
+    """One of each; None takes 1."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from posttrain.rewards.batch import BatchFacts
 from posttrain.rewards.channel import CHUNK_S, Channel, Payload
 from posttrain.rewards.failures import describe_exception
 from posttrain.rewards.loading import load_scores
@@ -94,9 +95,10 @@ def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding)
     """One outcome per payload; whatever happens is turned into an outcome."""
     try:
         items = []
-        for row, response, tokens, own_words in payloads:
-            data_source, ground_truth, extra_info = pickle.loads(row)
-            items.append((data_source, response, ground_truth, extra_info, tokens, own_words))
+        for row, response, tokens, own_words, ids in payloads:
+            data_source, ground_truth, extra_info, *more = pickle.loads(row)
+            facts = BatchFacts(*more, ids) if more else None
+            items.append((data_source, response, ground_truth, extra_info, tokens, own_words, facts))
         seeding.new_sample("\n".join([response for _, response, *_ in payloads]))
         return score(items)
     except BaseException as error:

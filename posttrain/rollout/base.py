@@ -57,7 +57,8 @@ class Request:
 
 @dataclass
 class Output:
-    """A finished (or aborted) response. `versions` are (policy version, number of tokens) spans in order."""
+    """A finished (or aborted) response. `versions` are (policy version, number of tokens) spans in order, of the tokens
+    that the policy wrote: observation tokens are sampled by no policy and belong to no span."""
 
     id: Hashable
     token_ids: list[int]

@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 
 from posttrain.config.reward import CustomRewardConfig
+from posttrain.posting import Patience, Refused, post_json
 from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
 
 
@@ -152,3 +153,67 @@ def test_an_address_that_does_not_answer_is_named_without_its_credentials():
         resolve_reward(config)
     assert "http://***@127.0.0.1:9/x?token=***" in str(caught.value)
     assert "secret" not in str(caught.value) and "abc" not in str(caught.value)
+
+
+@pytest.fixture
+def drips():
+    """A server that sends what it is told to, a few bytes at a time with pauses; gives (url, what it sends)."""
+    sent = {"head": b"", "dripped": b"", "pause": 0.0}
+
+    def serve(listener):
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+    def talk(connection):
+        with connection, contextlib.suppress(OSError):
+            asked = b""
+            while not asked.endswith(b"}"):  # whole: a socket that is closed with something unread breaks the answer
+                asked += connection.recv(1 << 16)
+            connection.sendall(sent["head"])
+            for at in range(0, len(sent["dripped"]), 4):
+                time.sleep(sent["pause"])
+                connection.sendall(sent["dripped"][at : at + 4])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/score", sent
+
+
+OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+WHERE = {
+    "in its body": (OK, b'{"scores": [0.5]}'),
+    "in its headers": (b"HTTP/1.1 200 OK\r\n", b"X: yyyyyyyyyyyyyyyyy\r\n\r\n[0.5]"),
+    "in the body of an error": (b"HTTP/1.1 400 Bad\r\n\r\n", b"no such task, of any kind"),
+    "before anything": (b"", b"HTTP/1.1 200 OK\r\n\r\n[0.5]"),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_server_that_never_stops_sending_for_long_is_late_when_the_whole_request_is(drips, where):
+    """No single pause is long. Every attempt, and all of them together, end in time."""
+    url, sent = drips
+    sent["head"], sent["dripped"] = WHERE[where]
+    sent["pause"] = 0.2
+    with pytest.raises(Refused, match=r"no answer within 0\.[0-9]+ s$"):
+        post_json(url, b"{}", {}, Patience(attempts=1, pause_s=0.01, total_s=0.5))
+    with pytest.raises(Refused, match=r"no answer within 0\.1 s \(tried 3 times\)"):
+        post_json(url, b"{}", {}, Patience(attempts=3, pause_s=0.01, total_s=60.0, attempt_s=0.1))
+    sent["pause"] = 0.001
+    if where == "in the body of an error":
+        with pytest.raises(Refused, match="status 400 Bad: no such task, of any kind"):
+            post_json(url, b"{}", {}, Patience(1, 0.01, 60.0))
+    else:
+        answer = post_json(url, b"{}", {}, Patience(1, 0.01, 60.0))
+        assert answer in ([0.5], {"scores": [0.5]}), "slowly, and in time"
+
+
+def test_a_reward_server_that_drips_gives_its_rows_an_error(drips):
+    url, sent = drips
+    sent["head"], sent["dripped"] = WHERE["in its body"]
+    sent["pause"] = 0.3
+    (result,) = scored(url, ["a"], timeout_s=0.9, attempts=1)
+    assert result.score == -1.0 and "no answer within 0.81 s" in result.error

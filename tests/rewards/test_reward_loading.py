@@ -172,7 +172,10 @@ def test_S4_93_wrong_path_is_refused_in_time(write, path, said):
     ("text", "said"),
     [
         ("def compute_score(a, b): return 0", "none of the known signatures"),
-        ("async def compute_score(response, ground_truth): return 0", "async"),
+        (
+            "class compute_score:\n    def __init__(self, x): ...\n    def __call__(self, completions): ...",
+            "a class that",
+        ),
         ("def compute_score(response, ground_truth, tokenizer): return 0", "needs tokenizer"),
         ("x = 1\ndef compute_score(response ground_truth): return 0", "line 2"),
         ("import no_such_package\ndef compute_score(response, ground_truth): return 0", "install no_such_package"),

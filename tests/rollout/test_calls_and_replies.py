@@ -62,6 +62,37 @@ def test_calls_of_llama_are_turns_of_nothing_else_and_json_that_is_no_call_is_an
         assert isinstance(found, Unreadable) and "tool call" in str(found), broken
 
 
+def nested(depth: int) -> str:
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("name, key", [("hermes", "arguments"), ("llama3_json", "parameters")])
+def test_arguments_nested_deeper_than_64_are_no_call_and_others_are(name, key, as_text):
+    for depth, readable in ((1, True), (63, True), (64, True), (65, False), (300, False), (500, False), (5000, False)):
+        arguments = json.dumps(nested(depth)) if as_text else nested(depth)
+        text = f'{{"name": "add", "{key}": {arguments}}}'
+        (found,) = FORMATS[name](f"<tool_call>{text}</tool_call>" if name == "hermes" else text)
+        assert isinstance(found, ToolCall) == readable, depth
+        assert readable or isinstance(found, Unreadable)
+        if 64 < depth < 500:
+            assert str(found) == f'The "{key}" of a tool call may be nested 64 deep at most.'
+
+
+def test_calls_of_a_turn_are_read_where_they_stand_and_not_from_copies_of_the_rest(monkeypatch):
+    """Thousands of objects in one turn: the JSON reader is given one text, at growing places in it."""
+    plain, seen = json.JSONDecoder.raw_decode, []
+
+    def watched(self, text, at=0):
+        seen.append((text, at))
+        return plain(self, text, at)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", watched)
+    assert len(llama3_calls("<|python_tag|>" + "{}" * 3000)) == 3000
+    assert len({id(text) for text, _ in seen}) == 1 and [at for _, at in seen] == list(range(0, 6000, 2))
+    assert len(llama3_calls('{"name": "a", "parameters": {}}; \n' * 3000)) == 3000
+
+
 LLAMA3 = (  # tools in the user's turn, answers of tools as a turn of their own, quoted
     "{{ '<|begin|>' }}{% for m in messages %}{% if m['role'] == 'tool' %}"
     "{{ '<|im_start|>ipython\n\n' + (m['content'] | tojson) + '<|im_end|>' }}{% else %}"

@@ -80,17 +80,8 @@ def _written(conversation: Conversation, output: Output, count: int, marks: list
             list(output.token_ids[:count]),
             np.where(marks, np.asarray(output.log_probs, np.float32)[:count], 0.0),
             output.finish_reason,
-            _cut(output.versions, count),
+            output.versions,  # counted by the marks
             None if drawn is None else np.where(marks, np.asarray(drawn, np.float32)[:count], 0.0),  # pyright: ignore
         ),
         marks,
     )
-
-
-def _cut(versions: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    kept = []
-    for version, tokens in versions:
-        if count > 0:
-            kept.append((version, min(tokens, count)))
-        count -= tokens
-    return kept

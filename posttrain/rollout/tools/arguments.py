@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}\.?[0-9]{0,400}|\.[0-9]{1,400})([eE][+-]?[0-9]{1,4})?")
 _SHOWN, _BITS = 60, 1400
+MOST_NESTED = 64
+"""How deep arguments may be nested: what is deeper than a few hundred cannot be written to files, copied or shown."""
 
 
 class Misfit(ValueError):
@@ -32,6 +34,20 @@ def fit(name: str, parameters: Mapping[str, Any], arguments: Any) -> dict[str, A
     if missing:
         raise Misfit(f"{name} was called without {' and '.join(missing)}; {_takes(known)}.")
     return {key: _fitted(f"{name}: {key}", known.get(key) or {}, value) for key, value in arguments.items()}
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether a value out of JSON is nested no deeper than MOST_NESTED."""
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [one for box in level if isinstance(box, dict | list) for one in _members(box)]
+        if not level:
+            return True
+    return False
+
+
+def _members(box: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return box.values() if isinstance(box, dict) else box
 
 
 def shown(value: Any) -> str:
@@ -139,5 +155,5 @@ def _as(kind: str, value: Any) -> Any:
             made = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        return made if _EXACT[kind](made) else None
+        return made if _EXACT[kind](made) and is_shallow(made) else None
     return None

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.rollout.tools.arguments import MOST_NESTED, is_shallow
 from posttrain.rollout.tools.base import ToolCall
 
 
@@ -27,6 +28,7 @@ class Unreadable(ValueError):
 
 CallFormat = Callable[[str], list[ToolCall | Unreadable]]
 _PYTHON_TAG, _LLAMA_CALL = "<|python_tag|>", re.compile(r'\{\s*"name"\s*:')
+_DECODER, _BETWEEN = json.JSONDecoder(), re.compile(r"[; \n]*")
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -44,18 +46,18 @@ def _hermes_call(text: str) -> ToolCall | Unreadable:
 
 def llama3_calls(text: str) -> list[ToolCall | Unreadable]:
     """The calls of a turn that begins with one. JSON without a name and parameters is an answer, not a call."""
-    marked, rest = _PYTHON_TAG in text, text.partition(_PYTHON_TAG)[2] or text
-    rest, calls = rest.strip(), list[ToolCall | Unreadable]()
-    meant = marked or _LLAMA_CALL.match(rest) is not None
-    while rest.startswith("{"):
+    marked, turn = _PYTHON_TAG in text, (text.partition(_PYTHON_TAG)[2] or text).strip()
+    meant = marked or _LLAMA_CALL.match(turn) is not None
+    calls, at = list[ToolCall | Unreadable](), 0
+    while turn.startswith("{", at):  # a place in the text, not the rest of it: copies would take quadratic time
         try:
-            found, end = json.JSONDecoder().raw_decode(rest)
+            found, at = _DECODER.raw_decode(turn, at)
         except (ValueError, RecursionError):
             return [*calls, _no_object("parameters")] if meant else calls
         if not marked and not ({"name"} < found.keys() and found.keys() & {"parameters", "arguments"}):
             return calls
         calls.append(_call(found, "arguments" if "parameters" not in found else "parameters"))
-        rest = rest[end:].lstrip("; \n")
+        at = _BETWEEN.match(turn, at).end()  # pyright: ignore (it matches nothing, too)
     return calls or ([_no_object("parameters")] if marked else [])
 
 
@@ -68,6 +70,8 @@ def _call(found: Any, key: str) -> ToolCall | Unreadable:
         return _no_object(key)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return Unreadable(f'In a tool call "name" is a text and "{key}" is an object.')
+    if not is_shallow(arguments):
+        return Unreadable(f'The "{key}" of a tool call may be nested {MOST_NESTED} deep at most.')
     return ToolCall(name, arguments)
 
 

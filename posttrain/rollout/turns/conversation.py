@@ -73,15 +73,23 @@ class Conversation:
         if marks is not None:
             self._written[-len(marks) :] = marks
         self._filtered |= drawn is not None
-        self._versions += output.versions
+        self._count(output.versions, [True] * len(output.token_ids) if marks is None else marks)
         self.turns += 1
         self.finish_reason = output.finish_reason
 
     def heard(self, ids: Sequence[int]) -> None:
         nothing = np.zeros(len(ids), np.float32)
-        self._add(ids, nothing, nothing, written=False)
-        version, tokens = self._versions[-1] if self._versions else (0, 0)
-        self._versions[-1:] = [(version, tokens + len(ids))]
+        self._add(ids, nothing, nothing, written=False)  # sampled by no policy, so no version counts them
+
+    def _count(self, spans: Sequence[tuple[int, int]], marks: Sequence[bool]) -> None:
+        """Adds a turn's spans of policy versions, counting the tokens that are marked; equal neighbours are joined."""
+        at = 0
+        for version, tokens in spans:
+            counted, at = sum(marks[at : at + tokens]), at + tokens
+            if counted and self._versions and self._versions[-1][0] == version:
+                counted += self._versions.pop()[1]
+            if counted:
+                self._versions.append((version, counted))
 
     def _add(self, ids: Sequence[int], log_probs: Any, drawn: Any, *, written: bool) -> None:
         self._tokens += ids

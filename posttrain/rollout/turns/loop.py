@@ -145,8 +145,11 @@ class Turns:
 
     def _go_on(self, conversation: Conversation, told: list[str]) -> NextTurn | None:
         """The next turn; None where the response has no room for what was said and a word of the model's."""
+        left = self.limit - conversation.length
+        if left <= len(told):  # an answer has a token at least: thousands of calls are not rendered for nothing
+            return None
         reply = self.replies.ids(told, conversation.ids[-1])
-        room = self.limit - conversation.length - len(reply)
+        room = left - len(reply)
         if room < 1:
             return None
         conversation.heard(reply)

@@ -2,6 +2,7 @@
 
 The tokens that the model wrote stay as they are: a conversation is never rendered and cut into tokens again. Only what
 the chat template puts between a model's turn and its next one is rendered, behind a stand-in for what was said before.
+What a tool answers is plain text, whatever it spells (`outside_text.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.errors import UserError
+from posttrain.rollout.turns.outside_text import Message, outside_text
 
 _MARK = "1f6a"
 
@@ -35,7 +37,7 @@ class Replies:
     """Token ids of tools' answers. Example: `Replies(tokenizer).ids(["4"])`."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.outside = tokenizer, outside_text(tokenizer)
         self.options = {name: value for name, value in (template_kwargs or {}).items() if name != "tools"}
         if not getattr(tokenizer, "chat_template", None):
             raise NoToolsInTemplate(
@@ -43,7 +45,7 @@ class Replies:
                 "answer is shown to the model. Use an instruct model's tokenizer (model.tokenizer_path)."
             )
         self.before = self._rendered([], opens=False)
-        if _MARK not in self._between([_MARK]):
+        if _MARK not in self._between([_said_by_a_tool(_MARK)]):
             raise NoToolsInTemplate(
                 "rollout.multi_turn.enable=True: the chat template leaves out what a tool answers (messages of the "
                 "role `tool`). Use an instruct model that was made for tools, or give the tokenizer another template."
@@ -51,8 +53,9 @@ class Replies:
 
     def ids(self, answers: Sequence[str], last_token: int) -> list[int]:
         """What comes behind the model's turn, which has this last token: the answers, and the opening of its next."""
-        text = self._after_a_turn(last_token in self.tokenizer.all_special_ids) + self._between(answers)
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        after = self._after_a_turn(last_token in self.tokenizer.all_special_ids)
+        told = [_said_by_a_tool(answer) for answer in answers]
+        return self.outside.ids(told, lambda messages: after + self._between(messages))
 
     def _after_a_turn(self, ended: bool) -> str:
         """What the template writes behind a model's words; without the token that ends a turn if the model wrote it."""
@@ -60,8 +63,8 @@ class Replies:
         ends = [text for text in self.tokenizer.all_special_tokens if text and text in after] if ended else []
         return after[max((after.rindex(text) + len(text) for text in ends), default=0) :]
 
-    def _between(self, answers: Sequence[str]) -> str:
-        text = self._rendered(answers, opens=True)
+    def _between(self, told: Sequence[Message]) -> str:
+        text = self._rendered(told, opens=True)
         if not text.startswith(self.before):
             raise NoToolsInTemplate(
                 "rollout.multi_turn.enable=True: the chat template writes earlier turns in another way once a tool "
@@ -70,13 +73,12 @@ class Replies:
             )
         return text[len(self.before) :]
 
-    def _rendered(self, answers: Sequence[str], *, opens: bool) -> str:
+    def _rendered(self, told: Sequence[Message], *, opens: bool) -> str:
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        heard = [{"role": "tool", "content": answer} for answer in answers]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [*said, *heard], tokenize=False, **{**self.options, "add_generation_prompt": opens}
+                    [*said, *told], tokenize=False, **{**self.options, "add_generation_prompt": opens}
                 )
             )
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
@@ -84,3 +86,7 @@ class Replies:
                 f"rollout.multi_turn.enable=True: the chat template refuses messages of the role `tool`: {error}. Use "
                 "an instruct model that was made for tools, or give the tokenizer another template."
             ) from error
+
+
+def _said_by_a_tool(answer: str) -> Message:
+    return {"role": "tool", "content": answer}

@@ -27,6 +27,7 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
         Scoring(settings.config, session.prompts.data_sources, say) as scoring,
         Parts(out / "responses", described := session.described(), overwrite=overwrite) as parts,
     ):
+        scoring.check_columns(session.prompts.columns)
         items = {item["index"]: item for item in session.prompts}
 
         def feed(row: dict[str, Any]) -> None:
@@ -38,6 +39,8 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
                 data_source=item["data_source"],
                 ground_truth=item["ground_truth"],
                 extra_info=item["extra_info"],
+                asked=item["raw_prompt"][-1]["content"] if session.prompts.prompts_are_texts else item["raw_prompt"],
+                token_ids=row["response_ids"],
                 more=_facts(row),
                 by_agent=[one and json.loads(one) for one in row["agent_scores"] or []],
             )
@@ -105,6 +108,7 @@ def evaluate_responses(
     answered = answered_prompts(table, settings.config.data, response_key)
     started = time.perf_counter()
     with Scoring(settings.config, {one.fields.data_source for one in answered}, say) as scoring:
+        scoring.check_columns({name for one in answered for name in one.fields.extra_info or ()})
         for index, one in enumerate(answered):
             fields = one.fields
             scoring.feed(
@@ -114,6 +118,7 @@ def evaluate_responses(
                 data_source=fields.data_source,
                 ground_truth=fields.ground_truth,
                 extra_info=fields.extra_info,
+                asked=fields.prompt,
                 more=[{"own_words": words} for words in one.own_words],
             )
         results = scoring.finish()

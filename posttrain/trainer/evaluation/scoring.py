@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ from posttrain.config.agent import agent_settings
 from posttrain.config.root import PPOConfig
 from posttrain.rewards.all_failed import all_failed
 from posttrain.rewards.functions import asks_sources, named_sources
-from posttrain.rewards.loading import resolve_reward
+from posttrain.rewards.loading import check_columns, resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.prints import Prints
 from posttrain.rewards.programs import check_programs, code_settings
@@ -57,6 +57,10 @@ class Scoring:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def check_columns(self, known: Collection[str]) -> None:
+        """RewardError where the reward takes a column of the rows that there is not."""
+        check_columns(self._spec, known)
+
     def source(self, data_source: str | None) -> str:
         """The data source under which a prompt is reported."""
         return data_source or self._default or UNKNOWN
@@ -70,11 +74,14 @@ class Scoring:
         data_source: str | None,
         ground_truth: Any,
         extra_info: Any,
+        asked: Any = None,
+        token_ids: Sequence[Sequence[int]] | None = None,
         more: Sequence[dict[str, Any]] = (),
         by_agent: Sequence[dict[str, Any] | None] = (),
     ) -> None:
-        """Score the responses to one prompt; returns at once. `more` is what several turns add to each `extra_info`,
-        `own_words` among it; `by_agent` are results that an agent gave itself."""
+        """Score the responses to one prompt; returns at once. `asked` (the prompt, as the data has it) and `token_ids`
+        are for functions of TRL's form. `more` is what several turns add to each `extra_info`, `own_words` among it;
+        `by_agent` are results that an agent gave itself."""
         given = {number: RewardResult(**one) for number, one in enumerate(by_agent) if one is not None}
         for number, result in given.items():
             result.score = result.score if result.error is None else self._failed
@@ -89,8 +96,16 @@ class Scoring:
                 group_size=len(responses) - len(given),
                 tokens=length,
                 own_words=told.get("own_words"),
+                prompt=asked,
+                token_ids=ids,
             )
-            for text, length, told in zip(responses, tokens, more or [{}] * len(responses), strict=True)
+            for text, length, told, ids in zip(
+                responses,
+                tokens,
+                more or [{}] * len(responses),
+                token_ids or [None] * len(responses),
+                strict=True,
+            )
         ]
         self._pool.submit_many([((prompt, at), item) for at, item in enumerate(items) if at not in given])
 

@@ -22,6 +22,7 @@ from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.protocol import DataProto
 from posttrain.rollout.turns.rows import Loop
+from posttrain.tracking.fields import groups_of
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.ahead import Ahead, age_of
@@ -175,6 +176,7 @@ class RayPPOTrainer:
     def _train_step(self) -> None:
         stage = self.recorder.stage
         step = self.step + 1
+        self.reward_fn.progress = (self.step, self.sizes.total_steps)
         batch, metrics = self._rollout(step)
         self._ask_ahead()
         self._check_step_zero(batch)
@@ -283,9 +285,17 @@ class RayPPOTrainer:
         return computed
 
     def _fresh(self, batch: DataProto) -> np.ndarray:
-        """(B,) whether a response was sampled by the present weights."""
+        """(B,) whether a response was sampled by the present weights. One in which the model wrote nothing is."""
         versions = batch.non_tensor_batch["policy_versions"]
         return np.array([all(version == self.step for version, _ in spans) for spans in versions])
+
+    def _fresh_groups(self, batch: DataProto) -> np.ndarray:
+        """(B,) whether a response belongs to a group that the present weights sampled. Groups stay whole: a response
+        in which the model wrote nothing goes with the others of its group."""
+        fresh, versions = self._fresh(batch), batch.non_tensor_batch["policy_versions"]
+        for rows in groups_of(batch.non_tensor_batch["uid"]):
+            fresh[rows] = fresh[rows].all() and any(versions[row] for row in rows)
+        return fresh
 
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
         """KL taken from the reward, if configured; the coefficient is the controller's."""
@@ -303,7 +313,7 @@ class RayPPOTrainer:
         return metrics
 
     def _advantages(self, batch: DataProto) -> None:
-        weights = reward_weights(self.config, self.model_reward, named=self.reward_fn.named)
+        weights = reward_weights(self.config, self.model_reward, self.reward_fn.parts, named=self.reward_fn.named)
         compute_advantage(
             batch,
             self.config.algorithm.adv_estimator,
@@ -343,11 +353,12 @@ class RayPPOTrainer:
     # -- checks ---------------------------------------------------------------------------------------------------
     def _check_step_zero(self, batch: DataProto) -> None:
         """On the first batch of this process: whole groups, agreement with the rollout, the largest batch tried."""
-        if self.checked or not self._fresh(batch).any():
+        fresh = self._fresh_groups(batch)
+        if self.checked or not fresh.any():
             return
         self.checked = True
         with self.recorder.showing("check"), named_stage("check"):
-            rollout_is_exact = check_first_batch(self, batch[self._fresh(batch)])
+            rollout_is_exact = check_first_batch(self, batch[fresh])
         if self.step == 0:
             self.old_from_rollout = rollout_is_exact
 

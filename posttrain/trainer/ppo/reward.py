@@ -16,7 +16,7 @@ from posttrain.config.reward import OverlongBufferConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.types import RewardItem, RewardResult
+from posttrain.rewards.types import RewardItem, RewardPart, RewardResult
 from posttrain.texts import own_words, texts_of
 
 Key = tuple[Any, int]  # (uid, sample): a response among those to its prompt
@@ -27,12 +27,22 @@ class RewardManager:
     """`expect` rows, `feed` their responses as they end, `poll` or `wait` for scores; or call it on a whole batch.
 
     Rows of any number of batches can be expected at once: each is known by its (uid, sample). Without a pool all
-    scores are 0: a reward model gives them. `named` says whether the user named the function.
+    scores are 0: a reward model gives them. `named` says whether the user named the function, `prompts_are_texts`
+    whether functions of TRL's form get prompts and completions as texts, not as lists of messages.
     """
 
     def __init__(
-        self, pool: RewardPool | None, tokenizer: Any, *, default_source: str | None = None, named: bool = True
+        self,
+        pool: RewardPool | None,
+        tokenizer: Any,
+        *,
+        default_source: str | None = None,
+        named: bool = True,
+        prompts_are_texts: bool = False,
     ) -> None:
+        self.prompts_are_texts = prompts_are_texts
+        self.progress = (0, 0)
+        """Steps that are done, and steps of the run."""
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self._expected: dict[Key, tuple[Any, ...]] = {}
         self._unscored: list[tuple[Key, RewardResult]] = []
@@ -41,10 +51,16 @@ class RewardManager:
         self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
         """Ends the run when no response can be scored; None where another reward gives the scores."""
 
+    @property
+    def parts(self) -> list[RewardPart]:
+        """The functions of a reward that is a weighted sum."""
+        return self.pool.spec.parts if self.pool is not None else []
+
     def expect(self, rows: DataProto) -> None:
         """The rows that responses will be fed for, with their truths and groups."""
         fields = rows.non_tensor_batch
         columns = [fields[name].tolist() for name in ("uid", "data_source", "ground_truth", "extra_info")]
+        columns.append(fields["raw_prompt"].tolist() if "raw_prompt" in fields else [None] * len(rows))
         size = Counter(columns[0])
         for key, uid, *facts in zip(keys_of(rows), *columns, strict=True):
             self._expected[key] = (uid, size[uid], *facts)
@@ -66,11 +82,16 @@ class RewardManager:
             return
         texts, written = self._texts([ids for _, ids in responses]), self._written(responses, marks or {})
         items: list[tuple[Key, RewardItem]] = []
-        for (key, ids), text, (uid, size, source, truth, extra_info) in zip(responses, texts, expected, strict=True):
+        progress = self.progress  # one object: what items share is pickled once
+        for (key, ids), text, row in zip(responses, texts, expected, strict=True):
+            uid, size, source, truth, extra_info, prompt = row
             own, tokens = written.get(key, (None, len(ids)))
             if more and key in more:
                 extra_info = {**(extra_info or {}), **more[key], "own_words": text if own is None else own}
-            item = RewardItem(source or self.default_source, text, truth, extra_info, uid, size, tokens, own)
+            prompt = prompt[-1]["content"] if prompt and self.prompts_are_texts else prompt
+            item = RewardItem(
+                source or self.default_source, text, truth, extra_info, uid, size, tokens, own, prompt, ids, progress
+            )
             items.append((key, item))
         self.pool.submit_many(items)
 

@@ -13,13 +13,13 @@ from posttrain.config.root import PPOConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.functions import asks_sources, named_sources
-from posttrain.rewards.loading import resolve_reward
+from posttrain.rewards.loading import check_columns, resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.prints import Prints
 from posttrain.rewards.process import WorkerProcess
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
-from posttrain.rewards.types import RewardError, RewardSpec
+from posttrain.rewards.types import RewardError, RewardList, RewardSpec
 from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say
@@ -43,7 +43,7 @@ Rows = Sequence[dict[str, Any]]
 def run_training(
     resolved: Resolved,
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Callable[..., Any] | RewardList | None = None,
     data: Rows | None = None,
     val_data: Rows | None = None,
 ) -> RunResult:
@@ -110,6 +110,8 @@ def _build(
     check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
+    if spec.columns:
+        check_columns(spec, train.columns | (val.columns if val else set()))
     limits = config.reward
     sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
     named = spec.kind != "builtin"
@@ -127,7 +129,13 @@ def _build(
         run=run,
         train_dataset=train,
         val_dataset=val,
-        reward_fn=RewardManager(pool, tokenizer, default_source=config.data.data_source, named=named),
+        reward_fn=RewardManager(
+            pool,
+            tokenizer,
+            default_source=config.data.data_source,
+            named=named,
+            prompts_are_texts=train.prompts_are_texts and (val is None or val.prompts_are_texts),
+        ),
         device=device,
         explicit=resolved.explicit,
         stored_config=stored,

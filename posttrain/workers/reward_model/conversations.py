@@ -1,7 +1,8 @@
 """The policy's rows as the reward model reads them: the same token ids, or the conversation rendered anew.
 
 With one tokenizer and one chat template for both, a row's ids are what the reward model reads. Otherwise the response
-is decoded, joined to the prompt's messages and rendered by the reward model's own template.
+is decoded, joined to the prompt's messages and rendered by the reward model's own template. A control token of that
+template that the response spells stays text: it cannot end the response and begin another turn.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from posttrain.models.loading import ModelError
 from posttrain.protocol import DataProto
+from posttrain.rollout.turns.outside_text import outside_text
 from posttrain.texts import texts_of
 
 
@@ -40,7 +42,7 @@ class Conversations:
     vocabulary: int | None = None
 
     def __init__(self, policy: Any, own: Any, *, anew: bool = False, path: str | None = None) -> None:
-        self.policy, self.own = policy, own
+        self.policy, self.own, self.outside = policy, own, outside_text(own)
         self.anew = anew or not same_tokenizer(policy, own)
         if self.anew and policy.chat_template and not own.chat_template:
             raise ModelError(
@@ -82,9 +84,12 @@ class Conversations:
         """Ids of one conversation; a template writes its special tokens itself, so none are added to its output."""
         if not self.own.chat_template:  # neither has one: the prompt is plain text, and the response goes on from it
             return self.own(str(messages[-1]["content"]) + response)["input_ids"]
-        conversation = [*messages, {"role": "assistant", "content": response}]
+
+        def render(said: Any) -> str:
+            conversation = [*messages, *said]
+            return str(self.own.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))
+
         try:
-            text = self.own.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
+            return self.outside.ids([{"role": "assistant", "content": response}], render)
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise Unreadable(f"the reward model's chat template refused the conversation: {error}") from error
-        return self.own(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from posttrain.errors import UserError
 from posttrain.rollout.agents.composed import ChatError
 from posttrain.rollout.agents.registry import register_agent
+from posttrain.rollout.turns.outside_text import outside_text
 from verl._agent_config import verl_config
 from verl._missing import not_given
 from verl.workers.rollout.replica import TokenOutput
@@ -152,9 +153,14 @@ class AgentLoopBase(ABC):
         if images or videos or any(more.values()):
             raise ChatError("apply_chat_template: prompts are text")
         options = {**self.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+
+        def render(those: Sequence[Any]) -> str:
+            return self.tokenizer.apply_chat_template(those, tokenize=False, add_generation_prompt=True, **options)
+
+        text = outside_text(self.tokenizer)
+        if remove_system_prompt:  # observations: whatever an environment spells, it writes no control tokens
+            return text.ids(messages, render)[len(self.system_prompt) :]
+        return text.encode(render(messages))
 
     async def process_vision_info(self, messages: list[Any]) -> dict[str, Any]:
         """Pictures of messages: there are none."""
