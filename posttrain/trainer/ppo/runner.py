@@ -108,6 +108,8 @@ def _build(
     held_out = val_data if val_data is not None else config.data.val_files
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
     check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
+    if settings := _keep_rows(config):
+        train.check_savable(settings)
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
     limits = config.reward
@@ -158,6 +160,15 @@ def _reward_pool(
         on_print=Prints(say),
         first=looker.pop() if looker else None,
     )
+
+
+def _keep_rows(config: PPOConfig) -> str:
+    """The settings because of which checkpoints hold rows of the data; empty where they hold none."""
+    named = {
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        "trainer.one_step_off": config.trainer.one_step_off,
+    }
+    return " and ".join(f"{name}=True" for name, on in named.items() if on)
 
 
 def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:
