@@ -74,6 +74,8 @@ class PromptDataset:
         ]
         items = self._tokenize(table, fields)
         self._items, kept = self._fit(table, items)
+        for item in self._items:
+            item["index"] = table.position(item["index"])
         self.file_of = [table.file_of[row] for row in kept]
         """Index in `files` of each item's file."""
         self.rows_without_truth = sum(item["ground_truth"] is None for item in self._items)

@@ -40,9 +40,25 @@ class RowTable:
     files: list[str] = field(default_factory=list)
     mended: int = 0
     """Rows with half a character somewhere, which U+FFFD has replaced."""
+    positions: list[int] | None = None
+    """Each row's position in the table that they were taken from; None where they were not."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def take(self, rows: Iterable[int]) -> RowTable:
+        """Some of the rows, which remember where they stood."""
+        kept = list(rows)
+        return RowTable(
+            [self.rows[row] for row in kept],
+            [self.file_of[row] for row in kept],
+            [self.number_of[row] for row in kept],
+            self.files,
+            positions=[self.position(row) for row in kept],
+        )
+
+    def position(self, row: int) -> int:
+        return row if self.positions is None else self.positions[row]
 
     def notes(self, split: str) -> list[str]:
         """What was done to the rows of a split as they were read."""
