@@ -272,7 +272,10 @@ class DataProto:
     # Disk
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
-        """Writes a folder with `tensors.safetensors` and `fields.json`; what JSON cannot hold is an error."""
+        """Writes a folder with `tensors.safetensors` and `fields.json`.
+
+        Values keep their types (protocol_values.py); one of another type is an error that says where it is.
+        """
         write_folder(Path(path), len(self), self.batch, self.non_tensor_batch, self.meta_info)
 
     @staticmethod

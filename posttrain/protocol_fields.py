@@ -253,17 +253,3 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     return bool(a == b)
-
-
-def json_ready(value: Any, where: str) -> Any:
-    """The value as JSON can hold it (numpy scalars become numbers, tuples lists), or an error that says where it is."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic) and not isinstance(value, np.void):
-        return json_ready(value.item(), where)
-    if isinstance(value, list | tuple):
-        return [json_ready(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: json_ready(item, f"{where}['{key}']") for key, item in value.items()}
-    what = "a dict with keys that are not strings" if isinstance(value, dict) else f"a {type(value).__name__}"
-    raise TypeError(f"{where} is {what}, which JSON cannot hold; `pop` it before saving (tensors belong into `batch`)")

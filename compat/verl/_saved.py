@@ -11,28 +11,27 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from posttrain.protocol_fields import json_ready, object_array
+from posttrain.protocol_disk import FORMAT, loaded_values, saved_values
+from posttrain.protocol_fields import object_array
 
 _PICKLES = (b"\x80", b"PK")  # pickle's first byte, and the zip that torch.save writes
 _ARRAY = "array:"
 
 
 def save(data: Any, path: str | os.PathLike[str]) -> None:
-    """Write a batch; values that JSON cannot hold are an error that names them."""
+    """Write a batch; a value of a type that cannot be saved is an error that names it."""
     from safetensors.torch import save_file
 
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in data.tensors().items()}
     objects = {}
     for name, values in data.non_tensor_batch.items():
-        if values.dtype == object:
-            objects[name] = [json_ready(value, f"non_tensor_batch['{name}'][{i}]") for i, value in enumerate(values)]
-        elif values.dtype.kind in "biuf":
+        if values.dtype.kind in "biuf":
             tensors[_ARRAY + name] = torch.from_numpy(np.ascontiguousarray(values))
         else:
-            objects[name] = values.tolist()
+            objects[name] = values
     fields = {
-        "non_tensor_batch": objects,
-        "meta_info": {name: json_ready(value, f"meta_info['{name}']") for name, value in data.meta_info.items()},
+        "format": FORMAT,
+        **saved_values(objects, data.meta_info),
         "rows": len(data),
         "has_batch": data.batch is not None,
     }
@@ -55,7 +54,8 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], dict[str, A
             raise ValueError(f"{path} holds tensors, but no DataProto: it was not written by DataProto.save_to_disk")
         found = {name: file.get_tensor(name) for name in list(file.keys())}
     arrays = {name.removeprefix(_ARRAY): t.numpy() for name, t in found.items() if name.startswith(_ARRAY)}
-    arrays |= {name: object_array(values) for name, values in fields["non_tensor_batch"].items()}
+    objects, meta_info = loaded_values(fields)
+    arrays |= {name: object_array(values) for name, values in objects.items()}
     tensors = {name: tensor for name, tensor in found.items() if not name.startswith(_ARRAY)}
     batch = TensorDict(tensors, batch_size=[fields["rows"]]) if fields["has_batch"] else None
-    return batch, arrays, fields["meta_info"]
+    return batch, arrays, meta_info

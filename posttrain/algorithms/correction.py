@@ -11,9 +11,10 @@
                 within [low, high], and one number C means [1 / C, C].
 
 The weights multiply the token losses and carry no gradient; rejected tokens stay in the counts that losses are divided
-by. The gap has three causes: a rollout engine that computes in another precision or with other kernels, responses that
-were sampled by older weights, and sampling from less than the policy: top_p, top_k, min_p or a repetition penalty.
-`rollout_log_prob` is the log-prob of what was sampled from, so that all three are seen.
+by. The loss `geo_mean`, which has one ratio per response, takes one weight per response: the geometric mean of its
+tokens' weights. The gap has three causes: a rollout engine that computes in another precision or with other kernels,
+responses that were sampled by older weights, and sampling from less than the policy: top_p, top_k, min_p or a
+repetition penalty. `rollout_log_prob` is the log-prob of what was sampled from, so that all three are seen.
 
 Source: truncated importance sampling: IMPALA, arXiv 1802.01561; masking (IcePop): Every Step Evolves: Scaling
 Reinforcement Learning for Trillion-Scale Thinking Model, arXiv 2510.18855.

@@ -91,7 +91,10 @@ def _batches(checked: Checked) -> Iterator[Finding]:
 def _data(checked: Checked) -> Iterator[Finding]:
     data = checked.config.data
     if data.val_files is None:
-        yield "No validation file is set (data.val_files): the run makes no validation."
+        yield (
+            "No validation file is set (data.val_files): the run makes no validation. data.val_files=held_out takes "
+            "some of the training rows for it."
+        )
     if data.train_weights is not None:
         count = len(data.train_files) if isinstance(data.train_files, list) else 1
         if len(data.train_weights) != count:

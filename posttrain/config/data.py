@@ -7,6 +7,9 @@ from typing import Any
 
 from posttrain.config.base import Section
 
+HELD_OUT = "held_out"
+"""The word for `data.val_files` that stands for some of the training rows."""
+
 
 @dataclass
 class DataConfig(Section):
@@ -15,7 +18,8 @@ class DataConfig(Section):
     train_files: Any = None
     """One path or a list of paths: parquet, json or jsonl; unset, the embedded arithmetic data serves."""
     val_files: Any = None
-    """Validation files, as above; null means no validation."""
+    """Validation files, as above; null means no validation. `held_out` takes a tenth of the training rows (256 at most,
+    none of fewer than 20), which are then not trained on."""
     train_weights: list[float] | None = None
     """One weight per training file: how often its rows are drawn relative to the others; null draws every row once
     per epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
+from posttrain.config.data import HELD_OUT
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
 from posttrain.config.merged_entries import put as _put
@@ -27,6 +28,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     derive_layout(merged)
     _older_responses(merged)
     _embedded(merged, provided)
+    _held_out(merged, provided)
     _group_size(merged)
     _aggregation(merged)
     _accumulation(merged)
@@ -91,6 +93,16 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
         if fitted:
             sizes = ", ".join(f"{key}={size}" for key, size in sizes_by_key.items())
             merged.note(f"Sizes that nobody set are the embedded task's: {sizes}.")
+
+
+def _held_out(merged: Merged, provided: frozenset[str]) -> None:
+    """The embedded task's sums say nothing about a run on other rows: some of its own are held out instead."""
+    val = merged.entries.get("data.val_files")
+    own = "data.train_files" in provided or merged.value("data.train_files") != "embedded"
+    if val is None or val.value != "embedded" or not val.source.startswith("preset") or not own:
+        return
+    if "data.val_files" not in provided:
+        _default(merged, "data.val_files", HELD_OUT, "own training rows")
 
 
 def _group_size(merged: Merged) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.config.closest import closest
+from posttrain.config.data import HELD_OUT
 from posttrain.config.engine_kwargs import OUTSIDE, source_of
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.loggers import missing_packages
@@ -41,7 +42,7 @@ def check_supervised_environment(
     """The same for the supervised trainers, whose model lies at `model`; adapters may hold `heads` whole."""
     folder = cwd or Path.cwd()
     return [
-        *_data_files(resolved, folder),
+        *_data_files(resolved, folder, held_out=False),
         *_model_folders(resolved, folder, "model"),
         *_adapters(resolved, folder, "model", heads),
         *_own_code(resolved, folder, ("model.external_lib",)),
@@ -51,11 +52,12 @@ def check_supervised_environment(
     ]
 
 
-def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+def _data_files(resolved: Resolved, cwd: Path, *, held_out: bool = True) -> Iterator[Problem]:
+    """`held_out`: whether the trainer can hold out rows of its own."""
     for key in ("data.train_files", "data.val_files"):
         value = resolved.value(key)
         for name in value if isinstance(value, list) else [value]:
-            if name is None or name == "embedded":
+            if name is None or name == "embedded" or (held_out and key == "data.val_files" and name == HELD_OUT):
                 continue
             path = cwd / str(name)
             if path.is_file() and path.name.endswith(_SUFFIXES):

@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.data.fields import Messages
 from posttrain.data.rows import DataError
+from posttrain.errors import UserError
 
 HINT = "use an instruct model's tokenizer (model.tokenizer_path), or prompts that are plain strings."
 
@@ -85,6 +86,8 @@ class ChatRenderer:
         options = {"add_generation_prompt": True, **self.template_kwargs}
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except UserError:  # one that does not end, which says so itself
+            raise
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise TemplateError(f"The chat template refused the prompt of {where}: {error}") from error
         return messages, str(text)

@@ -11,6 +11,7 @@ from posttrain.config.data import DataConfig
 from posttrain.data.chat import ChatRenderer
 from posttrain.data.fields import Messages, PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable, read_table
+from posttrain.protocol_values import Unsavable, to_json
 
 SPLITS = ("train", "val")
 TRUNCATIONS = ("error", "left", "right", "middle")
@@ -75,6 +76,8 @@ class PromptDataset:
         """Whether no row's prompt is a list of messages."""
         items = self._tokenize(table, fields)
         self._items, kept = self._fit(table, items)
+        for item in self._items:
+            item["index"] = table.position(item["index"])
         self.file_of = [table.file_of[row] for row in kept]
         """Index in `files` of each item's file."""
         self.rows_without_truth = sum(item["ground_truth"] is None for item in self._items)
@@ -102,6 +105,22 @@ class PromptDataset:
     def column(self, name: str) -> list[Any]:
         """One value per item of a column of the rows or of their `extra_info`; None where a row has none."""
         return [(item["extra_info"] or {}).get(name) for item in self._items]
+
+    def check_savable(self, settings: str) -> None:
+        """DataError for a row that a checkpoint cannot hold; `settings` name what makes checkpoints hold rows.
+
+        All values of files can be saved. Rows that were given as dicts may hold anything.
+        """
+        for item in self._items:
+            for name in ("extra_info", "ground_truth", "raw_prompt"):
+                try:
+                    to_json(item[name])
+                except Unsavable as error:
+                    raise DataError(
+                        f"{name}{error.inside} of row {item['index'] + 1} of the {self.split} rows is {error.what}, "
+                        f"which no checkpoint can hold, and with {settings} checkpoints hold rows. Give texts, "
+                        "numbers, bytes, dates, lists and dicts, and let the reward build what it needs from them."
+                    ) from None
 
     def _load(self, files_or_rows: Any) -> RowTable:
         limit = int(self.config[f"{self.split}_max_samples"])

@@ -20,6 +20,7 @@ from posttrain.data.limits import Limit
 from posttrain.data.rows import DataError, RowTable, read_table
 from posttrain.data.spans import ASSISTANT
 from posttrain.data.supervised import PROGRESS_FROM_ROWS
+from posttrain.errors import UserError
 
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": ASSISTANT}
@@ -99,6 +100,8 @@ class PairDataset:
         options = {**self._chat.template_kwargs, "add_generation_prompt": False}
         try:
             return str(self._chat.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except UserError:  # one that does not end, which says so itself
+            raise
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise TemplateError(f"The chat template refused '{key}' of {where}: {error}") from error
 

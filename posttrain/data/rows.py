@@ -5,6 +5,7 @@ Never imports torch, so that rewards can be tried on a file at once.
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import os
@@ -39,9 +40,25 @@ class RowTable:
     files: list[str] = field(default_factory=list)
     mended: int = 0
     """Rows with half a character somewhere, which U+FFFD has replaced."""
+    positions: list[int] | None = None
+    """Each row's position in the table that they were taken from; None where they were not."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def take(self, rows: Iterable[int]) -> RowTable:
+        """Some of the rows, which remember where they stood."""
+        kept = list(rows)
+        return RowTable(
+            [self.rows[row] for row in kept],
+            [self.file_of[row] for row in kept],
+            [self.number_of[row] for row in kept],
+            self.files,
+            positions=[self.position(row) for row in kept],
+        )
+
+    def position(self, row: int) -> int:
+        return row if self.positions is None else self.positions[row]
 
     def notes(self, split: str) -> list[str]:
         """What was done to the rows of a split as they were read."""
@@ -66,7 +83,10 @@ class RowTable:
                     f"Row {number} of {name} is a {type(row).__name__}; it must be an object with named fields."
                 )
             halves: list[str] = []
-            self.rows.append({well_formed(str(key)): plain(value, halves) for key, value in row.items()})
+            try:
+                self.rows.append({well_formed(str(key)): plain(value, halves) for key, value in row.items()})
+            except UnreadableValue as error:
+                raise DataError(f"Row {number} of {name} has {error}.") from None
             self.mended += bool(halves)
             self.file_of.append(len(self.files) - 1)
             self.number_of.append(number)
@@ -123,7 +143,15 @@ def table_of_rows(rows: Iterable[Any], *, limit: int = -1, name: str = "the give
     return table
 
 
-def plain(value: Any, halves: list[str]) -> Any:
+class UnreadableValue(ValueError):
+    """A value that no row can hold; the text says what it is and what to do."""
+
+
+_DEEPEST = 200
+"""Lists and mappings inside each other. More would exceed Python's recursion limit in pickles, JSON, or user code."""
+
+
+def plain(value: Any, halves: list[str], depth: int = 0) -> Any:
     """The value with numpy arrays and scalars, tuples and foreign mappings turned into plain Python.
 
     Texts are mended; those that had to be are added to `halves`.
@@ -135,13 +163,56 @@ def plain(value: Any, halves: list[str]) -> Any:
         return text
     if value is None or isinstance(value, int | float | bool):
         return value.item() if hasattr(value, "item") else value  # type: ignore[union-attr]
+    if depth > _DEEPEST:
+        raise UnreadableValue(
+            f"lists or objects more than {_DEEPEST} levels deep; flatten them, or save them as a text"
+        )
     if isinstance(value, Mapping):
-        return {plain(key, halves): plain(item, halves) for key, item in value.items()}
+        keys = (key if isinstance(key, tuple) else plain(key, halves) for key in value)  # a list cannot be a key
+        return dict(zip(keys, (plain(item, halves, depth + 1) for item in value.values()), strict=True))
+    if isinstance(value, datetime.datetime | datetime.timedelta | datetime.time):
+        return _plain_time(value)
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m"):
+        return plain(_microseconds(value).tolist(), halves, depth)
     if hasattr(value, "tolist"):  # numpy arrays and scalars, tensors
-        return plain(value.tolist(), halves)
+        return plain(value.tolist(), halves, depth)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(item, halves) for item in value]
+        return [plain(item, halves, depth + 1) for item in value]
     return value
+
+
+def _plain_time(value: Any) -> Any:
+    """A moment, a time of day or a duration of Python's own types, whatever library made it; None for a missing one."""
+    if value != value:  # pandas' NaT
+        return None
+    if getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0):
+        raise UnreadableValue(f"a time in nanoseconds ({value}){_NANOSECONDS}")
+    # pandas gives its own types for columns in nanoseconds.
+    for name in ("to_pydatetime", "to_pytimedelta"):
+        if hasattr(value, name):
+            value = getattr(value, name)()
+    zone = getattr(value, "tzinfo", None)
+    if zone is None or isinstance(zone, datetime.timezone) or getattr(zone, "key", None):
+        return value
+    # A zone of another library: the same moment with the same offset.
+    offset = value.utcoffset()
+    return value if offset is None else value.replace(tzinfo=datetime.timezone(offset))
+
+
+_NANOSECONDS = ", and Python's times hold whole microseconds; round the column to microseconds, or save it as a text"
+
+
+def _microseconds(value: Any) -> Any:
+    """numpy's dates and durations in units that `tolist` gives as Python's; it gives nanoseconds as bare integers."""
+    import numpy as np
+
+    unit = np.datetime_data(value.dtype)[0]
+    if unit not in ("ns", "ps", "fs", "as"):
+        return value
+    rounded = value.astype(f"{value.dtype.kind}8[us]")
+    if not bool(np.all((rounded == value) | np.isnat(value))):
+        raise UnreadableValue(f"a time finer than microseconds ({value}){_NANOSECONDS}")
+    return rounded
 
 
 def _path_problem(path: Path) -> str | None:
@@ -188,11 +259,26 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
+                for row in _rows_of(batch, path):
                     number += 1
                     yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet after row {number}: {error}") from error
+
+
+def _rows_of(batch: Any, path: Path) -> list[dict[str, Any]]:
+    """The rows of a part of a parquet file; an error names the column that holds what Python's types cannot."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):  # ArrowInvalid is a ValueError too
+        for name in batch.schema.names:
+            try:
+                batch.column(name).to_pylist()
+            except (ValueError, OverflowError) as error:
+                kind = batch.schema.field(name).type
+                finer = _NANOSECONDS if "anosecond" in str(error) else f": {error}"
+                raise DataError(f"Column '{name}' of {path} holds values of type {kind}{finer}.") from error
+        raise
 
 
 def _read_json(path: Path, text: str) -> Iterator[tuple[int, Any]]:

@@ -20,6 +20,7 @@ from posttrain.data.chat import TemplateError
 from posttrain.data.fields import Messages
 from posttrain.data.rows import DataError
 from posttrain.data.tool_calls import left_out
+from posttrain.errors import UserError
 
 Span = tuple[int, int]
 ASSISTANT = "assistant"
@@ -56,6 +57,8 @@ class SpanFinder:
             options["tools"] = tools
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except UserError:  # one that does not end, which says so itself
+            raise
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise TemplateError(f"The chat template refused {where}: {error}") from error
 

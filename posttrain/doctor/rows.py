@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from posttrain.config.data import HELD_OUT
 from posttrain.config.schema import lookup
 from posttrain.data.chat import TemplateError
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.fields import is_missing
+from posttrain.data.held_out import held_out_words, hold_out
 from posttrain.data.pairs import PairDataset
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
@@ -30,17 +32,22 @@ Row = dict[str, Any]
 
 def check_rows(case: Case) -> Iterator[Finding]:
     """Reads the files, and gives what is wrong with their rows."""
+    held_out: RowTable | None = None
     for split in SPLITS:
-        files = case.config.data[f"{split}_files"]
-        if files is None:
+        data = case.config.data
+        files = data[f"{split}_files"]
+        if files is None or (files == HELD_OUT and held_out is None):
             continue
         try:
-            table = read_table(
-                files, limit=int(case.config.data[f"{split}_max_samples"]), setting=f"data.{split}_files"
-            )
+            taken = held_out if files == HELD_OUT else files
+            table = read_table(taken, limit=int(data[f"{split}_max_samples"]), setting=f"data.{split}_files")
         except UserError as error:
             yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
             continue
+        if split == "train" and data.val_files == HELD_OUT:
+            batch = data.train_batch_size if "data.train_batch_size" in case.resolved.explicit else 1
+            table, held_out = hold_out(table, data.prompt_key, most=data.val_max_samples, batch=batch)
+            yield Finding(NOTE, AREA, held_out_words(len(table), len(held_out or ())))
         case.rows[split] = table.rows
         yield from _tokenized(case, split, table)
         yield from _prompts(case, split)

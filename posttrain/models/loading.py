@@ -19,6 +19,7 @@ from posttrain.models.completeness import check_weights, outside
 from posttrain.models.errors import ModelError
 from posttrain.models.finite import few, not_finite
 from posttrain.models.quantized import keep_one_layout, loading_options
+from posttrain.models.template_bounds import bound_templates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
 
@@ -95,7 +96,7 @@ def _named(error: Exception, lines: list[str]) -> str:
 
 
 def load_tokenizer(config: ModelConfig, path: str | None = None):
-    """The tokenizer of `tokenizer_path` or of the model, with a padding token."""
+    """The tokenizer of `tokenizer_path` or of the model, with a padding token and a chat template that must end."""
     from transformers import AutoTokenizer
 
     files = ("config.json", "tokenizer_config.json")
@@ -106,7 +107,7 @@ def load_tokenizer(config: ModelConfig, path: str | None = None):
         raise explain_failure(error, source, "the tokenizer") from error
     if tokenizer.pad_token_id is None:  # any token will do: padding is masked everywhere
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    return tokenizer
+    return bound_templates(tokenizer, source)
 
 
 def load_causal_lm(

@@ -4,6 +4,8 @@ To the worker: the RewardSpec, then chunks of tasks [(task's number, [Payload, .
 From it:       ("ready", spec) or ("failed", what, todo); ("print", line); ("wait", seconds);
                ("done", number, [(score, parts, error), ...], start, end);
                ("back", seconds of a task): gives back the rest of its chunk
+               ("damage", what, what was put back): behind a "done", if its score changed what all scores of a worker
+               share (surroundings.py). Where `what` names something, the worker ends.
 
 A worker sends each answer when it has it, into the socket's buffer. There it is safe whatever the worker does next, and
 the pool takes out many at a time.

@@ -54,6 +54,8 @@ class _Worker:
     complaint: RewardError | None = None
     fault: str | None = None
     """Why it must be replaced although it may live."""
+    damaged: bool = False
+    """Whether its last score changed what the next would need: it is replaced, and no task is to blame."""
 
 
 class Crew:
@@ -72,6 +74,7 @@ class Crew:
         self._workers = [_Worker(first, 0.0, ready=True)] if first else []
         self._done: list[tuple[Task, list[Outcome]]] = []
         self._useless_deaths, self._lost_idle = 0, False
+        self._told: set[str] = set()
         self._task_s: float | None = None
 
     def work(self, wake: int) -> list[tuple[Task, list[Outcome]]]:
@@ -133,7 +136,7 @@ class Crew:
             if source != wake and not self._hear(channels[source]):
                 worker = channels[source]
                 reason = worker.fault or f"the worker process ended ({worker.handle.exit_text()})"
-                self._bury(worker, reason, blame=not self._spared(worker))
+                self._bury(worker, reason, blame=not (worker.damaged or self._spared(worker)))
 
     def _spared(self, worker: _Worker) -> bool:
         """Whether a worker's first task gets another one, as the kernel may have killed an idle worker in the moment in
@@ -150,7 +153,7 @@ class Crew:
             if not self._heed(worker, message):
                 worker.fault = _NONSENSE
                 return False
-            if worker.complaint is not None:
+            if worker.complaint is not None or worker.damaged:
                 return False
         worker.fault = _NONSENSE if channel.broken else None
         return not (channel.ended or channel.broken)
@@ -168,6 +171,9 @@ class Crew:
             case ("back", float(seconds)):
                 self._task_s = seconds
                 self._give_back(worker)
+            case ("damage", str(lasting), str(repaired)):
+                worker.damaged, worker.fault = bool(lasting), _ENDED if lasting else None
+                self._tell_of_damage(lasting, repaired)
             case ("ready", _):
                 worker.ready = True
             case ("failed", str(what), str(todo)):
@@ -209,9 +215,10 @@ class Crew:
             elif worker.pending:
                 slow = worker.pending[0]
                 alive = self._hear(worker)  # the answer may have come in this very moment
-                if not worker.pending or worker.pending[0] is not slow:
-                    continue
-                self._bury(worker, f"took longer than {self._timeout:g} s" if alive else worker.fault or _ENDED)
+                if worker.damaged:
+                    self._bury(worker, _ENDED, blame=False)
+                elif worker.pending and worker.pending[0] is slow:
+                    self._bury(worker, f"took longer than {self._timeout:g} s" if alive else worker.fault or _ENDED)
 
     def _bury(self, worker: _Worker, reason: str, *, blame: bool = True) -> None:
         """Replace a worker: its first task failed for the reason stated, the others go back to the backlog's front."""
@@ -220,7 +227,7 @@ class Crew:
         if blame and worker.pending:
             task = worker.pending.popleft()
             self._finish(task, [failure(reason)] * len(task.keys))
-        elif worker.ready and not worker.pending:
+        elif worker.ready and (worker.damaged or not worker.pending):
             self._lost_idle = True
         else:
             self._useless_deaths += 1
@@ -232,6 +239,22 @@ class Crew:
                     "run the reward's file alone with python; look for exits, memory limits and slow imports",
                 )
         self._give_back(worker)
+
+    def _tell_of_damage(self, lasting: str, repaired: str) -> None:
+        """Say what a reward changes, once for each kind of change."""
+        label = self._spec.label
+        if lasting and "lasting" not in self._told:
+            self._told.add("lasting")
+            self._print(
+                f"note: the reward {label} replaced {lasting} while it scored. Other scores of the same worker process "
+                "would be wrong, so each worker is replaced after such a score, which takes time. Let the function "
+                "put back what it changes, or run what changes it in a process of its own."
+            )
+        if repaired and "repaired" not in self._told:
+            self._told.add("repaired")
+            self._print(
+                f"note: the reward {label} changed {repaired} while it scored; it is put back after each score."
+            )
 
     def _print(self, line: str) -> None:
         try:

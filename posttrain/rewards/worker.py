@@ -25,6 +25,7 @@ from posttrain.rewards.failures import describe_exception
 from posttrain.rewards.loading import load_scores
 from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
 from posttrain.rewards.seeding import Seeding
+from posttrain.rewards.surroundings import Surroundings
 from posttrain.rewards.types import RewardError
 from posttrain.texts import utf8, well_formed
 
@@ -58,10 +59,12 @@ def main() -> None:
         channel.send(("failed", f"the reward could not be loaded: {describe_exception(error)}", ""))
         return
     _announce_slow_imports(channel)
+    surroundings = Surroundings(out)
     channel.send(("ready", spec))
     gc.freeze()  # collections need not walk through what was imported
     for chunk in messages:
-        _score_chunk(lambda payloads: score_task(score, payloads, seeding), chunk, channel, out)
+        if not _score_chunk(lambda payloads: score_task(score, payloads, seeding), chunk, channel, out, surroundings):
+            return
 
 
 def _messages(channel: Channel) -> Iterator[Any]:
@@ -74,21 +77,37 @@ def _score_chunk(
     chunk: list[tuple[int, list[Payload]]],
     channel: Channel,
     out: _Lines,
-) -> None:
-    process = os.getpid()
-    begin = start = time.monotonic()
+    surroundings: Surroundings,
+) -> bool:
+    """False where a score damaged what the next would need: the rest of the chunk is another worker's."""
+    process, own_process, now = os.getpid(), os.getpid, time.monotonic  # a function may replace those of the modules
+    begin = start = now()
     for place, (number, payloads) in enumerate(chunk):
         if start > begin + CHUNK_S:  # slower than the pool thought: other workers may be idle
             channel.send(("back", (start - begin) / place))
-            return
+            return True
         out.new_sample()
-        outcomes = score(payloads)
-        if os.getpid() != process:  # the function forked, and this is the child that came back, too
+        try:
+            outcomes = score(payloads)
+        except _ANYTHING:  # where builtins are damaged even describing an error raises one
+            outcomes = None
+        if own_process() != process:  # the function forked, and this is the child that came back, too
             os._exit(0)
+        damage = surroundings.check()
         out.flush_line()
-        end = time.monotonic()
+        end = now()
+        if outcomes is None:
+            outcomes = [failure(f"it replaced {damage.lasting or 'what reading its score needs'}")] * len(payloads)
         channel.send(("done", number, outcomes, start, end))
+        if damage.repaired or damage.lasting:
+            channel.send(("damage", damage.lasting, damage.repaired))
+        if damage.lasting:
+            return False
         start = end
+    return True
+
+
+_ANYTHING = BaseException
 
 
 def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding) -> list[Outcome]:
@@ -131,6 +150,9 @@ class _Lines(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
+
+    def close(self) -> None:
+        """Stays open: a function that closes its stdout must not silence the next."""
 
     def write(self, text: str, /) -> int:
         if os.getpid() != self._pid:  # a forked child must not speak on its parent's connection

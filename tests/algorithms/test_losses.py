@@ -245,13 +245,55 @@ def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient(batch, name)
     assert torch.equal(dirty.grad, clean.grad)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "geo_mean"])
 def test_importance_weights_multiply_the_losses_and_carry_no_gradient(batch, name):
     weights = torch.rand(16, 7, dtype=torch.float64).requires_grad_()
     result = loss_of(name, batch, batch.log_prob.clone().requires_grad_(), rollout_is_weights=weights)
     assert torch.allclose(result.loss, weights.detach() * loss_of(name, batch).loss)
     result.loss.sum().backward()
     assert weights.grad is None
+
+
+def weighted_geo_mean(batch, weights: torch.Tensor) -> torch.Tensor:
+    """The loss of each token from products and roots: the ratios of its response times their weights."""
+    out = torch.zeros(16, 7, dtype=torch.float64)
+    for row in range(16):
+        places = [t for t in range(7) if batch.mask[row, t] and weights[row, t] > 0]
+        if not places:
+            continue
+        a = math.fsum(batch.advantages[row, t].item() for t in places) / len(places)
+        product = 1.0
+        for t in places:
+            ratio = math.exp(batch.log_prob[row, t].item() - batch.old[row, t].item())
+            bounded = clip(ratio, math.exp(-LOW), math.exp(HIGH))
+            product *= (min if a > 0 else max)(ratio, bounded) * weights[row, t].item()
+        out[row, places] = -a * product ** (1 / len(places))
+    return out
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["all weighed", "some rejected"])
+def test_geo_mean_weighs_a_response_by_the_geometric_mean_of_its_tokens_weights(batch, zeros):
+    weights = torch.rand(16, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 + 0.05
+    if zeros:
+        weights[::2, 1] = 0.0
+        weights[3] = 0.0
+    given = weights.masked_fill(batch.mask == 0, float("nan")).requires_grad_()
+    log_prob = batch.log_prob.clone().requires_grad_()
+    losses = loss_of("geo_mean", batch, log_prob, rollout_is_weights=given).loss
+    assert torch.allclose(losses, weighted_geo_mean(batch, weights), atol=1e-12)
+    losses.sum().backward()
+    assert given.grad is None and torch.isfinite(log_prob.grad).all()
+    if zeros:
+        assert not losses[3].any() and not log_prob.grad[::2, 1].any() and log_prob.grad[::2, 0].any()
+
+
+def test_geo_mean_of_unclipped_ratios_corrects_all_the_way_to_the_policy_that_sampled(batch):
+    """Ratio to the old policy times weight of the old policy = ratio to the rollout, whatever lies in between."""
+    rollout = batch.old - 0.3 * batch.advantages.tanh()
+    wide = settings(clip_ratio_low=50.0, clip_ratio_high=50.0)
+    corrected = loss_of("geo_mean", batch, config=wide, rollout_is_weights=torch.exp(batch.old - rollout)).loss
+    batch.old = rollout
+    assert torch.allclose(corrected, loss_of("geo_mean", batch, config=wide).loss, atol=1e-12)
 
 
 def test_gspo_of_equal_advantages_has_the_gradient_of_the_sequence_objective(batch):

@@ -82,6 +82,20 @@ def test_policy_losses_and_their_gradients_are_verls(name):
     assert all(isinstance(value, float) for value in metrics.values())
 
 
+@pytest.mark.parametrize("name", verl.WEIGHTED)
+def test_policy_losses_with_importance_weights_are_verls(name):
+    loss, _ = core_algos.get_policy_loss_fn(name)(
+        old_log_prob=verl.OLD,
+        log_prob=verl.NEW,
+        advantages=verl.ADVANTAGES,
+        response_mask=verl.MASK,
+        loss_agg_mode="token-mean",
+        config=ACTOR,
+        rollout_is_weights=verl.WEIGHTS,
+    )
+    close(loss, verl.WEIGHTED[name])
+
+
 def test_older_forms_and_the_critics_loss_are_verls():
     found = core_algos.compute_policy_loss(verl.OLD, verl.NEW, verl.ADVANTAGES, verl.MASK, 0.2)
     close(torch.stack([value.detach() for value in found]), verl.OLD_LOSS)

@@ -28,6 +28,20 @@ NEW = torch.tensor(
     ]
 )
 ADVANTAGES = torch.tensor([[1.0] * 4, [-0.5] * 4, [2.0] * 4, [-1.5] * 4, [0.3] * 4])
+WEIGHTS = torch.tensor(
+    [[0.5, 2.0, 1.25, 7], [1.0, 0.2, 0.9, 1.6], [2.0, 0.7, 9, 9], [0.1, 1.1, 1.9, 9], [0.8, 0.6, 1.4, 1.0]]
+)
+"""Importance weights, and the losses with them, which token weights multiply and GMPO averages geometrically."""
+WEIGHTED = {
+    "vanilla": -0.20829,
+    "gspo": -0.2335,
+    "gpg": 0.19372,
+    "kl_cov": -0.27552,
+    "geo_mean": -0.47923,
+    "cispo": 0.26147,
+    "dppo_tv": 0.28152,
+    "dppo_kl": 0.26924,
+}
 LOGITS = torch.arange(100, dtype=torch.float32).reshape(5, 4, 5).sin()
 PARTS = {"x": np.array([1, 0, 0, 1, 1], dtype=object), "y": np.array([0.5, 0.1, 0.2, 0.3, 0.9], dtype=object)}
 BASELINES = torch.tensor([0.5, 0.5, 0.0, 0.0, 1.0])

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta, timezone, tzinfo
 
 import numpy as np
 import pyarrow
@@ -112,3 +113,75 @@ def test_numpy_values_become_plain_python():
     assert [type(item) for item in (value["b"], value["c"][0], value["c"][1])] == [float, int, bool]
     messages = np.array([{"role": "user", "content": "hi"}], dtype=object)
     assert plain(messages, []) == [{"role": "user", "content": "hi"}]
+
+
+NANOSECONDS = "hold whole microseconds; round the column to microseconds, or save it as a text"
+
+
+def one_column(path, values):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "odd": values}), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", [pyarrow.timestamp("ns"), pyarrow.timestamp("ns", tz="UTC"), pyarrow.duration("ns")])
+def test_nanoseconds_are_read_where_they_are_whole_microseconds_and_else_the_column_is_named(tmp_path, kind):
+    table = load_rows(one_column(tmp_path / "whole.parquet", pyarrow.array([1_700_000_000_123_456_000], kind)))
+    assert table.rows[0]["odd"].microsecond == 123456 if "time" in str(kind) else table.rows[0]["odd"]
+    finer = one_column(tmp_path / "finer.parquet", pyarrow.array([1_700_000_000_123_456_789], kind))
+    with pytest.raises(DataError, match=NANOSECONDS) as error:
+        load_rows(finer)
+    assert "finer.parquet" in str(error.value)
+
+
+class Stamp(datetime):
+    """What pandas makes of a moment: a datetime with nanoseconds."""
+
+    nanosecond = 0
+
+    def to_pydatetime(self):
+        return datetime(*self.timetuple()[:6], self.microsecond, tzinfo=self.tzinfo)
+
+
+class Zone(tzinfo):
+    """A time zone of another library."""
+
+    def utcoffset(self, when):
+        return timedelta(hours=2)
+
+    def dst(self, when):
+        return None
+
+    def tzname(self, when):
+        return "Zone"
+
+
+def test_times_of_other_libraries_become_those_of_python():
+    moment = plain(Stamp(2024, 2, 29, 1, 2, 3, 4, tzinfo=Zone()), [])
+    assert type(moment) is datetime and moment.tzinfo == timezone(timedelta(hours=2))
+    assert moment.replace(tzinfo=None) == datetime(2024, 2, 29, 1, 2, 3, 4)
+    finer = Stamp(2024, 2, 29)
+    finer.nanosecond = 5
+    with pytest.raises(ValueError, match=NANOSECONDS):
+        plain(finer, [])
+    assert plain(np.datetime64("2024-02-29T01:02:03.000004000"), []) == datetime(2024, 2, 29, 1, 2, 3, 4)
+    assert plain(np.array(["2024-02-29", "NaT"], "M8[ns]"), []) == [datetime(2024, 2, 29), None]
+    assert plain(np.timedelta64(1500, "ms"), []) == timedelta(seconds=1.5)
+    with pytest.raises(ValueError, match=NANOSECONDS):
+        plain(np.array([1], "m8[ns]"), [])
+
+
+def test_rows_nested_too_deeply_are_named_and_deep_ones_are_read(tmp_path):
+    def nested(levels):
+        return "[" * levels + "]" * levels
+
+    path = tmp_path / "deep.jsonl"
+    path.write_text(f'{{"prompt": "a", "x": {nested(200)}}}')
+    assert str(load_rows(path).rows[0]["x"]) == nested(200)
+    path.write_text(f'{{"prompt": "a", "x": {nested(400)}}}')
+    with pytest.raises(DataError, match=r"Row 1 of .*deep.jsonl has lists or objects more than 200 levels deep"):
+        load_rows(path)
+
+
+def test_keys_that_are_no_texts_stay_what_they_are():
+    keys = {1: "a", (1, 2): "b", None: "c", "d": {2.5: "e"}}
+    assert plain(keys, []) == keys

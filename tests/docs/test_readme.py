@@ -44,6 +44,34 @@ def test_both_readmes_show_the_same_code():
     assert python_of(READMES[0]) == python_of(READMES[1])
 
 
+def rewards_shown() -> dict[str, str]:
+    """The pages' own rewards of an answer, as they are printed."""
+    found = {
+        readme: re.findall(r"my_reward\.py <<'EOF'\n(.*?)\nEOF", (ROOT / readme).read_text(), re.S)
+        for readme in READMES
+    }
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    found["docs/rewards.md"] = re.findall(r"```python\n# my_reward\.py\n(.*?)```", page, re.S)
+    assert all(len(codes) == 1 for codes in found.values())
+    return {page: codes[0] for page, codes in found.items()}
+
+
+@pytest.mark.parametrize("page", [*READMES, "docs/rewards.md"])
+def test_the_reward_that_a_page_shows_pays_the_right_answer_and_no_list_of_guesses(page):
+    names: dict = {}
+    exec(rewards_shown()[page], names)
+
+    def right(response: str) -> float:
+        result = names["compute_score"]("math_reasoning", response, "42")
+        return float(result["acc"] if isinstance(result, dict) else result)
+
+    for response in ("42", "15 + 27 = 42", "The answer is 42.", "答案是42", "6 * 7 = \\boxed{42}"):
+        assert right(response) == 1.0, response
+    guesses = " ".join(str(number) for number in range(100))
+    for response in ("", "no idea", "142", "420", "4.2", guesses, "42 or 43", "42, 43, 44"):
+        assert right(response) == 0.0, response
+
+
 def test_what_can_be_imported_lazily_is_found():
     assert {"train", "DataProto", "__version__"} <= set(dir(posttrain))
 

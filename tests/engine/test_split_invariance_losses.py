@@ -132,6 +132,32 @@ def test_without_old_log_probs_the_policy_being_differentiated_weighs_as_old_one
     assert 0 < before.metrics()["rollout_is/truncated" if threshold == 1.1 else "rollout_is/masked"] < 1
 
 
+@pytest.mark.parametrize("beforehand", [True, False], ids=["with old log-probs", "in the update"])
+def test_weights_are_of_what_was_sampled_from_after_filters_and_penalties(engines, beforehand):
+    """`top_p` and others sample from less than the policy: the weights compare with that, not with the policy."""
+    loss = make_loss("vanilla")
+    loss.correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1e6)
+    batch, engine = ragged_batch(prompts=5), engines(torch.float64, LAYOUTS[0])
+    now = engine.log_probs(batch, temperature=TEMPERATURE)["log_probs"]
+    batch.batch["rollout_log_probs"] = now.clone()
+    batch.batch["sampling_log_probs"] = now + 0.3 * batch.batch["advantages"].abs()
+    kept = [name for name in batch.batch if beforehand or name != "old_log_probs"]
+    batch = batch.select(kept)
+    if beforehand:
+        batch.batch["old_log_probs"] = now.clone()
+        made = loss.prepare(copy.copy(batch).select()).batch["rollout_is_weights"]
+        wanted = (now - batch.batch["sampling_log_probs"]).exp() * batch.batch["response_mask"]
+        torch.testing.assert_close(made, wanted.to(made.dtype))
+    found = gradient(engine, batch, loss)
+    unfiltered = copy.copy(batch).select([name for name in kept if name != "sampling_log_probs"])
+    unfiltered.batch["rollout_log_probs"] = batch.batch["sampling_log_probs"]
+    wanted = gradient(engine, unfiltered, loss)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-9
+    unfiltered.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"]
+    blind = gradient(engine, unfiltered, loss)
+    assert float((blind - wanted).norm() / wanted.norm()) > 1e-2
+
+
 def test_a_loss_that_chooses_tokens_in_each_micro_batch_would_be_seen(engines):
     """The tests above can fail: the same choice made anew per micro-batch gives another gradient."""
     batch = ragged_batch(prompts=5)

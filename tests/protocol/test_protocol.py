@@ -348,8 +348,9 @@ def test_values_that_json_cannot_hold_are_named_when_saving(tmp_path):
     data.non_tensor_batch["info"] = [{"a": 1}, {"a": [object()]}]
     with pytest.raises(TypeError, match=r"non_tensor_batch\['info'\]\[1\]\['a'\]\[0\] is a object"):
         data.save_to_disk(tmp_path / "x")
-    with pytest.raises(TypeError, match=r"meta_info\['m'\] is a dict with keys that are not strings"):
-        make(2, m={1: 2}).save_to_disk(tmp_path / "x")
+    with pytest.raises(TypeError, match=r"meta_info\['m'\]\[1\] is a Tensor.*belong into `batch`"):
+        make(2, m={1: torch.zeros(2)}).save_to_disk(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
     with pytest.raises(FileNotFoundError, match="no saved DataProto"):
         DataProto.load_from_disk(tmp_path / "absent")
 

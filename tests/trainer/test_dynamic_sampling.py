@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from light_rewards import even_share, rarely_right
-from runs import metrics_of, run
+from runs import metrics_of, run, settings
 
+import posttrain
 from posttrain.config.algorithm import FilterGroupsConfig
 from posttrain.config.reward import OverlongBufferConfig
+from posttrain.data.rows import DataError
 from posttrain.protocol import DataProto
 from posttrain.trainer.ppo.dynamic_sampling import FilterError, GroupFilter
 from posttrain.trainer.ppo.reward import add_overlong_penalty
@@ -143,6 +151,47 @@ def test_S2_12_a_run_with_dynamic_sampling_resumes_with_its_surplus_to_the_bit(t
     assert all(line["groups/count"] == 4 for line in lines)
     assert all(line["reward/overlong_reward/mean"] < 0 for line in lines)
     assert weights_equal(straight.path, resumed.path)
+
+
+def rows_with_values(sums: dict[str, Path], folder: Path) -> Path:
+    """The sums as parquet, with values beside them that JSON has no name for."""
+    rows = json.loads(sums["train"].read_text())
+    for row in rows:
+        row["extra_info"] = VALUES
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    return folder / "train.parquet"
+
+
+VALUES = {
+    "when": datetime(2024, 2, 29, 12, 30, tzinfo=ZoneInfo("Europe/Berlin")),
+    "day": date(2024, 2, 29),
+    "took": timedelta(seconds=1, microseconds=5),
+    "blob": b"\x00\xff",
+    "price": Decimal("1.10"),
+    "parts": [{"price": Decimal("0.25"), "at": datetime(2024, 1, 1)}],
+}
+
+
+def test_a_run_whose_rows_hold_dates_bytes_and_decimals_is_saved_with_its_surplus(tiny_model, sums, tmp_path):
+    data = {"train": rows_with_values(sums, tmp_path)}
+    run(tiny_model, data, tmp_path / "run", reward=rarely_right, **{**FILTERED, "trainer__total_training_steps": 2})
+    (folder,) = (tmp_path / "run").glob("test/run/checkpoints/global_step_2/surplus")
+    values = DataProto.load_from_disk(folder).non_tensor_batch["extra_info"][0]
+    assert {name: values[name] for name in VALUES} == VALUES and str(values["when"].tzinfo) == "Europe/Berlin"
+    resumed = run(tiny_model, data, tmp_path / "run", reward=rarely_right, **FILTERED)
+    assert metrics_of(resumed.path)[-1]["step"] == 4
+
+
+def test_rows_that_no_checkpoint_can_hold_are_rejected_before_such_a_run_starts(tiny_model, sums, tmp_path):
+    rows = json.loads(sums["train"].read_text())
+    rows[2]["extra_info"] = {"judge": [Path]}
+    config = settings(tiny_model, sums, tmp_path, **FILTERED)
+    del config["data.train_files"]
+    with pytest.raises(DataError, match=r"extra_info\['judge'\]\[0\] of row 3 of the train rows is a .*filter_groups"):
+        posttrain.train(config, data=rows, reward=rarely_right)
+    # Other runs keep no rows, and give any value to the reward.
+    config |= {"algorithm.filter_groups.enable": False, "trainer.total_training_steps": 1}
+    assert posttrain.train(config, data=rows, reward=rarely_right).path.is_dir()
 
 
 def weights_equal(a: Path, b: Path) -> bool:

@@ -3,6 +3,7 @@
 import textwrap
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from runs import metrics_of, parity_reward, run, settings
@@ -226,3 +227,21 @@ def test_a_run_that_has_all_its_steps_says_so_and_keeps_the_settings_that_made_t
         assert before == {name: (path / name).read_bytes() for name in before}
     assert run(tiny_model, sums, tmp_path, trainer__total_training_steps=3).steps == 3
     assert "Nothing is left" not in capsys.readouterr().out
+
+
+def test_rows_held_out_of_the_training_data_are_validated_on_never_trained_and_the_same_after_a_resume(
+    tiny_model, sums, tmp_path, capsys
+):
+    more = {"data__val_files": "held_out", "trainer__test_freq": 1, "data__train_max_samples": 40}
+    first = run(tiny_model, sums, tmp_path, **more, trainer__total_training_steps=1)
+    assert "4 of the 40 training rows are held out" in capsys.readouterr().out
+    run(tiny_model, sums, tmp_path, **more, trainer__total_training_steps=9)
+    assert "4 of the 40 training rows are held out" in capsys.readouterr().out
+
+    def prompts(kind: str, steps: range) -> list[set[str]]:
+        tables = [pq.read_table(first.path / f"samples/{kind}_{step}.parquet") for step in steps]
+        return [set(table["prompt"].to_pylist()) for table in tables]
+
+    validated, trained = prompts("val", range(10)), set().union(*prompts("step", range(1, 10)))
+    assert all(one == validated[0] for one in validated) and len(validated[0]) == 4
+    assert len(trained) == 36 and not trained & validated[0]

@@ -101,6 +101,20 @@ def test_no_split_changes_the_gradient_of_the_value_loss(critic, mode, dtype):
         assert own == pytest.approx(metrics, rel=1e-5, abs=1e-6), layout
 
 
+def test_seq_mean_token_sum_norm_divides_by_the_longest_response_that_is_allowed(critic):
+    """By data.max_response_length, not by what happens to be the longest of a batch."""
+    mode, data = "seq-mean-token-sum-norm", batch()
+    found = {}
+    for limit in (20, 40):
+        settings = {"critic.loss_agg_mode": mode, "data.max_response_length": limit}
+        found[limit] = gradient(critic(settings), data)
+        mask = data.batch["response_mask"]
+        weights = prepare_values(critic(settings).worker.config, copy.copy(data).select()).batch["loss_weights"]
+        torch.testing.assert_close(weights, (mask / (limit * len(mask))).to(weights.dtype))
+    torch.testing.assert_close(found[20][0], 2 * found[40][0])
+    assert found[20][1]["critic/vf_loss"] == pytest.approx(2 * found[40][1]["critic/vf_loss"])
+
+
 def test_a_loss_that_divides_by_its_own_rows_would_be_seen(critic):
     def wrong(layout):
         group = critic(layout)

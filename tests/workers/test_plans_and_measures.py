@@ -36,6 +36,17 @@ def test_shuffled_rows_are_all_there_in_every_pass_in_as_many_steps():
     assert sorted(once[0] + once[1]) == sorted(once[2] + once[3]) == list(range(8)) and once[:2] != once[2:]
 
 
+def test_every_step_is_shuffled_in_an_order_of_its_own():
+    orders = []
+    for step in (1, 2, 3):
+        batch = batch_of(*[2] * 16)
+        batch.meta_info["step"] = step
+        orders.append(rows_of(batch, shuffle=True, epochs=2))
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    again = batch_of(*[2] * 16)
+    assert rows_of(again, shuffle=True, epochs=2) == orders[0] != rows_of(again, shuffle=True, epochs=2, seed=2)
+
+
 def test_ranks_get_whole_groups_and_even_tokens():
     uids, tokens = list("aabbccddee"), [100, 100, 1, 1, 50, 50, 60, 40, 2, 2]
     rows = split_rows(uids, tokens, 2)

@@ -276,6 +276,19 @@ def test_S4_20_S4_21_S3_54_S3_56_weights_and_moments_come_for_their_stage_leave_
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
 
 
+@pytest.mark.parametrize("moved", ["actor", "ref"])
+def test_S0_08_offloading_the_reference_and_the_actor_are_separate_settings(tiny_model, moved):
+    """The documents keep the actor's weights on their device and move the reference's."""
+    keys = {"actor": f"{ACTOR}.fsdp_config.param_offload", "ref": "actor_rollout_ref.ref.fsdp_config.param_offload"}
+    group = actor(tiny_model, {key: role == moved for role, key in keys.items()}, reference=True)
+    seen: list[str] = []
+    _watch(group.worker.engine.module, "to", "actor", seen)
+    _watch(group.worker.reference.module, "to", "ref", seen)
+    for call in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
+        getattr(group, call)(batch())
+    assert set(seen) == {moved}
+
+
 def test_S4_20_an_engine_that_reads_the_actors_weights_holds_nothing_where_they_were(tiny_model, monkeypatch):
     """Here a move is a copy: what lay at the old place must be free once the weights have left it."""
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self._apply(torch.clone))

@@ -6,6 +6,11 @@
 GRPO's mean of ratios follows outliers; the geometric mean hardly does, so a wider clip is bearable. Every token carries
 the loss of its whole response; the mean over tokens and responses is then the paper's mean over responses.
 
+Importance weights (algorithm.rollout_correction) follow the same rule: a response has one ratio, so it has one weight,
+the geometric mean of its tokens' weights. Unclipped, ratio times weight is then the geometric mean of the ratios to the
+policy that sampled. The mean of token weights would follow the outliers that the loss is made to ignore. Tokens of
+weight 0 (rejected or masked) enter none of the means, and carry no loss: one of them does not drop its response.
+
 Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
 
 When to use: several updates per batch with ratios that scatter (mixtures of experts, long responses).
@@ -27,7 +32,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import clip_sides, detached, row_mean, safe_log_ratio, weighted
+from posttrain.algorithms.losses.shared import clip_sides, detached, row_mean, safe_log_ratio
 from posttrain.algorithms.registry import register_policy_loss
 
 
@@ -44,11 +49,21 @@ def compute_policy_loss_geo_mean(
     """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
     low, high = clip_sides(config)
     log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
-    advantage_B1 = row_mean(advantages, response_mask)
+    weight_B1, counted = _row_weights(rollout_is_weights, response_mask)
+    advantage_B1 = row_mean(advantages, counted)
     clipped = log_ratio.clamp(-low, high)
     kept = torch.where(advantage_B1 > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
-    row_loss_B1 = -advantage_B1 * torch.exp(row_mean(kept, response_mask))
+    row_loss_B1 = -advantage_B1 * torch.exp(row_mean(kept, counted)) * weight_B1
 
-    losses = weighted(keep_masked(row_loss_B1.expand_as(log_ratio), response_mask), rollout_is_weights, response_mask)
+    losses = keep_masked(row_loss_B1.expand_as(log_ratio), counted)
     bounded = keep_masked((kept != log_ratio).to(losses.dtype), response_mask)
     return losses, detached({"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": bounded})
+
+
+def _row_weights(weights_BT: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor]:
+    """((B, 1) each response's importance weight, without gradient; the tokens that are counted)."""
+    if weights_BT is None:
+        return 1.0, mask
+    weights_BT = keep_masked(weights_BT.detach(), mask)
+    counted = weights_BT > 0
+    return torch.exp(row_mean(torch.where(counted, weights_BT, 1.0).log(), counted)), counted

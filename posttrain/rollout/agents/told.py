@@ -70,5 +70,7 @@ class Told:
         options = {**self.options, **more, "add_generation_prompt": opens}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        except UserError:  # one that does not end, which says so itself
+            raise
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise NoTemplate(f"The chat template refuses these messages: {error}") from error

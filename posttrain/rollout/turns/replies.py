@@ -81,6 +81,8 @@ class Replies:
                     [*said, *told], tokenize=False, **{**self.options, "add_generation_prompt": opens}
                 )
             )
+        except UserError:  # one that does not end, which says so itself
+            raise
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise NoToolsInTemplate(
                 f"rollout.multi_turn.enable=True: the chat template refuses messages of the role `tool`: {error}. Use "

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from posttrain.config.data import HELD_OUT
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward import RewardConfig
 from posttrain.config.root import PPOConfig
 from posttrain.data.dataset import PromptDataset
+from posttrain.data.held_out import held_out_words, hold_out
+from posttrain.data.rows import read_table
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import check_columns, resolve_reward
@@ -104,10 +107,12 @@ def _build(
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     turns = stack.enter_context(opened_turns(config, tokenizer, device))
     tools = turns.schemas if turns else ()
-    train = PromptDataset(data if data is not None else config.data.train_files, tokenizer, config.data, tools=tools)
-    held_out = val_data if val_data is not None else config.data.val_files
+    trained, held_out = _rows(config, resolved.explicit, data, val_data)
+    train = PromptDataset(trained, tokenizer, config.data, tools=tools)
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
     check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
+    if settings := _keep_rows(config):
+        train.check_savable(settings)
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
     if spec.columns:
@@ -166,6 +171,27 @@ def _reward_pool(
         on_print=Prints(say),
         first=looker.pop() if looker else None,
     )
+
+
+def _rows(config: PPOConfig, explicit: set[str], data: Any, val_data: Any) -> tuple[Any, Any]:
+    """(training data, validation data or None): paths, rows, or the two parts of a table of which some are held out."""
+    train = data if data is not None else config.data.train_files
+    if val_data is not None or config.data.val_files != HELD_OUT:
+        return train, val_data if val_data is not None else config.data.val_files
+    table = read_table(train, limit=config.data.train_max_samples)
+    batch = config.data.train_batch_size if "data.train_batch_size" in explicit else 1
+    trained, held_out = hold_out(table, config.data.prompt_key, most=config.data.val_max_samples, batch=batch)
+    say(f"note: {held_out_words(len(trained), len(held_out or ()))}")
+    return trained, held_out
+
+
+def _keep_rows(config: PPOConfig) -> str:
+    """The settings because of which checkpoints hold rows of the data; empty where they hold none."""
+    named = {
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        "trainer.one_step_off": config.trainer.one_step_off,
+    }
+    return " and ".join(f"{name}=True" for name, on in named.items() if on)
 
 
 def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:
