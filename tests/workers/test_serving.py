@@ -197,7 +197,8 @@ The actor is dead because its worker process has died."""
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (DIED, r"process 2322 on 10.0.0.2\) died: .* the kernel does .*logs/workers.log.* continues from the newest"),
+        (DIED, r"process 2322 on 10.0.0.2\) died: .* the kernel does .* lower trainer.n_workers.* from the newest"),
+        (f"{DIED}\nThe actor died because its node has died.", r"on 10.0.0.2\) is lost: its machine no longer answers"),
         (f"{DIED} Workers were ended as the node was running low on memory.", "died: Ray ended it because its machine"),
         (
             "The actor died because of an error raised in its creation task, RankHost()\nImportError: no x",
@@ -210,7 +211,7 @@ def test_a_worker_that_died_is_told_of_by_its_machine_and_the_likely_cause(text,
 
 
 def test_a_rollout_worker_that_died_is_told_of_as_one_with_what_lowers_its_memory():
-    said = str(death_of(RuntimeError(DIED), "rollout"))
+    said = str(death_of(RuntimeError(DIED), rollout=True))
     assert said.startswith("A rollout worker (process 2322 on 10.0.0.2) died") and "rollout.kv_cache_gb" in said
 
 
