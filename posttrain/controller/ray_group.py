@@ -47,12 +47,13 @@ class RayWorkers(Workers):
         teams: bool = False,
         stopped_s: float = 300.0,
         logs: Path | None = None,
+        shared: Path | None = None,
     ) -> None:
         self.watch = RankWatch(stopped_s, tell, logs)
         self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
         self.hosts, self.rollout_hosts = [], []
         self.cluster, self._shared = (
-            cluster or RayCluster(ranks + rollout, settings, machines, tell),
+            cluster or RayCluster(ranks + rollout, settings, machines, tell, shared),
             cluster is not None,
         )
         try:

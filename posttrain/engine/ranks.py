@@ -7,6 +7,7 @@ many neighbouring ranks compute the same rows, each a stretch of their tokens (U
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,24 @@ def join_ranks(
     else:
         settle_products()
     name_interface(address.rpartition(":")[0])
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         backend or ("nccl" if device.type == "cuda" else "gloo"),
-        init_method=f"tcp://{address}",
+        store=_store(rank, world_size, address, timeout),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
+    )
+
+
+def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+    """What the ranks find each other by. Left alone, rank 0 would listen on all interfaces; it does on the one that the
+    others were told of."""
+    host, _, port = address.rpartition(":")
+    made: Any = getattr(dist, "TCPStore")  # noqa: B009  (public, though not marked so for type checkers)
+    listening = socket.create_server((host, int(port))).detach() if rank == 0 else None
+    return made(
+        host, int(port), world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listening
     )
 
 

@@ -48,9 +48,11 @@ RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEE
 
 @pytest.fixture(scope="module")
 def cluster(forked):
-    """A Ray whose processes are forks: each would import all of posttrain for itself."""
+    """A Ray whose processes are forks: each would import all of posttrain for itself. Another machine joins it, so it
+    is not on the loopback interface."""
     forks = f"ray_kwargs.ray_init.runtime_env.py_executable={forked.python}"
-    made = RayCluster(4, load_config([*RAYS_OWN, forks]).value("trainer.ray_init"))
+    address = f"trainer.ray_init._node_ip_address={ray.util.get_node_ip_address()}"
+    made = RayCluster(4, load_config([*RAYS_OWN, forks, address]).value("trainer.ray_init"))
     made.start()
     yield made
     made.stop()
@@ -729,6 +731,24 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
     assert two.metrics[0].keys() >= one.metrics[0].keys() >= {"perf/memory_gb/gen", "perf/memory_gb/update_actor"}
     steady = {name: value for name, value in one.metrics[0].items() if not name.startswith(UNSTEADY)}
     assert {name: two.metrics[0][name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-5)
+
+
+def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, forked):
+    from posttrain.controller.ray_secret import OWN
+
+    code = """
+        import os
+        os.environ |= {{"RAY_ADDRESS": {address!r}, "RAY_AUTH_TOKEN": {token!r}}}
+        from posttrain.controller.ray_cluster import RayCluster
+        import ray
+        cluster = RayCluster(1)
+        cluster.start()
+        print("machines:", len(ray.nodes()))
+        cluster.stop()
+    """
+    address = ray.get_runtime_context().gcs_address
+    joined = forked.run(textwrap.dedent(code).format(address=address, token=OWN))
+    assert "machines: 1" in joined.stdout, joined.stderr[-2000:]
 
 
 def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):

@@ -43,6 +43,7 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
             teams=teams,
             stopped_s=config.trainer.stopped_worker_timeout_s,
             logs=logs,
+            shared=Path(config.trainer.default_local_dir),
         )
     if settings and workers.cluster.was_there:
         say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
