@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from posttrain.engine.facts import EngineFacts
 from posttrain.engine.interface import name_interface
 from posttrain.errors import UserError
 from posttrain.kernels.onednn import settle_products
@@ -134,9 +133,9 @@ def team_of(size: int, device: torch.device) -> Team | None:
     return None if group is None else Team(group, device)
 
 
-def check_heads(config: Any, facts: EngineFacts) -> None:
+def check_heads(config: Any, size: int, *, packed: bool) -> None:
     """Refuses models whose attention the ranks of a sequence cannot share out."""
-    size, setting = facts.sequence_parallel, f"ulysses_sequence_parallel_size={facts.sequence_parallel}"
+    setting = f"ulysses_sequence_parallel_size={size}"
     if size == 1:
         return
     settings = config.get_text_config()
@@ -147,7 +146,7 @@ def check_heads(config: Any, facts: EngineFacts) -> None:
             f"{setting}: the ranks of a sequence share out its heads, but the model has {heads} heads of queries and "
             f"{key_heads} of keys, which is no multiple of it; set a size that divides both"
         )
-    if not facts.packed:
+    if not packed:
         raise RanksError(
             f"{setting}: a sequence is cut where rows are packed, but those of this model are padded; set it to 1 "
             "(or model.use_remove_padding=true, where that is what keeps them padded)"
