@@ -39,7 +39,7 @@ def users_secret_is_shown() -> Iterator[None]:
     if MODE in os.environ or not users_secret():
         yield
         return
-    from ray._raylet import Config
+    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
     os.environ[MODE] = "token"
     try:
