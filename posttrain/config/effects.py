@@ -165,7 +165,11 @@ EFFECTS: tuple[Effect, ...] = (
         runs_on_cpu,
         "the run is on the CPU",
     ),
-    Effect(("trainer.ray_init",), one_worker, "the run has one worker, which needs no Ray"),
+    Effect(
+        ("trainer.ray_init", "trainer.stopped_worker_timeout_s"),
+        one_worker,
+        "the run has one worker, which needs no Ray",
+    ),
     Effect(SHARD_SIZES, one_worker, "the run has one worker, which holds the whole model"),
     Effect(
         (f"{_ROLLOUT}.gpu_memory_utilization",),

@@ -36,6 +36,13 @@ def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Probl
     return [problem for examine in _CHECKS for problem in examine(resolved, folder)]
 
 
+def check_on_any_machine(resolved: Resolved) -> list[Problem]:
+    """Those of them that do not depend on the machine: `posttrain plan` may plan for another one."""
+    return [
+        problem for examine in (_engine_over_devices, check_parallel_rollout) for problem in examine(resolved, Path())
+    ]
+
+
 def check_supervised_environment(
     resolved: Resolved, cwd: Path | None = None, heads: Sequence[str] = ()
 ) -> list[Problem]:
@@ -180,8 +187,11 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), engine.install)
     elif (given := engine.given(resolved.value(KEY))) and (known := engine.installed_arguments()) is not None:
         yield from (Problem(what, source_of(resolved.where(KEY)), do) for what, do in engine.unknown(given, known))
-    key = f"{_ROLLOUT}.tensor_model_parallel_size"
-    if (size := resolved.value(key)) > 1:
+
+
+def _engine_over_devices(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    engine, key = OUTSIDE.get(resolved.value(f"{_ROLLOUT}.name")), f"{_ROLLOUT}.tensor_model_parallel_size"
+    if engine is not None and (size := resolved.value(key)) > 1:
         what = f"`{key}={size}`: a {engine.title} engine over several devices is not built; every worker has one of "
         what += "its own, with the whole model in it."
         do = f"set {key}=1 (`posttrain plan` says whether a device holds the model), or {_ROLLOUT}.name=native"
@@ -207,6 +217,7 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _adapters,
     _own_code,
     _rollout_engine,
+    _engine_over_devices,
     lambda resolved, cwd: missing_megatron(resolved),
     check_workers,
     check_parallel_rollout,

@@ -58,6 +58,7 @@ TRAINER_RANGES: dict[str, Range] = {
     "max_ckpt_to_keep": _ONE_OR_MORE,
     "n_gpus_per_node": _ONE_OR_MORE,
     "nnodes": _ONE_OR_MORE,
+    "stopped_worker_timeout_s": _POSITIVE,
     "max_bad_steps": _ONE_OR_MORE,
     "profile_steps": _STEPS,
     "seed": _SEED,

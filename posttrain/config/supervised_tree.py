@@ -100,7 +100,11 @@ _RANGES = {
     **{f"fsdp.{name}": limits for name, limits in PARALLEL_RANGES.items()},
 }
 _EFFECTS: tuple[Effect, ...] = (
-    Effect(("trainer.ray_init",), one_worker, "the run has one worker, which needs no Ray"),
+    Effect(
+        ("trainer.ray_init", "trainer.stopped_worker_timeout_s"),
+        one_worker,
+        "the run has one worker, which needs no Ray",
+    ),
     Effect((_SHARDS,), one_worker, "the run has one worker, which holds the whole model"),
     Effect(("optim.min_lr_ratio",), lambda c: c.optim.lr_scheduler_type == "constant", "the schedule is constant"),
     Effect(("optim.lr_warmup_steps_ratio",), lambda c: c.optim.lr_warmup_steps >= 0, "optim.lr_warmup_steps is set"),

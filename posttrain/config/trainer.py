@@ -49,6 +49,9 @@ class RunConfig(Section):
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
     ray_init: dict[str, Any] = field(default_factory=dict)
     """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
+    stopped_worker_timeout_s: float = 300.0
+    """End the run when the process of a worker was stopped by a signal for so many seconds; a worker that computes is
+    never ended. For several workers."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu` or `cuda`."""
     seed: int = 1

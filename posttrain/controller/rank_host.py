@@ -8,13 +8,14 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from posttrain.controller.process_state import Process, this_process
 from posttrain.controller.wire import Parcel, pack, unpack
 from posttrain.errors import UserError
 
@@ -34,6 +35,15 @@ class Failure:
     def as_raised(self) -> Exception:
         self.error.add_note(f"(on rank {self.rank})\n{self.trace}")
         return self.error
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A rank's process: the name of its computer, its number, and the files that what it prints goes to."""
+
+    computer: str
+    process: Process
+    files: list[str]
 
 
 class RankHost:
@@ -59,6 +69,18 @@ class RankHost:
         from posttrain.controller.alike import programs
 
         return self._answer(programs)
+
+    def identity(self) -> Parcel:
+        """Which process this is."""
+        return self._answer(self._identity)
+
+    def _identity(self) -> Identity:
+        files = []
+        for stream in (1, 2):
+            with suppress(OSError):
+                files.append(os.readlink(f"/proc/self/fd/{stream}"))
+        printed = [file for file in dict.fromkeys(files) if os.path.isfile(file)]
+        return Identity(socket.gethostname(), this_process(), printed)
 
     def free_address(self, machine: str = "127.0.0.1") -> Parcel:
         """host:port at which this process can be found by the others, where `machine` is the address of its own."""

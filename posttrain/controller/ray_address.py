@@ -6,6 +6,7 @@ import os
 import re
 import socket
 
+from posttrain.controller.ray_secret import WAYS
 from posttrain.errors import UserError
 
 ADDRESSES = ("RAY_ADDRESS", "RAY_HEAD_ADDRESS")
@@ -40,6 +41,25 @@ def no_ray(address: str, error: Exception) -> NoRayThere:
         f"{name}={address}: no Ray answers there ({error}). Start it (ray start --head), give the address of one that "
         f"runs, or unset {name}: then a Ray is started for this run."
     )
+
+
+def wrong_secret(address: str, given: bool) -> NoRayThere:
+    """The Ray there wants a secret, and was shown none or another."""
+    name = next((name for name in ADDRESSES if os.environ.get(name)), "The address")
+    found = "did not accept the token that was found" if given else "asks for a token, and none was found"
+    return NoRayThere(
+        f"{name}={address}: the Ray there {found}. Give this command the cluster's token in one of Ray's ways: {WAYS}. "
+        "`ray get-auth-token` prints it on a machine of the cluster."
+    )
+
+
+def asks_for_a_secret(error: BaseException | None) -> bool:
+    """Whether Ray was not let in, by the words of its error or of what caused that."""
+    while error is not None:
+        if any(word in f"{type(error).__name__} {error}" for word in ("Unauthenticated", "AuthToken", "Authenticat")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def silence_of(address: str) -> Exception | None:

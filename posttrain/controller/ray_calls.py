@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from posttrain.controller.futures import Future
 from posttrain.controller.group import WorkerGroup
-from posttrain.controller.rank_host import Failure
-from posttrain.controller.wire import pack, unpack
-from posttrain.controller.worker_died import death_of
+from posttrain.controller.ray_ranks import RankWatch
+from posttrain.controller.wire import pack
 
 
 class RayFuture(Future):
     """The results of ranks, joined. The first error of any rank is the call's, though others may wait for ever."""
 
-    def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], role: str = "") -> None:
-        self.refs, self.join, self._role = refs, join, role
+    def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], watch: RankWatch) -> None:
+        self.refs, self.join, self._watch = refs, join, watch
         self.waiting = list(refs)
         """Of ranks that have not answered, as far as was looked."""
         self._found: dict[Any, Any] = {}
@@ -28,13 +26,17 @@ class RayFuture(Future):
         self._joined = False
 
     def done(self) -> bool:
-        while not self._is_over() and self._look(timeout=0):
-            pass
+        while not self._is_over():
+            ready, self.waiting = ray.wait(self.waiting, num_returns=1, timeout=0)
+            if not ready:
+                break
+            self._take(ready[0])
         return self._is_over()
 
     def result(self) -> Any:
         while not self._is_over():
-            self._look()
+            ready, self.waiting = self._watch.wait(self.waiting)
+            self._take(ready[0])
         if self._error is not None:
             raise self._error
         if not self._joined:
@@ -44,26 +46,11 @@ class RayFuture(Future):
     def _is_over(self) -> bool:
         return self._error is not None or not self.waiting
 
-    def _look(self, timeout: float | None = None) -> bool:
-        """Take the next answer; False if none came in time."""
-        ready, self.waiting = ray.wait(self.waiting, num_returns=1, timeout=timeout)
-        for ref in ready:
-            try:
-                self._found[ref] = fetched(ref, self._role)
-            except Exception as error:
-                self._error = error
-        return bool(ready)
-
-
-def fetched(ref: Any, role: str = "") -> Any:
-    """What a rank answered, private to this process; its error is raised. Who died is told with its role."""
-    try:
-        value = unpack(ray.get(ref))
-    except RayActorError as error:
-        raise death_of(error, role) from error
-    if isinstance(value, Failure):
-        raise value.as_raised()
-    return value
+    def _take(self, ref: Any) -> None:
+        try:
+            self._found[ref] = self._watch.fetched(ref)
+        except Exception as error:
+            self._error = error
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -71,8 +58,8 @@ class RayWorkerGroup(WorkerGroup):
 
     overlaps = True
 
-    def __init__(self, role: str, worker: type, config: Any, hosts: list[Any]) -> None:
-        self.role, self.worker_class, self.config, self.hosts = role, worker, config, hosts
+    def __init__(self, role: str, worker: type, config: Any, hosts: list[Any], watch: RankWatch) -> None:
+        self.role, self.worker_class, self.config, self.hosts, self.watch = role, worker, config, hosts, watch
         self.world_size = len(hosts)
 
     def _method(self, name: str) -> Any:
@@ -90,15 +77,15 @@ class RayWorkerGroup(WorkerGroup):
         return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], *pack(arguments)))
 
     def _future(self, ref: Any) -> RayFuture:
-        return RayFuture([ref], lambda results: results[0], self.role)
+        return RayFuture([ref], lambda results: results[0], self.watch)
 
     def _joined(self, parts: Sequence[Any], join: Callable[[list[Any]], Any]) -> Future:
         def joined(results: list[Any]) -> Any:
             left = iter(results)
             return join([part.join([next(left) for _ in part.refs]) for part in parts])
 
-        return RayFuture([ref for part in parts for ref in part.refs], joined, self.role)
+        return RayFuture([ref for part in parts for ref in part.refs], joined, self.watch)
 
     def wait_any(self, futures: Sequence[Any]) -> None:
         if futures and not any(future.done() for future in futures):
-            ray.wait([ref for future in futures for ref in future.waiting], num_returns=1)
+            self.watch.wait([ref for future in futures for ref in future.waiting])

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from posttrain.controller import torchrun
-from posttrain.controller.ray_address import given_address, no_ray, silence_of
+from posttrain.controller.ray_address import asks_for_a_secret, given_address, no_ray, silence_of, wrong_secret
 from posttrain.controller.ray_head import RayHead
+from posttrain.controller.ray_machines import ITSELF
 from posttrain.controller.ray_processes import Watched
-from posttrain.controller.ray_secret import OWN
+from posttrain.controller.ray_secret import OWN, users_secret, users_secret_is_shown
 from posttrain.controller.ray_settings import as_arguments, refused_by_ray
 
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's own switch, whatever the system: with 0 it stays on the loopback interface."""
 _QUIET = {"log_to_driver": False, "configure_logging": False}
 
 
@@ -27,8 +33,11 @@ class RayCluster:
         settings: Mapping[str, Any] | None = None,
         machines: int = 1,
         tell: Callable[[str], None] = print,
+        shared: Path | None = None,
     ) -> None:
         self.ranks, self.machines, self.tell, self.address = ranks, machines, tell, given_address()
+        self.shared = shared
+        """A folder on a disk that all machines share: torchrun's hear of the secret there."""
         self.settings = as_arguments(settings or {})
         """For `ray.init`, where they come before our own."""
         self._started: Watched | RayHead | None = None
@@ -54,12 +63,21 @@ class RayCluster:
             self._start_here()
 
     def _start_here(self) -> None:
-        """A Ray that nobody but this process can reach."""
+        """A Ray of this machine alone. All its ports are on the loopback interface, so that other machines do not reach
+        it; other users of this machine do, and need the secret, which they cannot read."""
         self._started = watched = Watched()
         self._connected, self.folder = True, watched.folder
-        ours = {**_QUIET, "num_cpus": self.ranks, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        with watched.environment({"RAY_AUTH_TOKEN": OWN}), refused_by_ray(self.settings):
-            ray.init(address="local", _temp_dir=self.folder, **{**ours, **self.settings})
+        ours = {**_QUIET, "num_cpus": self.ranks, "include_dashboard": False, "_node_ip_address": ITSELF}
+        given = {**ours, **self.settings}
+        variables = {"RAY_AUTH_TOKEN": OWN, _CLUSTERS: "0"}
+        with watched.environment(variables), refused_by_ray(self.settings), _loopback_stays(given["_node_ip_address"]):
+            ray.init(address="local", _temp_dir=self.folder, **given)
+        found = ray.util.get_node_ip_address()
+        if given["_node_ip_address"] == ITSELF != found:
+            self.tell(
+                f"note: this version of Ray listens on {found}, not on the loopback interface alone. Its ports ask for "
+                "a secret made for this run; close them to machines that you do not trust."
+            )
 
     def _start_head(self) -> None:
         """A Ray that other machines can join: told of by torchrun's store, or by hand."""
@@ -69,7 +87,7 @@ class RayCluster:
             ray.init(address="auto", _temp_dir=self.folder, **{**_QUIET, **head.rest})
         self._connected, self.address = True, head.address
         if torchrun.is_meeting():
-            torchrun.tell_address(head.address, head.token)
+            torchrun.tell_address(head.address, head.token, self.shared)
         else:
             head.tell_users(self.tell, self.machines)
 
@@ -78,13 +96,17 @@ class RayCluster:
         if (silence := silence_of(address)) is not None:
             raise no_ray(address, silence)
         try:
-            with refused_by_ray(self.settings):
+            with refused_by_ray(self.settings), users_secret_is_shown():
                 ray.init(address=address, **{**_QUIET, **self.settings})
-        except ConnectionError as error:
+        except (ConnectionError, RayError) as error:
+            if asks_for_a_secret(error):
+                raise wrong_secret(address, bool(users_secret())) from error
+            if isinstance(error, RayError):
+                raise
             raise no_ray(address, error) from error
         self._connected = True
         if torchrun.is_meeting():
-            torchrun.tell_address(address, "")
+            torchrun.tell_address(address, "", self.shared)
 
     def words(self) -> str:
         if self.was_there:
@@ -98,3 +120,21 @@ class RayCluster:
         if self._started is not None:
             self._started.close()
             self._started = None
+        torchrun.forget_secret()
+
+
+@contextmanager
+def _loopback_stays(address: str) -> Iterator[None]:
+    """Ray puts the network's address in the place of a loopback one, unless its switch for clusters is off. It has
+    read the switch when it was imported, so it is set here for the time of a start."""
+    from ray._private import ray_constants
+
+    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
+    if address != ITSELF or before is None:
+        yield
+        return
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

@@ -18,11 +18,12 @@ from posttrain.controller.group import WorkerGroup
 from posttrain.controller.peaks import StagePeaks
 from posttrain.controller.pool import ROLLOUT, Workers
 from posttrain.controller.rank_host import RankHost
-from posttrain.controller.ray_calls import RayWorkerGroup, fetched
+from posttrain.controller.ray_calls import RayWorkerGroup
 from posttrain.controller.ray_cluster import RayCluster
 from posttrain.controller.ray_machines import Machine, machines_for, rooms_for
 from posttrain.controller.ray_peaks import RayPeaks
 from posttrain.controller.ray_places import places_words
+from posttrain.controller.ray_ranks import Rank, RankWatch
 from posttrain.controller.wire import pack
 
 
@@ -30,7 +31,8 @@ class RayWorkers(Workers):
     """`ranks` processes, each with its share of its machine's cores, or with a GPU of its own. They live in a Ray that
     is started for them, or in `cluster`, which they leave running; on the command's machine, or equally many on each of
     several. Each of them calls `prepare` first. `rollout` further ones, alike, have the rollout to themselves: each is
-    alone, and knows no other rank; or they know each other, where `teams` of them act as one."""
+    alone, and knows no other rank; or they know each other, where `teams` of them act as one. A process that is stopped
+    for longer than `stopped_s` seconds ends the run; what one that died has printed is written to `logs`."""
 
     def __init__(
         self,
@@ -43,11 +45,15 @@ class RayWorkers(Workers):
         settings: Mapping[str, Any] | None = None,
         rollout: int = 0,
         teams: bool = False,
+        stopped_s: float = 300.0,
+        logs: Path | None = None,
+        shared: Path | None = None,
     ) -> None:
+        self.watch = RankWatch(stopped_s, tell, logs)
         self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
         self.hosts, self.rollout_hosts = [], []
         self.cluster, self._shared = (
-            cluster or RayCluster(ranks + rollout, settings, machines, tell),
+            cluster or RayCluster(ranks + rollout, settings, machines, tell, shared),
             cluster is not None,
         )
         try:
@@ -69,15 +75,16 @@ class RayWorkers(Workers):
         self.rollout_hosts = [
             self._host(number, room, crowd[room.id], device, known) for number, room in enumerate(rooms)
         ]
+        pairs = zip(self._names(), self._everybody(), (*homes, *rooms), strict=True)
+        self.watch.begin([Rank(name, host, machine) for name, host, machine in pairs])
         if len(crowd) > 1:
-            there = [fetched(ref) for ref in [host.programs.remote() for host in self._everybody()]]
+            there = self.watch.gathered([host.programs.remote() for host in self._everybody()])
             check_alike(there, [machine.address for machine in (*homes, *rooms)])
         joining = []
         for hosts, first in ((self.hosts, homes), (self.rollout_hosts, rooms)):
-            address = fetched(hosts[0].free_address.remote(first[0].address)) if hosts else ""
+            address = self.watch.fetched(hosts[0].free_address.remote(first[0].address)) if hosts else ""
             joining += [host.connect.remote(address, *pack(self.prepare)) for host in hosts]
-        for ref in joining:
-            fetched(ref)
+        self.watch.gathered(joining)
 
     def _everybody(self) -> list[Any]:
         return [*self.hosts, *self.rollout_hosts]
@@ -98,24 +105,24 @@ class RayWorkers(Workers):
         parcel = pack((worker, arguments, named))
         config = next((value for value in arguments if hasattr(value, "trainer")), None)
         hosts = self.rollout_hosts if role == ROLLOUT else self.hosts
-        for ref in [host.build.remote(role, *parcel) for host in hosts]:
-            fetched(ref)
-        return RayWorkerGroup(role, worker, config, hosts)
+        self.watch.gathered([host.build.remote(role, *parcel) for host in hosts])
+        return RayWorkerGroup(role, worker, config, hosts, self.watch)
 
     def _names(self) -> list[str]:
         ranks = [f"rank {rank}" for rank in range(len(self.hosts))]
         return [*ranks, *(f"rollout {number}" for number in range(len(self.rollout_hosts)))]
 
     def spans(self) -> list[list[Any]]:
-        found = ray.get([host.take_spans.remote() for host in self._everybody()])
+        found = [self.watch.plain(ref) for ref in [host.take_spans.remote() for host in self._everybody()]]
         return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
 
     def peaks(self) -> StagePeaks:
-        return RayPeaks(self.hosts, self.rollout_hosts)
+        return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
 
     @contextmanager
     def traced(self, stem: Path) -> Iterator[None]:
-        ray.get([host.begin_trace.remote() for host in self._everybody()])
+        for ref in [host.begin_trace.remote() for host in self._everybody()]:
+            self.watch.plain(ref)
         whole = False
         try:
             yield
@@ -123,8 +130,8 @@ class RayWorkers(Workers):
         finally:
             names = [name.replace(" ", "_") for name in self._names()]
             paths = [f"{stem}.{name}.json.gz" if whole else None for name in names]
-            for ref in [host.end_trace.remote(path) for host, path in zip(self._everybody(), paths, strict=True)]:
-                fetched(ref)
+            ends = [host.end_trace.remote(path) for host, path in zip(self._everybody(), paths, strict=True)]
+            self.watch.gathered(ends)
 
     def words(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
@@ -137,7 +144,7 @@ class RayWorkers(Workers):
             return []
         pools = {"Training": self.hosts, "Rollout": self.rollout_hosts}
         return [
-            f"{name}: {places_words([fetched(ref) for ref in [host.place.remote() for host in hosts]])}."
+            f"{name}: {places_words(self.watch.gathered([host.place.remote() for host in hosts]))}."
             for name, hosts in pools.items()
         ]
 
@@ -145,5 +152,6 @@ class RayWorkers(Workers):
         if self._shared or self.cluster.was_there:
             for host in self._everybody():
                 ray.kill(host)
+            self.watch.end()
         if not self._shared:
             self.cluster.stop()

@@ -30,8 +30,8 @@ class RayHead(RayNode):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         met = torchrun.is_meeting()
         host, port = (_facing(torchrun.master()), _free_port()) if met else (_facing(), PORT)
-        self.address, self.token = f"{host}:{port}", OWN if met else ""
-        self.secret = {"RAY_AUTH_TOKEN": self.token} if met else {}
+        self.address, self.token = f"{host}:{port}", OWN if met and not users_secret() else ""
+        self.secret = {"RAY_AUTH_TOKEN": self.token} if self.token else {}
         if silence_of(self.address) is None:
             raise PortTaken(
                 f"{self.address} is taken by another program, and Ray's head cannot be started there. End it; or start "

@@ -1,19 +1,31 @@
 """Several machines under torchrun: the first process of the first one tells the others where its Ray is.
 
-torchrun gives its processes a store that all machines reach. Ray's address goes through it, with a secret that is made
-for the run, so that nobody else can use its Ray.
+torchrun gives its processes a store that all machines reach, and so does whoever else reaches its port. Ray's address
+goes through it with a signature; the secret that makes both never does. It is the user's own (`ray_secret.py`), or one
+made for the run that goes through a file on the disk that all machines share, which only the user can read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import tempfile
+import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from posttrain.controller.ray_secret import OWN, WAYS, users_secret
 from posttrain.errors import UserError, first_line
 
 WAIT = timedelta(minutes=30)
 """For the first machine, which reads its data before it starts Ray."""
+_OWN, _OTHER = "own", "other"
+"""A Ray that was started for this run, with the secret that signs its address; one that was there."""
+SHARED_S = 60.0
+"""For a file of another machine to be seen here."""
 
 
 class NoMeeting(UserError):
@@ -31,20 +43,72 @@ def master() -> str:
     return os.environ["MASTER_ADDR"]
 
 
-def tell_address(address: str, token: str) -> None:
-    _store().set(_key(), f"{address} {token}")
+def tell_address(address: str, token: str, shared: Path | None) -> None:
+    """`token` is Ray's secret where it was made for this run. What signs the address is the user's own secret, or one
+    that is written to a file in `shared`."""
+    secret = users_secret()
+    if not secret:
+        assert shared is not None
+        secret = token or OWN
+        file = _secret_file(shared)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name)  # nobody else may read it
+        with os.fdopen(handle, "w") as written:
+            written.write(secret)
+        os.replace(partial, file)
+        _files.append(file)
+    told = f"{address} {_OWN if token else _OTHER}"
+    _store().set(_key(), f"{told} {_signature(told, secret)}")
 
 
-def wait_for_address() -> tuple[str, str]:
-    """(Ray's address, its secret)."""
+def forget_secret() -> None:
+    """Remove the file, when the run has ended."""
+    while _files:
+        with suppress(OSError):
+            _files.pop().unlink()
+
+
+def wait_for_address(shared: Path) -> tuple[str, str]:
+    """(Ray's address, the secret made for this run or an empty string). An address that the first machine has not
+    signed is not believed: to join a Ray is to let it run programs here."""
     try:
-        address, _, token = _store().get(_key()).decode().partition(" ")
+        told, _, signature = _store().get(_key()).decode().rpartition(" ")
     except Exception as error:  # torch has an error of its own for each way in which a store can fail
         raise NoMeeting(
             f"torchrun's first machine ({master()}) did not tell where its Ray is: see what its own command says. "
             f"({first_line(error)})"
         ) from error
-    return address, token
+    until = time.monotonic() + SHARED_S
+    address, _, kind = told.partition(" ")
+    while True:
+        for secret in filter(None, (users_secret(), _made_for_this_run(shared))):
+            if hmac.compare_digest(signature, _signature(told, secret)):
+                return address, secret if kind == _OWN else ""
+        if time.monotonic() > until:
+            break
+        time.sleep(0.5)
+    raise NoMeeting(
+        f"The address of Ray ({address}) in torchrun's store is not signed with the secret of its first machine "
+        f"({master()}), as {_secret_file(shared)} or your own token should have it. All machines need "
+        f"trainer.default_local_dir on a disk that they share and the same user; or give all of them one token: {WAYS}."
+    )
+
+
+def _signature(told: str, secret: str) -> str:
+    return hmac.new(secret.encode(), f"{_key()} {told}".encode(), hashlib.sha256).hexdigest()
+
+
+def _made_for_this_run(shared: Path) -> str:
+    try:
+        return _secret_file(shared).read_text()
+    except OSError:
+        return ""
+
+
+def _secret_file(shared: Path) -> Path:
+    """The same on all machines; another one for each run of torchrun and each of its attempts."""
+    of = f"{master()}:{os.environ['MASTER_PORT']} {_key()}"
+    return shared / f".ray-secret-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
 
 
 def _key() -> str:
@@ -64,3 +128,4 @@ def _store() -> Any:
 
 
 _held: list[Any] = []
+_files: list[Path] = []

@@ -9,6 +9,11 @@ from posttrain.errors import UserError
 _FACT = re.compile(r"^\t(\w+): (\S+)$", re.M)
 _MONITORS = "low on memory"
 """In Ray's words where its own watch over memory has ended a process."""
+_MACHINES = re.compile(r"node (has|was|is) (died|dead|terminated)|its node|health check", re.I)
+"""In Ray's words where a whole machine is lost."""
+_TALK = re.compile(r"gloo|nccl|tcpstore|broken pipe|socket|connection (closed|reset|refused|timed out|to )", re.I)
+"""In the words of a rank that could not talk to another."""
+CONTINUES = "The same command continues from the newest checkpoint."
 
 
 class WorkerDied(UserError):
@@ -19,21 +24,37 @@ _SIZES = {"": "trainer.n_workers or the sizes of the batch", "rollout": "actor_r
 """What lowers the memory of workers, of a role and of others."""
 
 
-def death_of(error: Exception, role: str = "") -> WorkerDied:
-    """Ray's error in words: who it was, the likely cause, what to do."""
+def facts_of(error: Exception) -> dict[str, str]:
+    """What Ray says of an actor that is gone: `actor_id`, `pid`, `ip`, as far as it knows."""
+    return dict(_FACT.findall(str(error)))
+
+
+def is_about_a_peer(error: Exception) -> bool:
+    """Whether a rank says that it could not talk to another one. The cause may be that the other one is gone."""
+    if isinstance(error, UserError):
+        return False
+    talks = type(error).__name__.startswith("Dist") or isinstance(error, ConnectionError)
+    return talks or (isinstance(error, RuntimeError) and _TALK.search(str(error)) is not None)
+
+
+def death_of(error: Exception, who: str = "", *, rollout: bool = False, printed: str = "") -> WorkerDied:
+    """Ray's error in words: who it was, the likely cause, what to do. `printed` says where its output is."""
     text = str(error)
-    facts = dict(_FACT.findall(text))
-    kind = "A rollout worker" if role == "rollout" else "A worker"
-    who = f"{kind} (process {facts['pid']} on {facts['ip']})" if {"pid", "ip"} <= facts.keys() else kind
+    facts = facts_of(error)
+    kind = "A rollout worker" if rollout else "A worker"
+    who = who or (f"{kind} (process {facts['pid']} on {facts['ip']})" if {"pid", "ip"} <= facts.keys() else kind)
     if "creation task" in text:
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
         return WorkerDied(
             f"{who} could not be started: {last.strip()} All machines of a run need the same environment and code."
         )
+    if _MACHINES.search(text):
+        return WorkerDied(
+            f"{who} is lost: its machine no longer answers. It has gone down or was cut off from the network, or Ray "
+            f"was ended there. {CONTINUES}"
+        )
     cause = "no error of its own ends it so; the kernel does where memory runs out (`dmesg` tells), and kill -9 does"
     if _MONITORS in text:
         cause = "Ray ended it because its machine ran low on memory"
-    return WorkerDied(
-        f"{who} died: {cause}. If it was memory, lower {_SIZES.get(role, _SIZES[''])}; what it "
-        "printed last is in the run's logs/workers.log. The same command continues from the newest checkpoint."
-    )
+    sizes = _SIZES["rollout" if rollout else ""]
+    return WorkerDied(f"{who} died: {cause}. If it was memory, lower {sizes}.{printed} {CONTINUES}")

@@ -9,14 +9,18 @@ from typing import Any
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.base import Section
 from posttrain.config.megatron import NAME as MEGATRON
-from posttrain.config.schema import lookup
+from posttrain.config.ppo_tree import PPO
+from posttrain.config.problem import ConfigError
+from posttrain.config.schema import lookup, using
 from posttrain.config.supervised_tree import command_tree
+from posttrain.config.tree import Tree
 from posttrain.doctor.memory import GIB, Plan, find_device, shown
 from posttrain.doctor.plan import Counter
+from posttrain.doctor.refusals import refuse_what_the_run_refuses
 from posttrain.doctor.remedies import RL, Remedy, find_remedies
 from posttrain.doctor.settling import settle
 from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
-from posttrain.errors import UserError
+from posttrain.errors import UserError, working_folder
 from posttrain.tracking.folding import tell
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -46,10 +50,21 @@ def main(args: Sequence[str]) -> int:
         import_external(library, f"{model_section}.external_lib")  # models and estimators may be registered there
     counter, levers = (Counter(), RL) if tree is None else (SupervisedCounter(), LEVERS)
     device = find_device(config, gpu_gb)
+    refuse_what_the_run_refuses(resolved, device, counter)
     settled = settle(config, device, resolved.explicit, levers, counter)
     plan = levers.plan(config, device, counter)
     tell(report(config, plan, find_remedies(config, plan, counter, levers), settled))
+    if gpu_gb is None:
+        _tell_what_is_missing_here(resolved, tree or PPO)
     return 0 if plan.fits else 1
+
+
+def _tell_what_is_missing_here(resolved: Resolved, tree: Tree) -> None:
+    """A plan without a size is for this machine, which may lack what the run needs."""
+    with using(tree.root):
+        problems = tree.environment(resolved, working_folder())
+    if problems:
+        tell(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
 
 
 def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:

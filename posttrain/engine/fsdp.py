@@ -69,7 +69,7 @@ class FSDPEngine(TrainEngine):
             sequence_parallel=settings.ranks.sequence_size if settings.ranks else 1,
             pairs=self.pairs,
         )
-        check_heads(module.config, self._facts)
+        check_heads(module.config, self._facts.sequence_parallel, packed=self.packed)
         self.forward_pass = self._forward_pass(module)
         if settings.optim is None:
             module.requires_grad_(False)

@@ -1,7 +1,8 @@
-"""Which network interface the ranks of other machines see this one by.
+"""Which network interface the ranks of a run meet on: the one that faces rank 0, the loopback one on a single machine.
 
-Left alone, gloo takes that of the machine's own name, which many systems resolve to the loopback interface: a rank on
-another machine then tries to reach itself.
+Left alone, gloo takes that of the machine's own name. Many systems resolve it to the loopback interface: a rank on
+another machine then tries to reach itself. Others resolve it to the network's: then ranks of a single machine listen
+where other machines reach them. NCCL takes the network's, too.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import socket
 import struct
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-GLOO = "GLOO_SOCKET_IFNAME"
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def name_interface(host: str) -> None:
-    """Have gloo use the interface that faces `host`, unless the user named one, or all ranks are on this machine."""
-    if GLOO in os.environ:
-        return
+    """Have gloo use the interface that faces `host`, unless the user named one; and NCCL, where all ranks are on this
+    machine. Between machines NCCL chooses better by itself: it knows the fast ones."""
     address = address_facing(host)
-    if address is None or address.startswith("127."):
+    name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None) if address else None
+    if name is None:
         return
-    name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
-    if name is not None:
-        os.environ[GLOO] = name
+    os.environ.setdefault(GLOO, name)
+    if host.startswith("127."):
+        os.environ.setdefault(NCCL, name)
 
 
 def address_facing(host: str) -> str | None:

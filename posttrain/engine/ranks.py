@@ -7,6 +7,7 @@ many neighbouring ranks compute the same rows, each a stretch of their tokens (U
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from posttrain.engine.facts import EngineFacts
 from posttrain.engine.interface import name_interface
 from posttrain.errors import UserError
 from posttrain.kernels.onednn import settle_products
@@ -49,12 +49,24 @@ def join_ranks(
     else:
         settle_products()
     name_interface(address.rpartition(":")[0])
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         backend or ("nccl" if device.type == "cuda" else "gloo"),
-        init_method=f"tcp://{address}",
+        store=_store(rank, world_size, address, timeout),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
+    )
+
+
+def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+    """What the ranks find each other by. Left alone, rank 0 would listen on all interfaces; it does on the one that the
+    others were told of."""
+    host, _, port = address.rpartition(":")
+    made: Any = getattr(dist, "TCPStore")  # noqa: B009  (public, though not marked so for type checkers)
+    listening = socket.create_server((host, int(port))).detach() if rank == 0 else None
+    return made(
+        host, int(port), world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listening
     )
 
 
@@ -121,9 +133,9 @@ def team_of(size: int, device: torch.device) -> Team | None:
     return None if group is None else Team(group, device)
 
 
-def check_heads(config: Any, facts: EngineFacts) -> None:
+def check_heads(config: Any, size: int, *, packed: bool) -> None:
     """Refuses models whose attention the ranks of a sequence cannot share out."""
-    size, setting = facts.sequence_parallel, f"ulysses_sequence_parallel_size={facts.sequence_parallel}"
+    setting = f"ulysses_sequence_parallel_size={size}"
     if size == 1:
         return
     settings = config.get_text_config()
@@ -134,7 +146,7 @@ def check_heads(config: Any, facts: EngineFacts) -> None:
             f"{setting}: the ranks of a sequence share out its heads, but the model has {heads} heads of queries and "
             f"{key_heads} of keys, which is no multiple of it; set a size that divides both"
         )
-    if not facts.packed:
+    if not packed:
         raise RanksError(
             f"{setting}: a sequence is cut where rows are packed, but those of this model are padded; set it to 1 "
             "(or model.use_remove_padding=true, where that is what keeps them padded)"

@@ -336,3 +336,61 @@ def test_wrong_gpu_sizes_and_devices_are_said_in_words(folder, capsys):
     assert "trainer.device=cpu" in capsys.readouterr().err
     assert cli.main(["plan", "actor_rollout_ref.model.path=/no/such/folder", "data.train_files=x.json"]) == 2
     assert "/no/such/folder" in capsys.readouterr().err
+
+
+WORKERS, ROLLOUT = "trainer.n_gpus_per_node", "actor_rollout_ref.rollout"
+SEQUENCE = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ([f"{ROLLOUT}.tensor_model_parallel_size=3", f"{WORKERS}=4"], "does not divide the 4 x 1 = 4 worker"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=2", f"{ROLLOUT}.name=hf"], "an engine `hf` cannot be"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=2", f"{ROLLOUT}.name=vllm"], "devices is not built"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=8", f"{WORKERS}=8"], "4 of queries and 2 of keys; set one of 1, 2, 4"),
+        ([f"{SEQUENCE}=4", f"{WORKERS}=4"], "4 heads of queries and 2 of keys, which is no multiple of it"),
+        (
+            [f"{SEQUENCE}=2", f"{WORKERS}=2", "actor_rollout_ref.model.use_remove_padding=false"],
+            "are padded; set it to",
+        ),
+        (
+            ["algorithm.adv_estimator=gae", f"{WORKERS}=4", "critic.ulysses_sequence_parallel_size=4"],
+            "4 heads of queries and 2 of keys",
+        ),
+    ],
+)
+def test_what_the_run_refuses_is_refused_in_its_words(folder, capsys, given, said):
+    args = [f"actor_rollout_ref.model.path={folder}", "data.train_files=x.json", "--gpu_gb=80", "rollout.n=4"]
+    assert cli.main(["plan", *args, *given]) == 2
+    shown = capsys.readouterr()
+    assert said in " ".join(shown.err.split()) and "It fits" not in shown.out
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=4"],
+        [f"{ROLLOUT}.tensor_model_parallel_size=4", f"{WORKERS}=8"],  # fewer heads of keys than workers
+        [f"{SEQUENCE}=2", f"{WORKERS}=4"],
+    ],
+)
+def test_what_the_run_takes_is_planned(folder, capsys, given):
+    args = [f"actor_rollout_ref.model.path={folder}", "data.train_files=x.json", "--gpu_gb=80", "rollout.n=4"]
+    assert cli.main(["plan", *args, *given]) == 0
+    assert "It fits" in capsys.readouterr().out
+
+
+def test_what_this_machine_lacks_is_said_beside_a_plan_for_it_and_not_beside_one_for_another(folder, capsys):
+    args = [
+        f"actor_rollout_ref.model.path={folder}",
+        "data.train_files=x.json",
+        "rollout.n=4",
+        "data.train_batch_size=8",
+    ]
+    args += ["actor.ppo_mini_batch_size=8", "data.max_response_length=32"]
+    assert cli.main(["plan", *args, "trainer.device=cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "It fits" in shown and "On this machine the run is refused." in shown and "x.json does not exist" in shown
+    assert cli.main(["plan", *args, "--gpu_gb=80"]) == 0
+    assert "refused" not in capsys.readouterr().out

@@ -7,14 +7,15 @@ import os
 import pytest
 
 from posttrain.engine import interface, ranks
-from posttrain.engine.interface import GLOO, address_facing, name_interface
+from posttrain.engine.interface import GLOO, NCCL, address_facing, name_interface
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with a loopback, an interface without an address, and one that faces 10.0.0.1."""
-    monkeypatch.setenv(GLOO, "")
-    monkeypatch.delenv(GLOO)
+    for name in (GLOO, NCCL):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     found = {"lo": "127.0.0.1", "down0": None, "eth7": "10.0.0.3"}
     monkeypatch.setattr(interface.socket, "if_nameindex", lambda: list(enumerate(found)))
     monkeypatch.setattr(interface, "_address_of", found.get)
@@ -24,16 +25,22 @@ def machine(monkeypatch):
 
 def test_ranks_that_join_name_the_interface_that_faces_the_first_machine(machine):
     machine.setattr(ranks.dist, "init_process_group", lambda *arguments, **named: None)
+    machine.setattr(ranks, "_store", lambda *arguments: None)
     ranks.join_ranks(1, 2, "10.0.0.1:5000", ranks.torch.device("cpu"))
-    assert os.environ[GLOO] == "eth7"
+    assert os.environ[GLOO] == "eth7" and NCCL not in os.environ  # between machines NCCL knows the fast ones
 
 
-def test_ranks_of_one_machine_and_users_with_a_choice_are_left_alone(machine):
+def test_ranks_of_one_machine_meet_where_no_other_reaches_them(machine):
     name_interface("127.0.0.1")
-    assert GLOO not in os.environ
+    assert os.environ[GLOO] == os.environ[NCCL] == "lo"
+
+
+def test_users_with_a_choice_are_left_alone(machine):
     machine.setenv(GLOO, "ib0")
-    name_interface("10.0.0.1")
-    assert os.environ[GLOO] == "ib0"
+    machine.setenv(NCCL, "ib1")
+    for host in ("10.0.0.1", "127.0.0.1"):
+        name_interface(host)
+        assert os.environ[GLOO] == "ib0" and os.environ[NCCL] == "ib1"
 
 
 def test_addresses_are_those_that_the_system_gives():

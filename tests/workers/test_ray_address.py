@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,6 +31,48 @@ def test_a_ray_that_is_not_found_is_named_too(monkeypatch):
     monkeypatch.setattr(ray, "init", nobody)
     with pytest.raises(UserError, match=r"RAY_ADDRESS=auto: no Ray answers there \(Could not find any running Ray"):
         RayCluster(2).start()
+
+
+@pytest.fixture
+def no_secret(monkeypatch, tmp_path):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr("ray._raylet.Config", Mock())  # this process's own settings of Ray stay as they are
+    return monkeypatch
+
+
+@pytest.mark.parametrize("given, said", [(None, "asks for a token, and none was"), ("x", "did not accept the token")])
+def test_a_ray_that_wants_a_token_says_so_and_how_to_give_it(no_secret, given, said):
+    def not_let_in(**named):
+        cause = RuntimeError("Failed to connect to GCS. Unauthenticated: RPC error: InvalidAuthToken")
+        raise ConnectionError("Failed to connect to Ray cluster") from cause
+
+    if given:
+        no_secret.setenv("RAY_AUTH_TOKEN", given)
+    no_secret.setattr(ray, "init", not_let_in)
+    with pytest.raises(UserError, match=rf"RAY_ADDRESS=auto: the Ray there {said}.* RAY_AUTH_TOKEN.*~/.ray/auth_token"):
+        RayCluster(2).start()
+
+
+@pytest.mark.parametrize(
+    "mode, token, shown",
+    [(None, None, None), (None, "variable", "token"), (None, "file", "token"), ("disabled", "variable", "disabled")],
+)
+def test_the_users_token_is_shown_to_a_ray_whose_address_was_given(no_secret, tmp_path, mode, token, shown):
+    """Ray shows it by itself only to one that it has found without an address."""
+    seen = []
+    if mode:
+        no_secret.setenv("RAY_AUTH_MODE", mode)
+    if token == "variable":
+        no_secret.setenv("RAY_AUTH_TOKEN", "secret")
+    elif token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("secret\n")
+    no_secret.setattr(ray, "init", lambda **named: seen.append(os.environ.get("RAY_AUTH_MODE")))
+    RayCluster(2).start()
+    assert seen == [shown] and os.environ.get("RAY_AUTH_MODE") == mode
 
 
 def test_M_32_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monkeypatch):

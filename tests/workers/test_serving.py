@@ -144,7 +144,14 @@ def test_S4_105_the_first_machine_starts_a_head_with_its_settings_and_says_what_
         RayCluster(2, machines=2).start()
 
 
-def test_S1_42_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first(monkeypatch):
+def signed_without() -> str:
+    """A signature by somebody who has no secret."""
+    return torchrun._signature("10.6.6.6:6379 other", "")
+
+
+def test_S1_42_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first_and_nobody_else_does(
+    monkeypatch, tmp_path
+):
     started, _ = heads(monkeypatch)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -153,15 +160,35 @@ def test_S1_42_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     told: list[str] = []
-    cluster = RayCluster(2, machines=2, tell=told.append)
+    monkeypatch.setattr(torchrun, "SHARED_S", 0.0)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")  # without a secret of the user's
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    cluster = RayCluster(2, machines=2, tell=told.append, shared=tmp_path / "out")
     cluster.start()
     monkeypatch.setenv("RANK", "1")
-    assert torchrun.wait_for_address() == (cluster.address, OWN) and told == []
+    assert torchrun.wait_for_address(tmp_path / "out") == (cluster.address, OWN) and told == []
+    stranger = torchrun._store()  # whoever reaches the port can read and write it
+    read = stranger.get(torchrun._key()).decode()
+    assert str(cluster.address) in read and OWN not in read
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == OWN
+    with pytest.raises(UserError, match=r"not signed with the secret of its first machine.* disk that they share"):
+        torchrun.wait_for_address(tmp_path)  # another disk
+    for forged in (read.replace(str(cluster.address), "10.6.6.6:6379"), f"10.6.6.6:6379 other {signed_without()}"):
+        stranger.set(torchrun._key(), forged)
+        with pytest.raises(UserError, match=r"\(10.6.6.6:6379\) in torchrun's store is not signed"):
+            torchrun.wait_for_address(tmp_path / "out")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's own")
+    torchrun.tell_address("10.0.0.1:6379", "", None)  # needs no file
+    assert torchrun.wait_for_address(tmp_path) == ("10.0.0.1:6379", "")
+    torchrun.forget_secret()
+    assert not file.exists()
     assert started[0][1] == "--node-ip-address=127.0.0.1" and started[0][2] != "--port=6379"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # another attempt has another Ray
     monkeypatch.setattr(torchrun, "WAIT", torchrun.timedelta(seconds=0.1))
     with pytest.raises(UserError, match=r"first machine \(127.0.0.1\) did not tell where its Ray is"):
-        torchrun.wait_for_address()
+        torchrun.wait_for_address(tmp_path)
 
 
 def test_S0_59_D_25_the_same_command_on_a_second_machine_sees_the_run_and_leaves(monkeypatch, tmp_path, capsys):
@@ -197,7 +224,8 @@ The actor is dead because its worker process has died."""
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (DIED, r"process 2322 on 10.0.0.2\) died: .* the kernel does .*logs/workers.log.* continues from the newest"),
+        (DIED, r"process 2322 on 10.0.0.2\) died: .* the kernel does .* lower trainer.n_workers.* from the newest"),
+        (f"{DIED}\nThe actor died because its node has died.", r"on 10.0.0.2\) is lost: its machine no longer answers"),
         (f"{DIED} Workers were ended as the node was running low on memory.", "died: Ray ended it because its machine"),
         (
             "The actor died because of an error raised in its creation task, RankHost()\nImportError: no x",
@@ -210,7 +238,7 @@ def test_a_worker_that_died_is_told_of_by_its_machine_and_the_likely_cause(text,
 
 
 def test_a_rollout_worker_that_died_is_told_of_as_one_with_what_lowers_its_memory():
-    said = str(death_of(RuntimeError(DIED), "rollout"))
+    said = str(death_of(RuntimeError(DIED), rollout=True))
     assert said.startswith("A rollout worker (process 2322 on 10.0.0.2) died") and "rollout.kv_cache_gb" in said
 
 

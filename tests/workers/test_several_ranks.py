@@ -29,7 +29,7 @@ from toy_workers import Join, OneEngine, Spoiled, Toy, group_of, updates
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost
-from posttrain.controller.wire import pack
+from posttrain.controller.wire import pack, unpack
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.models.loading import load_tokenizer
@@ -48,9 +48,11 @@ RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEE
 
 @pytest.fixture(scope="module")
 def cluster(forked):
-    """A Ray whose processes are forks: each would import all of posttrain for itself."""
+    """A Ray whose processes are forks: each would import all of posttrain for itself. Another machine joins it, so it
+    is not on the loopback interface."""
     forks = f"ray_kwargs.ray_init.runtime_env.py_executable={forked.python}"
-    made = RayCluster(4, load_config([*RAYS_OWN, forks]).value("trainer.ray_init"))
+    address = f"trainer.ray_init._node_ip_address={ray.util.get_node_ip_address()}"
+    made = RayCluster(4, load_config([*RAYS_OWN, forks, address]).value("trainer.ray_init"))
     made.start()
     yield made
     made.stop()
@@ -60,7 +62,6 @@ def cluster(forked):
 def ranks(cluster):
     """`ranks(n)`: workers on n of four processes, or on this one; `ranks((n, m))`: m others of them generate, and know
     each other where they are several."""
-    from posttrain.controller.ray_calls import fetched
     from posttrain.controller.ray_group import RayWorkers
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,14 +74,12 @@ def ranks(cluster):
         count, others = counts if isinstance(counts, tuple) else (counts, 0)
         some = copy.copy(four)
         some.hosts, some.rollout_hosts, some.world_size = four.hosts[:count], four.hosts[count : count + others], count
-        address = fetched(four.hosts[0].free_address.remote())
+        address = four.watch.fetched(four.hosts[0].free_address.remote())
         ranked = [(host, (rank, count, address)) for rank, host in enumerate(some.hosts)]
         if others:
-            address = fetched(some.rollout_hosts[0].free_address.remote())
+            address = four.watch.fetched(some.rollout_hosts[0].free_address.remote())
         ranked += [(host, (number, others, address)) for number, host in enumerate(some.rollout_hosts)]
-        joining = [host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked]
-        for joined in joining:
-            fetched(joined)
+        four.watch.gathered([host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked])
         some.close = lambda: None  # they serve further runs
         return some
 
@@ -96,8 +95,9 @@ def test_S0_73_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks
     assert ranks(2).create("toy", Toy, None).variable("SEEN_BY_RANKS") == ["1", "1"]
     made = Mock(**{"return_value.cluster.was_there": True})
     monkeypatch.setattr(ray_group, "RayWorkers", made)
-    open_workers(load_config(["trainer.ray_init.num_cpus=3", "trainer.n_workers=2"]).config, CPU, None)
-    assert made.call_args.kwargs["settings"] == {"num_cpus": 3}
+    given = ["trainer.ray_init.num_cpus=3", "trainer.stopped_worker_timeout_s=7", "trainer.n_workers=2"]
+    open_workers(load_config(given).config, CPU, None)
+    assert made.call_args.kwargs["settings"] == {"num_cpus": 3} and made.call_args.kwargs["stopped_s"] == 7
     assert "trainer.ray_init has no effect: this process is connected to a Ray already" in capsys.readouterr().out
 
 
@@ -301,6 +301,35 @@ def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_th
     runs.free("killed", 2, SIX)
     assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_taken_for_the_cause(cluster, tmp_path):
+    from posttrain.controller import ray_ranks
+    from posttrain.controller.ray_group import RayWorkers
+    from posttrain.controller.standstill import WorkerStopped
+
+    told: list[str] = []
+    workers = RayWorkers(2, CPU, cluster, tell=told.append, stopped_s=4, logs=tmp_path)
+    try:
+        group = workers.create("toy", Toy, None)
+        _, second = group.process()
+        group.nap(5.0)  # a worker that takes its time is not reported
+        assert told == [] and group.meet() == [2, 2]
+        with pytest.raises(RuntimeError, match="Connection reset by peer"):  # both are alive
+            group.lose_touch()
+        os.kill(second, signal.SIGSTOP)
+        with pytest.raises(WorkerStopped, match=rf"Rank 1 \(process {second} on .*\) has been stopped .* 4 s"):
+            group.meet()  # the first waits for it inside gloo
+        os.kill(second, signal.SIGCONT)
+        assert len(told) == 1 and f"Rank 1 (process {second} on" in told[0] and "kill -CONT" in told[0]
+        assert group.meet() == [2, 2]
+        with pytest.raises(ray_ranks.WorkerDied, match=rf"Rank 1 \(process {second} on .*\) died") as death:
+            group.lose_touch("its last words")
+        log = tmp_path / "workers.log"
+        assert str(log) in str(death.value) and "its last words" in log.read_text().splitlines()
+        assert "Connection reset by peer" in str(death.value.__cause__)
+    finally:
+        workers.close()
 
 
 # -- other workers generate than train -------------------------------------------------------------------------------
@@ -700,10 +729,27 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
     assert {name: two.metrics[0][name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-5)
 
 
+def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, forked):
+    from posttrain.controller.ray_secret import OWN
+
+    code = """
+        import os
+        os.environ |= {{"RAY_ADDRESS": {address!r}, "RAY_AUTH_TOKEN": {token!r}}}
+        from posttrain.controller.ray_cluster import RayCluster
+        import ray
+        cluster = RayCluster(1)
+        cluster.start()
+        print("machines:", len(ray.nodes()))
+        cluster.stop()
+    """
+    address = ray.get_runtime_context().gcs_address
+    joined = forked.run(textwrap.dedent(code).format(address=address, token=OWN))
+    assert "machines: 1" in joined.stdout, joined.stderr[-2000:]
+
+
 def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.alike import check_alike
-    from posttrain.controller.ray_calls import fetched
     from posttrain.controller.ray_group import RayWorkers
     from posttrain.controller.ray_machines import machines_for
     from posttrain.controller.ray_node import RayNode
@@ -725,7 +771,7 @@ def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leave
     serving.start()
     here, there = machines_for(2, 1, "cpu", told.append)
     rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
-    check_alike([fetched(rank.programs.remote())], [there.address])
+    check_alike([unpack(ray.get(rank.programs.remote()))], [there.address])
     assert at_work.wait(60) and serving.is_alive()
     ray.kill(rank)
     serving.join(60)

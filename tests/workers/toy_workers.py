@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,23 @@ class Toy:
     @register(to_all)
     def found_it(self) -> bool:
         return self.found
+
+    @register(to_all, all_of)
+    def meet(self) -> int:
+        """All ranks wait for each other."""
+        count = torch.ones(1)
+        torch.distributed.all_reduce(count)
+        return int(count)
+
+    @register(to_all)
+    def lose_touch(self, words: str = "") -> None:
+        """Rank 0 cannot talk to the others at once; with `words` rank 1 prints them, and dies only then."""
+        if torch.distributed.get_rank() == 0:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer.")
+        if words:
+            print(words, flush=True)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     @register(to_all)
     def nap(self, seconds: float) -> None:

@@ -126,7 +126,7 @@ def _build(
         pool = stack.enter_context(_reward_pool(spec, limits, sources, looker))
     elif turns and turns.asks_first:
         say("note: there is no reward function for these rows: the agent's own rewards are the only ones.")
-    workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
+    workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib, run.logs))
     stack.callback(keep_worker_logs, workers, run.logs)
     trainer = (trainer_class or RayPPOTrainer)(
         config,

@@ -44,7 +44,8 @@ def _served(resolved: Resolved) -> RunResult:
     from posttrain.controller.ray_serving import serve
 
     say(f"Machine {resolved.node_rank} of {resolved.config.trainer.nnodes}: machine 0 drives the run.")
-    address, token = torchrun.wait_for_address() if torchrun.is_meeting() else (given_address(), "")
+    shared = Path(resolved.config.trainer.default_local_dir)
+    address, token = torchrun.wait_for_address(shared) if torchrun.is_meeting() else (given_address(), "")
     assert address is not None  # checked with the settings
     with hang_up_is_no_end():
         serve(address, say, token)

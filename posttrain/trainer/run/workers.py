@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,17 @@ import torch
 
 from posttrain.config.parallel import one_process, rollout_workers_of, workers_of
 from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.controller.worker_log import keep, lines_of
 from posttrain.tracking.progress import say
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.run.external import import_external
 from posttrain.trainer.run.process import seed_and_determinism
 
 
-def open_workers(config: Any, device: torch.device, external: str | None) -> Workers:
+def open_workers(config: Any, device: torch.device, external: str | None, logs: Path | None = None) -> Workers:
     """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
     and `rollout.n_workers` that only generate, in processes that Ray starts; these import `external` too, which may
-    register losses, models and engines."""
+    register losses, models and engines. What a process printed that died is written to the folder `logs`."""
     if one_process(config):
         return LocalWorkers()
     from posttrain.controller.ray_group import RayWorkers
@@ -33,7 +33,17 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
     with waiting("starting Ray"):
         teams = rollout > 0 and config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
         workers = RayWorkers(
-            ranks, device, prepare=prepare, machines=machines, tell=say, settings=settings, rollout=rollout, teams=teams
+            ranks,
+            device,
+            prepare=prepare,
+            machines=machines,
+            tell=say,
+            settings=settings,
+            rollout=rollout,
+            teams=teams,
+            stopped_s=config.trainer.stopped_worker_timeout_s,
+            logs=logs,
+            shared=Path(config.trainer.default_local_dir),
         )
     if settings and workers.cluster.was_there:
         say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
@@ -41,19 +51,15 @@ def open_workers(config: Any, device: torch.device, external: str | None) -> Wor
 
 
 def keep_worker_logs(workers: Workers, folder: Path) -> None:
-    """What the processes of the ranks printed, before Ray's own folder is gone: added to `workers.log`."""
-    cluster = getattr(workers, "cluster", None)
+    """What the processes of the ranks printed, before Ray's own folder is gone: added to `workers.log`, where that of
+    a process that died is already."""
+    cluster, watch = getattr(workers, "cluster", None), getattr(workers, "watch", None)
     if cluster is None or not cluster.folder:  # this process, or a Ray of the user's, which keeps its logs
         return
     for path in sorted(Path(cluster.folder).glob("session_latest/logs/worker-*")):
-        if path.suffix not in (".out", ".err"):
+        if path.suffix not in (".out", ".err") or (watch is not None and path.name in watch.kept):
             continue
-        with suppress(OSError):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            said = [line for line in lines if line and not line.startswith((":job_id:", ":actor_name:"))]
-            if said:
-                with (folder / "workers.log").open("a", encoding="utf-8") as log:
-                    log.write("\n".join([f"--- {path.name}", *said]) + "\n")
+        keep(lines_of([str(path)]), path.name, folder)
 
 
 def _prepare(config: Any, device: torch.device, external: str | None) -> None:

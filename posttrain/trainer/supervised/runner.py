@@ -70,7 +70,7 @@ def run_supervised(
             if batch < config.data.train_batch_size:
                 say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
             settle_memory(config, device, resolved.explicit)
-            workers = stack.enter_context(open_workers(config, device, config.model.external_lib))
+            workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
             stack.callback(keep_worker_logs, workers, run.logs)
             parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
             with named_stage("load"):

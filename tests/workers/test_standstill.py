@@ -1,0 +1,126 @@
+"""Workers that stand still: who is reported, what ends a run, and who is left alone. No Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from patience import until
+
+from posttrain.config import ConfigError, load_config
+from posttrain.controller.process_state import Process, State, state_of, this_process
+from posttrain.controller.standstill import EVERY_S, IDLE_S, Standstill, WorkerStopped
+
+ONE, TWO = "Rank 0 (process 11 on a)", "Rank 1 (process 22 on b)"
+
+
+class Watched:
+    """A Standstill with a clock of its own: `look` lets some seconds pass, and shows two processes' states."""
+
+    def __init__(self, limit_s: float = 300.0) -> None:
+        self.now, self.told, self.used = 0.0, [], 0.0
+        self.standstill = Standstill(limit_s, self.told.append, lambda: self.now)
+
+    def look(self, letters: str, *, looks: int = 1, passed: float = EVERY_S, load: float = 1.0) -> None:
+        """`load` is the share of a core that the second process uses."""
+        for _ in range(looks):
+            self.now += passed
+            self.used += load * passed
+            states = {ONE: State(letters[0], 5.0), TWO: State(letters[1], self.used)}
+            self.standstill.look(states, [ONE, TWO])
+
+
+def test_a_stopped_worker_is_named_within_seconds_and_ends_the_run_at_the_limit():
+    watched = Watched(limit_s=60)
+    watched.look("ST", looks=4)
+    assert watched.told == []
+    watched.look("ST", looks=2)
+    (said,) = watched.told
+    assert TWO in said and ONE not in said and "kill -CONT" in said and "trainer.stopped_worker_timeout_s" in said
+    with pytest.raises(
+        WorkerStopped, match=r"Rank 1 \(process 22 on b\) has been stopped since \d.* 60 s .* newest che"
+    ):
+        watched.look("ST", looks=30)
+    assert watched.now == 60 and len(watched.told) == 1
+
+
+def test_a_worker_that_goes_on_is_told_of_and_its_time_begins_anew():
+    watched = Watched(limit_s=60)
+    for _ in range(4):  # two minutes in all, but never 60 s
+        watched.look("ST", looks=20)
+        watched.look("SS")
+    assert [TWO in said and "no longer stopped" in said for said in watched.told] == [False, True] * 4
+
+
+def test_a_run_that_was_stopped_as_a_whole_blames_nobody():
+    """Ctrl-Z, an hour, `fg`: the driver looks before all workers go on."""
+    watched = Watched(limit_s=60)
+    watched.look("SS")
+    watched.look("TT", passed=3600)
+    watched.look("SS")
+    assert watched.told == []
+
+
+def test_a_worker_in_a_debugger_is_told_of_and_never_ends_the_run():
+    watched = Watched(limit_s=5)
+    watched.look("St", looks=1000)
+    assert len(watched.told) == 1 and "debugger" in watched.told[0]
+
+
+@pytest.mark.parametrize("letters", ["SR", "SS", "SD"])
+def test_a_worker_that_computes_is_never_told_of(letters):
+    """However long it does not answer, and although the other one waits for it."""
+    watched = Watched()
+    watched.look(letters, looks=5000, load=0.2)
+    assert watched.told == []
+
+
+def test_workers_that_neither_answer_nor_compute_are_told_of_more_and_more_rarely_and_never_end_the_run():
+    watched = Watched()
+    watched.look("SD", looks=int(20 * IDLE_S / EVERY_S), load=0.01)
+    assert len(watched.told) == 5  # after 1, 2, 4, 8 and 16 times the limit
+    assert ONE in watched.told[0] and TWO in watched.told[0] and "py-spy" in watched.told[0]
+    watched.standstill.answered()
+    watched.look("SD", looks=int(IDLE_S / EVERY_S) - 1, load=0.01)
+    assert len(watched.told) == 5
+
+
+def test_nothing_is_said_where_nothing_is_known():
+    watched = Watched()
+    for _ in range(1000):
+        watched.now += EVERY_S
+        watched.standstill.look({ONE: None, TWO: None}, [ONE, TWO])
+    assert watched.told == []
+
+
+def test_the_kernel_tells_a_stopped_process_from_one_that_computes_whatever_holds_its_lock():
+    """`re` holds the interpreter's lock for the whole of its search."""
+    if not os.path.exists("/proc/self/stat"):
+        pytest.skip("needs /proc")
+    code = "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')"
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
+        try:
+            with open(f"/proc/{child.pid}/stat") as file:
+                process = Process(child.pid, int(file.read().rpartition(")")[2].split()[19]))
+            until(lambda: (state := state_of(process)) and state.letter == "R" and state.seconds > 0.2, "for its work")
+            own = this_process()
+            assert own.pid == os.getpid() and (mine := state_of(own)) and mine.seconds > 0.2  # with what is below it
+            child.send_signal(signal.SIGSTOP)
+            until(lambda: (state := state_of(process)) and state.letter == "T", "for its stop")
+            child.send_signal(signal.SIGCONT)
+            until(lambda: (state := state_of(process)) and state.letter == "R", "for its going on")
+            assert state_of(Process(child.pid, process.started + 1)) is None  # a later one with its number
+        finally:
+            child.kill()
+    assert state_of(process) is None
+
+
+def test_the_limit_is_a_time():
+    assert load_config(["trainer.n_workers=2"]).value("trainer.stopped_worker_timeout_s") == 300.0
+    given = load_config(["trainer.stopped_worker_timeout_s=1.5", "trainer.n_workers=2"])
+    assert given.value("trainer.stopped_worker_timeout_s") == 1.5
+    with pytest.raises(ConfigError, match="stopped_worker_timeout_s"):
+        load_config(["trainer.stopped_worker_timeout_s=0", "trainer.n_workers=2"])
