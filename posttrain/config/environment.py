@@ -11,7 +11,6 @@ from pathlib import Path
 from posttrain.config.closest import closest
 from posttrain.config.engine_kwargs import OUTSIDE, source_of
 from posttrain.config.hub import why_not_from_hub
-from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.config.megatron import missing_megatron
 from posttrain.config.model_files import broken_files
@@ -47,7 +46,6 @@ def check_supervised_environment(
         *_own_code(resolved, folder, ("model.external_lib",)),
         *check_workers(resolved, folder),
         *_folders(resolved, folder),
-        *missing_packages(resolved),
     ]
 
 
@@ -209,5 +207,4 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     check_workers,
     check_parallel_rollout,
     _folders,
-    lambda resolved, cwd: iter(missing_packages(resolved)),
 ]
