@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.compat_check.program import Call, find_calls
-from posttrain.compat_check.report import TREES, Report, as_text, examine
+from posttrain.compat_check.report import TREES, Report, as_text, examine, main_file
 from posttrain.compat_check.shell import Script
+from posttrain.config.lost_half import lost_lines
 from posttrain.errors import UserError
 
 _COMMANDS = {
@@ -34,13 +35,14 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the command for posttrain ('-': print it)")
     options = parser.parse_intermixed_args(list(args))
     script, calls = read_script(options.script)
+    text = _text(options.script)
     good = True
     written = []
     for call in calls:
         if call.program not in TREES:
             written.append(plain_command(call))
             continue
-        report = examine(call, options.settings)
+        report = examine(call, options.settings, lost=lost_lines(text, call.settings), folder=options.script.parent)
         print(as_text(report, every=options.all))
         for line in remarks(call, script):
             print(line)
@@ -79,8 +81,8 @@ def _text(path: Path) -> str:
 def remarks(call: Call, script: Script) -> list[str]:
     """What the reader should know beside the keys."""
     lines = []
-    if call.options:
-        lines.append(f"not read: {' '.join(call.options)} (give what verl's file sets as KEY=VALUE)")
+    if (name := main_file(call)) is not None:
+        lines.append(f"not read: the main file {name} (give what it sets as KEY=VALUE)")
     if not call.is_main:
         lines.append(f"{call.module} is a program of its own; posttrain's for it is: {_COMMANDS[call.program]}")
     outside = [text for text in script.variables.unset if any(text in setting for setting in call.settings)]

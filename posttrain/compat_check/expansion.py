@@ -27,10 +27,12 @@ class Variables:
         self.unset: list[str] = []
         """What the script takes from outside: shown as it was written."""
 
-    def named(self, name: str) -> str:
-        """`$NAME`."""
-        if name in ("@", "*") or name.isdigit():
-            return ""  # further arguments of the script
+    def named(self, name: str) -> str | list[str]:
+        """`$NAME`; `$@` gives its words."""
+        if name in ("@", "*"):
+            return []  # further arguments of the script
+        if name.isdigit():
+            return ""
         if name in self.texts:
             return self.texts[name]
         if name in self.arrays:

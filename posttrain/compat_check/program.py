@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from posttrain.compat_check.shell import Script
+from posttrain.config.commandline import CommandLine, parse_options
 
 _MODULES = {
     "sft_trainer": "sft",
@@ -29,8 +30,8 @@ class Call:
     """`ppo`, `sft`, `generation` or `evaluation`."""
     settings: list[str]
     """`key=value`, in order."""
-    options: list[str]
-    """Hydra's options."""
+    line: CommandLine
+    """Hydra's options, and what is wrong with the arguments as they stand."""
     launched: dict[str, str] = field(default_factory=dict)
     """What torchrun was told, as settings."""
 
@@ -63,17 +64,10 @@ def _is_verl(module: str) -> bool:
 
 def _read(module: str, arguments: list[str], before: list[str]) -> Call:
     program = _MODULES.get(module.split(".")[-1], "ppo")
-    settings, options = [], []
-    queue = list(arguments)
-    while queue:
-        word = queue.pop(0)
-        if word.startswith("-"):
-            options.append(word)
-            if "=" not in word and queue and "=" not in queue[0] and not queue[0].startswith("-"):
-                options[-1] = f"{word}={queue.pop(0)}"
-        elif "=" in word or word.startswith("~"):
-            settings.append(word)
-    return Call(module, program, settings, options, _launched(before))
+    # A word that is only a variable from outside (`$EXTRA_ARGS`) may hold any number of arguments, or none.
+    known = [word for word in arguments if not word.startswith("$") or "=" in word]
+    line, settings = parse_options(known)
+    return Call(module, program, settings, line, _launched(before))
 
 
 def _launched(before: list[str]) -> dict[str, str]:

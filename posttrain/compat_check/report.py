@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from posttrain.compat_check.program import Call
 from posttrain.config import ConfigError, load_config
 from posttrain.config.engine_kwargs import can_generate
+from posttrain.config.lost_half import cut_short
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
+from posttrain.config.verl.mains import MAINS, as_ours
 from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
 from posttrain.config.verl.script import UNKNOWN, Answered, answer_all
 
@@ -50,17 +53,32 @@ class Report:
         return [*(f"{key}={value}" for key, value in self.call.launched.items()), *taken, *self.added]
 
 
-def examine(call: Call, overrides: Sequence[str] = ()) -> Report:
-    """The report of one command; `overrides` are appended to its settings, as on its command line."""
+def examine(
+    call: Call, overrides: Sequence[str] = (), *, lost: Sequence[tuple[int, str]] = (), folder: Path = Path()
+) -> Report:
+    """The report of one command; `overrides` are appended to its settings, as on its command line.
+
+    `lost`: lines of the script that were meant as its arguments and never arrive; `folder` is the script's own."""
     report, tree = Report(call), TREES[call.program]
-    report.answers = answer_all([*call.settings, *overrides], tree)
+    given = [*call.settings, *overrides]
+    keys = {setting.lstrip("+").partition("=")[0] for setting in given}
+    of_file = [setting for setting, _ in as_ours(replace(call.line), folder) if setting.partition("=")[0] not in keys]
+    report.answers = answer_all([*of_file, *given], tree)
     if call.program == "ppo":
         report.added = _additions({one.key: one.setting.partition("=")[2] for one in report.answers})
+    report.problems = [str(problem) for problem in [*call.line.problems, *([cut_short(lost)] if lost else [])]]
     try:
         load_config(report.settings_here, tree=tree)
     except ConfigError as error:
-        report.problems = [str(problem) for problem in error.problems]
+        report.problems += [str(problem) for problem in error.problems]
     return report
+
+
+def main_file(call: Call) -> str | None:
+    """The main file that the command names, where it is none that posttrain knows."""
+    line, known = call.line, (*MAINS, *(tree.main for tree in TREES.values()))
+    name = (line.config_name or known[-1]).removesuffix(".yaml")
+    return None if name in known else "/".join(filter(None, [line.config_path or line.config_dir, f"{name}.yaml"]))
 
 
 def _additions(values: dict[str, str]) -> list[str]:

@@ -14,6 +14,8 @@ _ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.DOTALL)
 _NAME = re.compile(r"^\w+\+?=$")
 _OPENING, _OTHER_BRANCH, _CLOSING = ("if", "case"), ("else", "elif", ";;"), ("fi", "esac")
 _SPLIT = re.compile(r"[ \t\n]+")
+_NO_WORDS = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"')
+"""Quoted, and yet no word at all where there are no arguments, or the array is empty."""
 
 
 class Script:
@@ -92,7 +94,7 @@ class Script:
     def _word(self, words: list[str]) -> None:
         """One word (or several, from an array), appended; or an array that is assigned."""
         parts: list[str] = [""]
-        quoted = False
+        quoted, start = False, self._place
         while self._place < len(self._text):
             char = self._text[self._place]
             if char == "(" and _NAME.match(parts[-1]) and len(parts) == 1:
@@ -123,7 +125,8 @@ class Script:
                 self._place += 1
         if self._place < len(self._text) and self._text[self._place] in "<>" and parts[-1].isdigit():
             return  # the number of a redirected stream
-        words += parts if quoted else [part for part in parts if part]
+        vanishes = _NO_WORDS.fullmatch(self._text, start, self._place) is not None and parts == [""]
+        words += parts if quoted and not vanishes else [part for part in parts if part]
 
     def _double_quoted(self, parts: list[str]) -> None:
         while self._place < len(self._text) and self._text[self._place] != '"':
