@@ -34,6 +34,12 @@ class Call:
     """Hydra's options, and what is wrong with the arguments as they stand."""
     launched: dict[str, str] = field(default_factory=dict)
     """What torchrun was told, as settings."""
+    outside: list[str] = field(default_factory=list)
+    """References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`."""
+
+    def is_open(self, setting: str) -> bool:
+        """Whether the value depends on what the script takes from outside."""
+        return any(text in setting.partition("=")[2] for text in self.outside)
 
     @property
     def is_main(self) -> bool:
@@ -43,7 +49,10 @@ class Call:
 
 def find_calls(script: Script) -> list[Call]:
     """Every command of verl in the script."""
-    return [call for words in script.commands if (call := _call(words)) is not None]
+    calls = [call for words in script.commands if (call := _call(words)) is not None]
+    for call in calls:
+        call.outside = list(script.variables.unset)
+    return calls
 
 
 def _call(words: list[str]) -> Call | None:

@@ -45,6 +45,23 @@ READING = {
     "files": (f"{START} a=1 > log.txt 2> err.txt &", ["a=1"]),
     "a text to the end of a mark": (f"cat > f <<EOF\n{START} a=1\nEOF\n{START} b=2", ["b=2"]),
     "the first branch": (f"if [ $X = 1 ]; then\n n=4\nelse\n n=8\nfi\n{START} a=$n", ["a=4"]),
+    "a device that is asked for": (
+        "D=${D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\nA=()\n"
+        'case "$D" in\n  gpu | cpu) n=4 ;;\n  npu)\n    n=8\n    A+=(x=1)\n    ;;\nesac\n'
+        f'{START} a=$n "${{A[@]}}"',
+        ["a=4"],
+    ),
+    "a branch within a branch": (
+        "M=${M:-}\nA=(y=0)\ncase gpu in\n  gpu)\n    case \"$M\" in\n      b200) n=1; A+=(x=1) ;;\n      *) n=2 ;;\n"
+        f'    esac\n    m=$n\n    ;;\n  *) m=9 ;;\nesac\n{START} a=$m "${{A[@]}}"',
+        ["a=2", "y=0"],
+    ),
+    "conditions": (
+        'E=vllm\nn=8\nif [ "${U:-1}" != 0 ] && { [ "$E" = sglang ] || [ "$E" = vllm ]; }; then\n  a=1\nelse\n  a=2\nfi\n'
+        'if [[ -z "$E" || $n -lt 8 ]]; then b=1; elif [ $n -ge 8 ]; then b=2; else b=3; fi\n'
+        f"if ! [ -n \"$E\" ]; then\n  c=1\nfi\n{START} a=$a b=$b c=${{c:-0}}",
+        ["a=1", "b=2", "c=0"],
+    ),
     "a job of Ray": (f"ray job submit --no-wait --runtime-env=e.yaml -- {START} a=1", ["a=1"]),
     "an interpreter's own arguments": (f"CUDA_VISIBLE_DEVICES=0 nsys profile -o x {START} a=1", ["a=1"]),
     "what the shell gives stays": (f"{START} a=$HOME/x b=run_$(date +%s)", ["a=$HOME/x", "b=run_$(date +%s)"]),
@@ -60,7 +77,10 @@ def test_a_script_is_read_as_a_shell_would(text, expected):
     assert settings(text) == expected
 
 
-@pytest.mark.parametrize("name", ["quotes", "arrays", "text of several words", "arithmetic", "variables", "no further arguments"])
+ORACLE = ["no further arguments", "a device that is asked for", "a branch within a branch", "conditions"]
+
+
+@pytest.mark.parametrize("name", ["quotes", "arrays", "text of several words", "arithmetic", "variables", *ORACLE])
 def test_bash_reads_the_same(name):
     """The oracle: bash itself, with the program replaced by one that prints its arguments."""
     text, expected = READING[name]
@@ -129,6 +149,22 @@ def test_a_main_file_of_the_users_own_is_not_read_and_said(tmp_path, capsys):
     script.write_text(f"{START} --config-path=conf --config-name=mine algorithm.adv_estimator=grpo\n")
     cli.compat(["check", str(script)])
     assert "not read: the main file conf/mine.yaml" in capsys.readouterr().out
+
+
+def test_variables_that_the_script_does_not_set_are_named_and_nothing_is_refused_for_them(tmp_path, capsys):
+    script, out = tmp_path / "run.sh", tmp_path / "here.sh"
+    keys = "trainer.nnodes=$WORLD_SIZE trainer.n_gpus_per_node=${GPUS:?how many} data.train_batch_size=$((GPUS * 8))"
+    engine = "actor_rollout_ref.rollout.name=$ENGINE actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    script.write_text(f"{START} {keys} {engine} trainer.experiment_name=$RUN data.train_files=$HOME/x.parquet\n")
+    assert cli.compat(["check", str(script), "--write", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "set before it is run: $WORLD_SIZE (trainer.nnodes, 1 is assumed here)" in said
+    assert "set before it is run: $GPUS (trainer.n_gpus_per_node, 8 is assumed here)" in said
+    assert "set before it is run: $RUN (trainer.experiment_name)" in said and "$HOME" not in said.split("honoured")[-1]
+    assert 'trainer.nnodes=$WORLD_SIZE"' in out.read_text()
+    script.write_text(f"{START} trainer.nnodes=$WORLD_SIZE algorithm.lam=$LAM trainer.nodes=$WORLD_SIZE\n")
+    assert cli.compat(["check", str(script)]) == 1
+    assert "did you mean `trainer.nnodes`" in capsys.readouterr().out
 
 
 def test_torchruns_counts_become_settings():
