@@ -32,8 +32,6 @@ class Variables:
         """`$NAME`; `$@` gives its words."""
         if name in ("@", "*"):
             return []  # further arguments of the script
-        if name.isdigit():
-            return ""
         if name in self.texts:
             return self.texts[name]
         if name in self.arrays:

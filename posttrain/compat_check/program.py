@@ -46,6 +46,12 @@ class Call:
         """Whether it is one of verl's own trainers, not a recipe's."""
         return self.module.split(".")[0] == "verl" and self.module.split(".")[-1] in ("main_ppo", *_MODULES)
 
+    def without_outside(self, setting: str) -> str:
+        """The setting with a word in place of each reference that the script does not answer."""
+        for text in self.outside:
+            setting = setting.replace(text, "from_outside")
+        return setting
+
 
 def find_calls(script: Script) -> list[Call]:
     """Every command of verl in the script."""

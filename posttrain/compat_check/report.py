@@ -52,8 +52,10 @@ class Report:
         known = []
         for setting in self.settings_here:
             key = setting.lstrip("+").partition("=")[0]
-            if not self.call.is_open(setting) or _takes_any_text(key, TREES[self.call.program]):
+            if not self.call.is_open(setting):
                 known.append(setting)
+            elif _takes_any_text(key, TREES[self.call.program]):
+                known.append(self.call.without_outside(setting))
             elif key in ASSUMED:
                 known.append(f"{key}={ASSUMED[key]}")
         return known

@@ -162,6 +162,10 @@ def test_variables_that_the_script_does_not_set_are_named_and_nothing_is_refused
     assert "set before it is run: $GPUS (trainer.n_gpus_per_node, 8 is assumed here)" in said
     assert "set before it is run: $RUN (trainer.experiment_name)" in said and "$HOME" not in said.split("honoured")[-1]
     assert 'trainer.nnodes=$WORLD_SIZE"' in out.read_text()
+    folder = '$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)'
+    script.write_text(f"ROOT={folder}\n{START} custom_reward_function.path=$ROOT/r.py trainer.n_gpus_per_node=$1\n")
+    assert cli.compat(["check", str(script)]) == 0
+    assert "set before it is run: $1 (trainer.n_gpus_per_node, 8 is assumed here)" in capsys.readouterr().out
     script.write_text(f"{START} trainer.nnodes=$WORLD_SIZE algorithm.lam=$LAM trainer.nodes=$WORLD_SIZE\n")
     assert cli.compat(["check", str(script)]) == 1
     assert "did you mean `trainer.nnodes`" in capsys.readouterr().out
