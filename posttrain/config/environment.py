@@ -12,7 +12,7 @@ from posttrain.config.closest import closest
 from posttrain.config.engine_kwargs import OUTSIDE, source_of
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from posttrain.config.megatron import missing_megatron
+from posttrain.config.megatron import missing_megatron, untrainable_models
 from posttrain.config.model_files import broken_files
 from posttrain.config.outside import KEY
 from posttrain.config.problem import Problem
@@ -204,6 +204,7 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _own_code,
     _rollout_engine,
     lambda resolved, cwd: missing_megatron(resolved),
+    untrainable_models,
     check_workers,
     check_parallel_rollout,
     _folders,
