@@ -21,16 +21,16 @@ class BaseConfig(Mapping[str, Any]):
     @classmethod
     def of(cls, section: Any, **values: Any) -> Any:
         """A view of a section as it is now."""
-        if isinstance(section, cls):
+        if isinstance(section, cls) and not values:
             return section
         names = list(section) if isinstance(section, Mapping) else [f.name for f in dataclasses.fields(section)]
         return cls(**({name: section[name] for name in names} | values))
 
     def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self, name)
-        except AttributeError:
-            raise KeyError(name) from None
+        return getattr(self, name)  # an AttributeError for what is not there, as verl's
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and hasattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.__dict__ if not name.startswith("_"))

@@ -17,7 +17,7 @@ INSTEAD = {
     "verl.workers.sharding_manager": "Rollout and trainer share their weights: there is no resharding step. "
     "`sync_weights` of posttrain.workers.fsdp_workers is the place where weights travel.",
     "verl.workers.engine": "The train engine is `posttrain.engine` (contract: posttrain/engine/base.py).",
-    "verl.workers.actor": "The policy's update is `posttrain.workers.actor.dp_actor.DataParallelPPOActor`; a loss of "
+    "verl.workers.actor": "`verl.workers.actor.dp_actor` has the policy's update; a loss of "
     "your own is registered with verl.trainer.ppo.core_algos.register_policy_loss.",
     "verl.workers.critic": "The critic's update is `posttrain.workers.critic.dp_critic`.",
     "verl.workers.reward_model": "Reward models are `posttrain.workers.reward_model`; reward_model.enable=true.",

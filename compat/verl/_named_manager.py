@@ -54,10 +54,13 @@ class NamedManager:
     def _class(self) -> Any:
         from posttrain.errors import UserError
         from verl.utils.import_utils import load_extern_object
+        from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
         from verl.workers.reward_manager import get_reward_manager_cls
 
         try:
-            return load_extern_object(self.file, self.name) if self.file else get_reward_manager_cls(self.name)
+            if self.file:
+                return load_extern_object(self.file, self.name)
+            return REWARD_MANAGER.get(self.name) or get_reward_manager_cls(self.name)
         except ValueError as error:
             raise UserError(
                 f"{error}. Yours is found when its file is loaded: actor_rollout_ref.model.external_lib=FILE, "
@@ -66,13 +69,23 @@ class NamedManager:
 
     def with_tokenizer(self, tokenizer: Any) -> Any:
         """The manager itself, made as verl makes it."""
+        from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase, WholeBatch
         from verl.trainer.ppo.reward import get_custom_reward_fn
         from verl.utils.reward_score import default_compute_score
 
         score = get_custom_reward_fn(self.config) or default_compute_score
+        if issubclass(self.cls, RewardManagerBase):
+            return WholeBatch(self.cls(self._settings(), tokenizer, score))
         return self.cls(
             tokenizer=tokenizer, num_examine=0, compute_score=score, reward_fn_key="data_source", **self.kwargs
         )
+
+    def _settings(self) -> Any:
+        """The run's settings with `reward.reward_kwargs`, as managers of single responses read them."""
+        from omegaconf import OmegaConf
+
+        tree = self.config.to_dict()
+        return OmegaConf.create(tree | {"reward": tree["reward"] | {"reward_kwargs": self.kwargs}})
 
 
 def _nested(settings: dict[str, str]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDict
 
 from posttrain.protocol import DataProto as Batch
 from posttrain.protocol_fields import object_array
+from verl._tensors import BatchTensors
 
 
 def to_verl(data: Batch) -> Any:
@@ -19,7 +19,7 @@ def to_verl(data: Batch) -> Any:
     if "ground_truth" in fields and "reward_model" not in fields:
         truths = [{"style": "rule", "ground_truth": truth} for truth in fields["ground_truth"]]
         fields["reward_model"] = object_array(truths)
-    tensors = TensorDict(dict(data.batch), batch_size=[len(data)])
+    tensors = BatchTensors(dict(data.batch), batch_size=[len(data)])
     return DataProto(batch=tensors, non_tensor_batch=fields, meta_info=dict(data.meta_info))
 
 

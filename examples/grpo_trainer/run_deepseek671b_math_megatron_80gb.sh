@@ -4,7 +4,8 @@
 #            makes them), 32 CUDA GPUs of 80 GB; a model that the engine trains (docs/megatron.md): DeepSeek-V3's own
 #            attention is not built, so behind the script give actor_rollout_ref.model.path of a Qwen3-MoE or Mixtral
 #   expect   the line `Train engine: megatron-core ... (tensor 8, pipeline 4, expert 8)` before the first step
-#   small    SMOKE=1 bash examples/grpo_trainer/run_deepseek671b_math_megatron_80gb.sh
+#   small    SMOKE=1 bash examples/grpo_trainer/run_deepseek671b_math_megatron_80gb.sh: two steps of the embedded model, a
+#            dense one, by Megatron on one rank; no mixture of experts and no cut over ranks
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
@@ -12,10 +13,11 @@ source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python
 smoke grpo
+stands_for "a dense model on one rank stands for DeepSeek-V3, whose own attention the Megatron engine does not have"
 if [[ "${SMOKE:-0}" == 1 ]]; then  # one process has one rank to cut over
   small+=(actor_rollout_ref.actor.megatron_config.tensor_parallel_size=1
     actor_rollout_ref.actor.megatron_config.pipeline_parallel_size=1
-    actor_rollout_ref.actor.megatron_config.expert_parallel_size=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1)
+    actor_rollout_ref.actor.megatron_config.expert_parallel_size=1)
 fi
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \

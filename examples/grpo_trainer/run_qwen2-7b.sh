@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2-7B-Instruct on eight GPUs.
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them) and 8 CUDA GPUs of 80 GB on one
-#            machine: about 54 GiB each (`posttrain plan`). On one GPU of 80 GB add these three (34 GiB):
-#              trainer.n_gpus_per_node=1 actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.rollout.max_num_seqs=256
+#            machine: about 56 GiB each (`posttrain plan`). On one GPU of 80 GB add these four (35 GiB):
+#              trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1
+#              actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.rollout.max_num_seqs=256
 #            wandb is used if it is installed (`pip install wandb`) and WANDB_API_KEY is set; otherwise a note says so.
 #   expect   105 steps (15 epochs of 7); each answers 1024 prompts 5 times and makes 4 optimizer steps. Metrics, samples
 #            and checkpoints (every 20 steps) lie in outputs/verl_grpo_example/qwen2_7b
 #   small    SMOKE=1 bash examples/grpo_trainer/run_qwen2-7b.sh: two steps of the embedded model, seconds on a CPU
-# What is added to the command wins. The customary engine is rollout.name=vllm with two GPUs per engine; here each GPU
-# generates with posttrain's own engine, or, where vLLM is installed, with a vLLM of its own (rollout.name=vllm).
+#   differs  guides print rollout.name=vllm with tensor_model_parallel_size=2. One vLLM engine over two GPUs is not built:
+#            posttrain's own engine (native) runs over two GPUs. Where vLLM is installed, one per GPU is
+#              actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=1
+# What is added to the command wins.
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
@@ -16,6 +19,7 @@ source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python "$(wants_ray $([[ "${SMOKE:-0}" == 1 ]] || echo trainer.n_gpus_per_node=8) "$@")"
 smoke grpo
+differs actor_rollout_ref.rollout.name vllm native "one vLLM engine over two GPUs is not built; native's is" "$@"
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
@@ -36,7 +40,7 @@ exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   actor_rollout_ref.actor.fsdp_config.param_offload=False \
   actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
   actor_rollout_ref.rollout.name=native \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
   actor_rollout_ref.rollout.n=5 \
   actor_rollout_ref.ref.fsdp_config.param_offload=True \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO over several turns: Qwen2-7B-Instruct searches with a tool before it answers.
 #   needs    $HOME/data/nq_open/{train,validation}.parquet (`posttrain data nq_open` makes them), a CUDA GPU, and
-#            SEARCH_API_KEY with actor_rollout_ref.rollout.tool_config.search.url=http://HOST/retrieve; without a key the
-#            tool searches a local index. SGLang must be installed (docs/rollout.md): without it the run says so and
+#            SEARCH_API_KEY: of Tavily or Serper, or of a server of yours that SEARCH_API_URL=http://HOST/retrieve names;
+#            without a key the tool searches a local index. SGLang must be installed (docs/rollout.md): without it the run says so and
 #            ends. Add
 #              actor_rollout_ref.rollout.name=native
 #            which serves the same turns and tools (docs/tools.md).

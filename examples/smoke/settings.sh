@@ -5,6 +5,9 @@
 # itself: into $folder), sft or chats.
 # `start MODULE key=value ...` runs a trainer after what must be made for it (`first`, a command; empty if nothing). Its
 # settings are read before that, so that a mistyped key is said at once.
+# `differs KEY PRINTED HERE WHY [ARGUMENTS]` says at the start of a run where a script does not have the value that guides
+# print; silent where KEY stands among the arguments, which then decide.
+# `stands_for SENTENCE` says with SMOKE=1 what the small run does not show.
 # `not_yet SENTENCE` ends a script whose run waits for a part of posttrain that is not built, with status 69.
 small=()
 first=()
@@ -32,6 +35,7 @@ smoke() {
   fi
   small+=(actor_rollout_ref.model.path=embedded data.train_files=embedded data.val_files=embedded data.val_max_samples=16
     data.train_batch_size=8 data.max_prompt_length=32 data.max_response_length=8
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.actor.ppo_mini_batch_size=4 reward.num_workers=1)
   if [[ "$1" == ppo* ]]; then small+=(critic.model.path=embedded); fi
   if [[ "$1" == ppo_rm ]]; then
@@ -39,6 +43,7 @@ smoke() {
     small+=(reward_model.model.path="$out/rm/sums/checkpoints/global_step_2/huggingface" trainer.critic_warmup=1)
   fi
   if [[ "$1" == search ]]; then
+    echo "SMOKE=1: rollout.name=native generates in place of sglang"
     first=(smoke_search "$out" 100)
     small+=(actor_rollout_ref.model.path="$out/sft/search/checkpoints/global_step_100/huggingface"
       actor_rollout_ref.rollout.name=native data.train_files="$out/questions.jsonl" data.val_files="$out/questions.jsonl"
@@ -69,6 +74,19 @@ smoke_search() {
   "$RUN_PYTHON" -m posttrain sft model.path=embedded data.train_files="$1/searches.jsonl" data.train_batch_size=2 \
     data.max_length=1024 optim.lr=3e-3 trainer.total_training_steps="$2" trainer.total_epochs=50 trainer.device=cpu \
     trainer.default_local_dir="$1" trainer.project_name=sft trainer.experiment_name=search
+}
+
+differs() {
+  local key="$1" printed="$2" here="$3" why="$4" argument
+  shift 4
+  for argument in "$@"; do
+    if [[ "${argument%%=*}" == "$key" ]]; then return; fi
+  done
+  echo "note: guides print $key=$printed; this script sets $here: $why"
+}
+
+stands_for() {
+  if [[ "${SMOKE:-0}" == 1 ]]; then echo "SMOKE=1: $1"; fi
 }
 
 not_yet() {

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.compat_check.program import Call, find_calls
-from posttrain.compat_check.report import TREES, Report, as_text, examine
+from posttrain.compat_check.report import ASSUMED, TREES, Report, as_text, examine, main_file
 from posttrain.compat_check.shell import Script
+from posttrain.config.lost_half import lost_lines
 from posttrain.errors import UserError
 
+_ALWAYS_SET = ("$HOME", "${HOME}", "$USER", "${USER}", "$PWD", "${PWD}")
+_VARIABLE = re.compile(r"\$\{?\w")
 _COMMANDS = {
     "ppo": "python3 -m posttrain.trainer.main_ppo",
     "sft": "posttrain sft",
@@ -34,13 +38,14 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the command for posttrain ('-': print it)")
     options = parser.parse_intermixed_args(list(args))
     script, calls = read_script(options.script)
+    text = _text(options.script)
     good = True
     written = []
     for call in calls:
         if call.program not in TREES:
             written.append(plain_command(call))
             continue
-        report = examine(call, options.settings)
+        report = examine(call, options.settings, lost=lost_lines(text, call.settings), folder=options.script.parent)
         print(as_text(report, every=options.all))
         for line in remarks(call, script):
             print(line)
@@ -79,13 +84,16 @@ def _text(path: Path) -> str:
 def remarks(call: Call, script: Script) -> list[str]:
     """What the reader should know beside the keys."""
     lines = []
-    if call.options:
-        lines.append(f"not read: {' '.join(call.options)} (give what verl's file sets as KEY=VALUE)")
+    if (name := main_file(call)) is not None:
+        lines.append(f"not read: the main file {name} (give what it sets as KEY=VALUE)")
     if not call.is_main:
         lines.append(f"{call.module} is a program of its own; posttrain's for it is: {_COMMANDS[call.program]}")
-    outside = [text for text in script.variables.unset if any(text in setting for setting in call.settings)]
-    if outside:
-        lines.append(f"taken from outside the script: {', '.join(outside)}")
+    for text in script.variables.unset:
+        keys = [setting.partition("=")[0].lstrip("+") for setting in call.settings if text in setting]
+        if keys and text not in _ALWAYS_SET:
+            given = "set before it is run" if _VARIABLE.match(text) else "filled in when it is run"
+            taken = [f"{ASSUMED[key]} is assumed here" for key in keys if key in ASSUMED]
+            lines.append(f"{given}: {text} ({', '.join([*keys[:3], *(['...'] if len(keys) > 3 else []), *taken])})")
     return lines
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 _BRACED = re.compile(r"^(#|!)?(\w+|@|\*)(\[[@*]\]|\[\w+\])?(?:(:?[-=+?])(.*)|(##?|%%?|//?|:)(.*))?$", re.DOTALL)
+_FALLBACK = re.compile(r"\|\|\s*echo\s+[\"']?(?P<word>[\w.-]+)[\"']?\s*\)$")
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -27,10 +28,10 @@ class Variables:
         self.unset: list[str] = []
         """What the script takes from outside: shown as it was written."""
 
-    def named(self, name: str) -> str:
-        """`$NAME`."""
-        if name in ("@", "*") or name.isdigit():
-            return ""  # further arguments of the script
+    def named(self, name: str) -> str | list[str]:
+        """`$NAME`; `$@` gives its words."""
+        if name in ("@", "*"):
+            return []  # further arguments of the script
         if name in self.texts:
             return self.texts[name]
         if name in self.arrays:
@@ -79,7 +80,8 @@ def reference(text: str, start: int, variables: Variables) -> tuple[str | list[s
         return _arithmetic(text[start + 3 : end - 2], variables), end
     if rest.startswith("$("):
         end = _closing(text, start + 1, "(", ")")
-        return variables.outside(text[start:end]), end
+        assumed = fallback(text[start:end])
+        return variables.outside(text[start:end]) if assumed is None else assumed, end
     if rest.startswith("${"):
         end = _closing(text, start + 1, "{", "}")
         return variables.braced(text[start + 2 : end - 1]), end
@@ -87,6 +89,12 @@ def reference(text: str, start: int, variables: Variables) -> tuple[str | list[s
     if name is None:
         return "$", start + 1
     return variables.named(name[1]), start + len(name[0])
+
+
+def fallback(command: str) -> str | None:
+    """What `$(PROBE && echo A || echo B)` gives where the probe fails, as for a package that is not installed: B."""
+    match = _FALLBACK.search(command)
+    return match["word"] if match else None
 
 
 def _closing(text: str, start: int, opening: str, closing: str) -> int:

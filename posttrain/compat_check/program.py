@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from posttrain.compat_check.shell import Script
+from posttrain.config.commandline import CommandLine, parse_options
 
 _MODULES = {
     "sft_trainer": "sft",
@@ -29,20 +30,35 @@ class Call:
     """`ppo`, `sft`, `generation` or `evaluation`."""
     settings: list[str]
     """`key=value`, in order."""
-    options: list[str]
-    """Hydra's options."""
+    line: CommandLine
+    """Hydra's options, and what is wrong with the arguments as they stand."""
     launched: dict[str, str] = field(default_factory=dict)
     """What torchrun was told, as settings."""
+    outside: list[str] = field(default_factory=list)
+    """References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`."""
+
+    def is_open(self, setting: str) -> bool:
+        """Whether the value depends on what the script takes from outside."""
+        return any(text in setting.partition("=")[2] for text in self.outside)
 
     @property
     def is_main(self) -> bool:
         """Whether it is one of verl's own trainers, not a recipe's."""
         return self.module.split(".")[0] == "verl" and self.module.split(".")[-1] in ("main_ppo", *_MODULES)
 
+    def without_outside(self, setting: str) -> str:
+        """The setting with a word in place of each reference that the script does not answer."""
+        for text in self.outside:
+            setting = setting.replace(text, "from_outside")
+        return setting
+
 
 def find_calls(script: Script) -> list[Call]:
     """Every command of verl in the script."""
-    return [call for words in script.commands if (call := _call(words)) is not None]
+    calls = [call for words in script.commands if (call := _call(words)) is not None]
+    for call in calls:
+        call.outside = list(script.variables.unset)
+    return calls
 
 
 def _call(words: list[str]) -> Call | None:
@@ -63,17 +79,10 @@ def _is_verl(module: str) -> bool:
 
 def _read(module: str, arguments: list[str], before: list[str]) -> Call:
     program = _MODULES.get(module.split(".")[-1], "ppo")
-    settings, options = [], []
-    queue = list(arguments)
-    while queue:
-        word = queue.pop(0)
-        if word.startswith("-"):
-            options.append(word)
-            if "=" not in word and queue and "=" not in queue[0] and not queue[0].startswith("-"):
-                options[-1] = f"{word}={queue.pop(0)}"
-        elif "=" in word or word.startswith("~"):
-            settings.append(word)
-    return Call(module, program, settings, options, _launched(before))
+    # A word that is only a variable from outside (`$EXTRA_ARGS`) may hold any number of arguments, or none.
+    known = [word for word in arguments if not word.startswith("$") or "=" in word]
+    line, settings = parse_options(known)
+    return Call(module, program, settings, line, _launched(before))
 
 
 def _launched(before: list[str]) -> dict[str, str]:

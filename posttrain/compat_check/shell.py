@@ -1,19 +1,25 @@
 """A shell script read without running it: its commands as words, variables and arrays put in.
 
 Read: assignments, arrays (also `+=`), quotes, continuation lines, comments, `$NAME`, `${NAME:-default}`, `$((1 + N))`.
-Not run: commands, `$(...)`, loops; of `if` and `case` the first branch that sets a variable counts.
+Not run: commands, `$(...)`, loops. `if` and `case` are followed as far as the script's own variables tell
+(`branches.py`); of a block that depends on something else the first branch counts.
 """
 
 from __future__ import annotations
 
 import re
 
+from posttrain.compat_check.branches import Block, holds
 from posttrain.compat_check.expansion import Variables, reference
 
 _ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.DOTALL)
 _NAME = re.compile(r"^\w+\+?=$")
-_OPENING, _OTHER_BRANCH, _CLOSING = ("if", "case"), ("else", "elif", ";;"), ("fi", "esac")
+_CONDITION = re.compile(r"\s(?P<condition>.*?)[;\n]\s*then\b", re.DOTALL)
+_PATTERN = re.compile(r"(?:\s|#[^\n]*\n)*(?P<patterns>[^\n]*?)\)")
+_ESAC = re.compile(r"(?:\s|#[^\n]*\n)*esac\b")
 _SPLIT = re.compile(r"[ \t\n]+")
+_NO_WORDS = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"')
+"""Quoted, and yet no word at all where there are no arguments, or the array is empty."""
 
 
 class Script:
@@ -24,11 +30,36 @@ class Script:
         self.commands: list[list[str]] = []
         self._text = text.replace("\\\n", " ").replace("\r", "")
         self._place = 0
-        self._other_branch: list[bool] = []
+        self._blocks: list[Block] = []
         while self._place < len(self._text):
-            words = self._command()
-            if words:
+            if self._blocks and self._blocks[-1].is_case and self._begins_branch:
+                self._pattern()
+            elif words := self._command():
                 self._take(words)
+
+    _last_condition: bool | None = None
+    """Of the `if` or `elif` that was read last."""
+    _begins_branch = False
+    """Whether the next words are the patterns of a branch of a `case`."""
+
+    @property
+    def _counts(self) -> bool:
+        return all(block.takes for block in self._blocks)
+
+    @property
+    def _may_count(self) -> bool:
+        """Whether only unknown conditions speak against this branch: it then sets what no other branch has set."""
+        return all(block.takes or not block.is_sure for block in self._blocks)
+
+    def _pattern(self) -> None:
+        """`gpu | npu)`, or the end of the `case`."""
+        self._begins_branch = False
+        if match := _ESAC.match(self._text, self._place):
+            self._blocks.pop()
+        elif match := _PATTERN.match(self._text, self._place):
+            block = self._blocks[-1]
+            block.enter(block.matches(match["patterns"]))
+        self._place = match.end() if match else len(self._text)
 
     def _take(self, words: list[str]) -> None:
         """An assignment, a word of the language, or a command."""
@@ -36,25 +67,31 @@ class Script:
             if words[0] == "set":
                 return
             words = [word for word in words[1:] if words[0] in ("then", "do", "{", "!") or not word.startswith("-")]
-        if words and words[0] in _OPENING:
-            self._other_branch.append(False)
-        elif words and words[0] in _CLOSING:
-            self._other_branch[-1:] = []
-        elif words and words[0] in _OTHER_BRANCH:
-            self._other_branch[-1:] = [True] if self._other_branch else []
+        if not words:
+            return
+        if words[0] == "if":
+            self._blocks.append(Block.of_if(self._last_condition))
+        elif words[0] == "case" and len(words) > 1:
+            self._blocks.append(Block.of_case(None if "$" in words[1] or "`" in words[1] else words[1]))
+            self._begins_branch = True
+        elif words[0] in ("fi", "esac"):
+            self._blocks[-1:] = []
+        elif words[0] in ("else", "elif") and self._blocks:
+            block = self._blocks[-1]
+            block.enter((True if block.is_sure else None) if words[0] == "else" else self._last_condition)
             self._take(words[1:]) if words[0] == "else" else None
-        elif words and all(_ASSIGNMENT.match(word) for word in words):
+        elif all(_ASSIGNMENT.match(word) for word in words):
             for word in words:
                 self._assign(word)
-        elif words:
+        elif self._counts:
             self.commands.append(words)
 
     def _assign(self, word: str) -> None:
         match = _ASSIGNMENT.match(word)
         assert match is not None
         name, more, value = match[1], match[2], match[3]
-        if any(self._other_branch) and name in self.variables.texts and not more:
-            return  # the first branch counts
+        if not self._counts and (not self._may_count or name in self.variables.texts):
+            return
         self.variables.texts[name] = self.variables.texts.get(name, "") + value if more else value
 
     def _command(self) -> list[str]:
@@ -62,6 +99,10 @@ class Script:
         words: list[str] = []
         while self._place < len(self._text):
             char = self._text[self._place]
+            if words in (["if"], ["elif"]) and (match := _CONDITION.match(self._text, self._place)):
+                self._last_condition = holds(match["condition"], self.variables)
+                self._place = match.end("condition")
+                return words
             if char in " \t":
                 self._place += 1
             elif char == "#":
@@ -73,7 +114,7 @@ class Script:
                 self._place += 1
                 if double == ";;":
                     self._place += 1
-                    self._other_branch[-1:] = [True] if self._other_branch else []
+                    self._begins_branch = True
                 return words
             else:
                 self._word(words)
@@ -92,7 +133,7 @@ class Script:
     def _word(self, words: list[str]) -> None:
         """One word (or several, from an array), appended; or an array that is assigned."""
         parts: list[str] = [""]
-        quoted = False
+        quoted, start = False, self._place
         while self._place < len(self._text):
             char = self._text[self._place]
             if char == "(" and _NAME.match(parts[-1]) and len(parts) == 1:
@@ -123,7 +164,8 @@ class Script:
                 self._place += 1
         if self._place < len(self._text) and self._text[self._place] in "<>" and parts[-1].isdigit():
             return  # the number of a redirected stream
-        words += parts if quoted else [part for part in parts if part]
+        vanishes = _NO_WORDS.fullmatch(self._text, start, self._place) is not None and parts == [""]
+        words += parts if quoted and not vanishes else [part for part in parts if part]
 
     def _double_quoted(self, parts: list[str]) -> None:
         while self._place < len(self._text) and self._text[self._place] != '"':
@@ -163,7 +205,7 @@ class Script:
                 self._word(words)
         self._place += 1
         key = name.rstrip("+=")
-        if any(self._other_branch) and key in self.variables.arrays and not name.endswith("+="):
+        if not self._counts and (not self._may_count or key in self.variables.arrays):
             return
         before = self.variables.arrays.get(key, []) if name.endswith("+=") else []
         self.variables.arrays[key] = before + words

@@ -12,9 +12,8 @@ from posttrain.config.closest import closest
 from posttrain.config.data import HELD_OUT
 from posttrain.config.engine_kwargs import OUTSIDE, source_of
 from posttrain.config.hub import why_not_from_hub
-from posttrain.config.loggers import missing_packages
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from posttrain.config.megatron import missing_megatron
+from posttrain.config.megatron import missing_megatron, untrainable_models
 from posttrain.config.model_files import broken_files
 from posttrain.config.outside import KEY
 from posttrain.config.problem import Problem
@@ -55,7 +54,6 @@ def check_supervised_environment(
         *_own_code(resolved, folder, ("model.external_lib",)),
         *check_workers(resolved, folder),
         *_folders(resolved, folder),
-        *missing_packages(resolved),
     ]
 
 
@@ -219,8 +217,8 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _rollout_engine,
     _engine_over_devices,
     lambda resolved, cwd: missing_megatron(resolved),
+    untrainable_models,
     check_workers,
     check_parallel_rollout,
     _folders,
-    lambda resolved, cwd: iter(missing_packages(resolved)),
 ]

@@ -12,6 +12,7 @@ from posttrain.config.aliases import spelled
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, flatten, known_choices
+from posttrain.config.loggers import missing_notes
 from posttrain.config.lora import take_adapter
 from posttrain.config.lost_half import lost_half
 from posttrain.config.ppo_tree import PPO
@@ -196,6 +197,6 @@ def _judge(
         raise ConfigError(dict.fromkeys(problems))
     for section in dict.fromkeys(key.split(".")[0] for key in resolved.extra):
         resolved.notes.append(f"The section `{section}` is your own: it is read only through ${{{section}.KEY}}.")
-    resolved.notes += [*notes, *tree.idle(seen, resolved.explicit)]
+    resolved.notes += [*notes, *tree.idle(seen, resolved.explicit), *(missing_notes(resolved) if environment else ())]
     resolved.notes = list(dict.fromkeys(resolved.notes))
     return resolved

@@ -17,7 +17,7 @@ from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.problem import Problem
 
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-_PROGRAM = re.compile(r"posttrain|main_ppo|train\.sh|sft_trainer|reward_model_trainer")
+_PROGRAM = re.compile(r"posttrain|\bverl\.|main_\w+|train\.sh|sft_trainer|reward_model_trainer")
 _ARGUMENT = re.compile(r"\s*(\+{0,2}[A-Za-z_]\w*(\.\w+)+=|--[A-Za-z])")
 """What a line begins with that is an argument and can be no command."""
 _MOST_BYTES = 1 << 20
@@ -31,11 +31,14 @@ def lost_half(args: Sequence[str]) -> list[Problem]:
         return []
     text, name = found
     lost = lost_lines(text, args)
-    if not lost:
-        return []
+    return [cut_short(lost, name)] if lost else []
+
+
+def cut_short(lost: Sequence[tuple[int, str]], where: str = "script") -> Problem:
+    """The problem that (number, text) of these lines are."""
     shown = "; ".join(f"line {number}: `{line}`" for number, line in lost[:4]) + ("; ..." if len(lost) > 4 else "")
     what = f"This command was cut short: {len(lost)} lines of its arguments never arrive ({shown})."
-    return [Problem(what, name, f"{CUT_SHORT}.")]
+    return Problem(what, where, f"{CUT_SHORT}.")
 
 
 def lost_lines(text: str, args: Sequence[str]) -> list[tuple[int, str]]:

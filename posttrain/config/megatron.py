@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.free_dict import Fault, settings_of, typed_entry
+from posttrain.config.model_files import model_type_of
 from posttrain.config.parallel import workers_of
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
@@ -19,6 +21,8 @@ from posttrain.config.resolved import Resolved
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 KEY, STRATEGY = f"{_ACTOR}.megatron_config", f"{_ACTOR}.strategy"
 NAME = "megatron"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+"""`model_type` in the config.json of models that the engine trains; those of `engine/megatron/shapes.py`."""
 INSTALL = 'pip install "posttrain[megatron]" brings it; or set actor_rollout_ref.actor.strategy=fsdp2'
 
 
@@ -123,3 +127,17 @@ def missing_megatron(resolved: Resolved) -> Iterator[Problem]:
     if resolved.value(STRATEGY) == NAME and not is_installed():
         what = f"`{STRATEGY}=megatron`: the package megatron-core is not installed in this environment."
         yield Problem(what, resolved.where(STRATEGY), INSTALL)
+
+
+def untrainable_models(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    """Models of a kind that the engine does not train, told from their config.json alone: the weights of a large one
+    take an hour to load."""
+    if resolved.value(STRATEGY) != NAME:
+        return
+    for key in (f"{_MODEL}.path", "critic.model.path"):
+        name = resolved.value(key)
+        kind = None if name in (None, "embedded") else model_type_of(str(name), cwd)
+        if kind is not None and kind not in MODEL_TYPES:
+            what = f"`{key}={name}`: models of type {kind} cannot be trained with {STRATEGY}=megatron; it trains "
+            what += f"{', '.join(MODEL_TYPES)}."
+            yield Problem(what, resolved.where(key), f"give another model, or set {STRATEGY}=fsdp2", (key,))

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.hub import why_not_from_hub
+
 OBJECTS = (
     "config.json",
     "generation_config.json",
@@ -99,3 +101,26 @@ def _weights_problem(path: Path) -> str | None:
     except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError):
         return "is no safetensors file (its header cannot be read)"
     return None if size == wanted else f"was cut off or changed: it has {size} bytes instead of {wanted}"
+
+
+def model_type_of(name: str, cwd: Path) -> str | None:
+    """`model_type` of a folder or a hub id, of which config.json alone is fetched; None where it cannot be read."""
+    folder = cwd / name
+    if folder.is_dir():
+        path = folder / "config.json"
+    else:
+        path = _from_hub(name)
+    content = read_object(path) if path is not None and path.is_file() else None
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _from_hub(name: str) -> Path | None:
+    if why_not_from_hub(name) is not None:
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception:  # what is wrong with the name or the connection is said when the model is loaded
+        return None

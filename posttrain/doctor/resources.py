@@ -69,7 +69,7 @@ def _versions(case: Case) -> None:
 
 def _loggers(case: Case) -> Iterator[Finding]:
     for problem in missing_packages(case.resolved):
-        yield Finding.of(problem, AREA)
+        yield Finding.of(problem, AREA, WARNING)
 
 
 def _run_directory(case: Case) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posttrain.algorithms import get_adv_estimator
+from posttrain.config.loggers import missing_notes
 from posttrain.doctor.case import Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 
@@ -44,8 +45,9 @@ def check_settings(case: Case) -> Iterator[Finding]:
     idle = case.tree.idle(case.resolved.config, case.resolved.explicit)
     for sentence in idle:
         yield Finding(WARNING, AREA, sentence, "", "leave the setting out, or change what makes it idle")
+    elsewhere = {*idle, *missing_notes(case.resolved)}  # a missing logger is a warning of the resources
     for sentence in case.resolved.notes:
-        if sentence not in idle:
+        if sentence not in elsewhere:
             yield Finding(NOTE, AREA, sentence)
     yield from _architecture(case)
     yield from _learning_rate(case)

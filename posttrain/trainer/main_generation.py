@@ -33,6 +33,7 @@ FLAGS = {
     "rollout.seed": "--seed",
     "trainer.seed": "--seed",
     "trainer.device": "--device",
+    "trainer.n_gpus_per_node": "--workers",
 }
 KEYS = {
     "rollout.prompt_length": "data.max_prompt_length",
@@ -43,8 +44,11 @@ KEYS = {
     "model.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "model.tokenizer_path": "actor_rollout_ref.model.tokenizer_path",
 }
-ONE = ("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size")
-"""Keys that must be 1: generation runs in one process."""
+ONE = {
+    "trainer.nnodes": "generation runs on one machine",
+    "rollout.tensor_model_parallel_size": "each worker has an engine of its own, with the whole model in it",
+}
+"""Keys that must be 1, and why."""
 IDLE = {"data.batch_size": "the engine is kept full; actor_rollout_ref.rollout.max_num_seqs bounds it"}
 """Keys that change nothing, and why."""
 OTHERS = ("model.path", "rollout.do_sample")
@@ -59,9 +63,9 @@ def translate(args: Sequence[str]) -> list[str]:
     if values.get("rollout.do_sample") is False:
         values["rollout.temperature"] = 0
     values.setdefault("rollout.temperature", 1.0)
-    for key in ONE:
+    for key, why in ONE.items():
         if values.get(key, 1) != 1:
-            raise UserError(f"{key}={values[key]}: generation runs in one process; set it to 1")
+            raise UserError(f"{key}={values[key]}: {why}; set it to 1 (trainer.n_gpus_per_node is the number of workers)")
     out.append(str(values["model.path"]))
     for key, reason in IDLE.items():
         if key in values:

@@ -12,6 +12,7 @@ import torch
 
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
+from posttrain.config.loggers import installed
 from posttrain.controller.peaks import StagePeaks
 from posttrain.tracking.background import Background
 from posttrain.tracking.by_step import TIMELINE, append_line
@@ -58,8 +59,9 @@ class RunWriter:
             [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
         )
         first = step + 1 if step else 0
+        names = installed(self.config.trainer.logger)  # the others were noted when the settings were read
         self.loggers = open_loggers(
-            self.config.trainer.logger, self.run, self.stored_config, first_step=first, say=say, clock=time.time
+            names, self.run, self.stored_config, first_step=first, say=say, clock=time.time
         )
         self._stack.callback(self.loggers.close)
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))

@@ -45,11 +45,29 @@ READING = {
     "files": (f"{START} a=1 > log.txt 2> err.txt &", ["a=1"]),
     "a text to the end of a mark": (f"cat > f <<EOF\n{START} a=1\nEOF\n{START} b=2", ["b=2"]),
     "the first branch": (f"if [ $X = 1 ]; then\n n=4\nelse\n n=8\nfi\n{START} a=$n", ["a=4"]),
+    "a device that is asked for": (
+        "D=${D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\nA=()\n"
+        'case "$D" in\n  gpu | cpu) n=4 ;;\n  npu)\n    n=8\n    A+=(x=1)\n    ;;\nesac\n'
+        f'{START} a=$n "${{A[@]}}"',
+        ["a=4"],
+    ),
+    "a branch within a branch": (
+        "M=${M:-}\nA=(y=0)\ncase gpu in\n  gpu)\n    case \"$M\" in\n      b200) n=1; A+=(x=1) ;;\n      *) n=2 ;;\n"
+        f'    esac\n    m=$n\n    ;;\n  *) m=9 ;;\nesac\n{START} a=$m "${{A[@]}}"',
+        ["a=2", "y=0"],
+    ),
+    "conditions": (
+        'E=vllm\nn=8\nif [ "${U:-1}" != 0 ] && { [ "$E" = sglang ] || [ "$E" = vllm ]; }; then\n  a=1\nelse\n  a=2\nfi\n'
+        'if [[ -z "$E" || $n -lt 8 ]]; then b=1; elif [ $n -ge 8 ]; then b=2; else b=3; fi\n'
+        f"if ! [ -n \"$E\" ]; then\n  c=1\nfi\n{START} a=$a b=$b c=${{c:-0}}",
+        ["a=1", "b=2", "c=0"],
+    ),
     "a job of Ray": (f"ray job submit --no-wait --runtime-env=e.yaml -- {START} a=1", ["a=1"]),
     "an interpreter's own arguments": (f"CUDA_VISIBLE_DEVICES=0 nsys profile -o x {START} a=1", ["a=1"]),
     "what the shell gives stays": (f"{START} a=$HOME/x b=run_$(date +%s)", ["a=$HOME/x", "b=run_$(date +%s)"]),
     "added and removed keys": (f"{START} +a.b=1 ++c.d=2 ~e.f", ["+a.b=1", "++c.d=2", "~e.f"]),
     "exported": (f"export N=3 M=4\n{START} a=$N$M", ["a=34"]),
+    "no further arguments": (f'A=()\n{START} a=1 "$@" "${{A[@]}}" ${{B[@]}}', ["a=1"]),
     "a path to the program": ("python3 verl/trainer/main_ppo.py a=1", ["a=1"]),
 }
 
@@ -59,7 +77,10 @@ def test_a_script_is_read_as_a_shell_would(text, expected):
     assert settings(text) == expected
 
 
-@pytest.mark.parametrize("name", ["quotes", "arrays", "text of several words", "arithmetic", "variables"])
+ORACLE = ["no further arguments", "a device that is asked for", "a branch within a branch", "conditions"]
+
+
+@pytest.mark.parametrize("name", ["quotes", "arrays", "text of several words", "arithmetic", "variables", *ORACLE])
 def test_bash_reads_the_same(name):
     """The oracle: bash itself, with the program replaced by one that prints its arguments."""
     text, expected = READING[name]
@@ -73,6 +94,81 @@ def test_nothing_of_the_script_is_run(tmp_path):
     script.write_text(f"touch {tmp_path}/ran\nX=$(touch {tmp_path}/ran)\n{START} a=`touch {tmp_path}/ran`\n")
     cli.main(["compat", "check", str(script)])
     assert not (tmp_path / "ran").exists()
+
+
+CUT = {
+    "a comment after the backslash": "  trainer.seed=1 \\ # twice\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
+    "a comment line": "  trainer.seed=1 \\\n  # how long\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
+    "an empty line": "  trainer.seed=1 \\\n\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
+    "no backslash": "  trainer.seed=1\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
+}
+
+
+@pytest.mark.parametrize("program", [START, "python3 -m recipe.dapo.main_dapo", "python3 verl/trainer/main_ppo.py"])
+@pytest.mark.parametrize("rest", list(CUT.values()), ids=list(CUT))
+def test_a_command_that_is_cut_short_is_found_as_when_it_runs(rest, program, tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(f"{program} \\\n  algorithm.adv_estimator=grpo \\\n{rest}echo done\n")
+    assert cli.compat(["check", str(script)]) == 1
+    said = capsys.readouterr().out
+    assert "This command was cut short: 2 lines" in said and "`trainer.total_epochs=2`" in said
+
+
+def test_a_whole_command_is_not_taken_for_one_that_is_cut_short(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    keys = "algorithm.adv_estimator=grpo \\\n  trainer.total_epochs=2"
+    script.write_text(f'# {START} is started\n{START} \\\n  {keys} "$@" $EXTRA\n\n# and later\nexport A=1\n{START} {keys}\n')
+    assert cli.compat(["check", str(script)]) == 0
+    assert "cut short" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "--config-name=ppo_megatron_trainer",
+        "--config-name ppo_megatron_trainer.yaml",
+        "--config-path=./config --config-name='ppo_megatron_trainer.yaml'",
+        "-cp config -cn ppo_megatron_trainer",
+    ],
+)
+def test_verls_main_file_for_megatron_is_read_as_megatron(named, tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    cut = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    script.write_text(f"{START} {named} algorithm.adv_estimator=grpo {cut} trainer.n_gpus_per_node=2\n")
+    out = tmp_path / "here.sh"
+    assert cli.compat(["check", str(script), "--write", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "not read" not in said and "no effect" not in said
+    assert "actor_rollout_ref.actor.strategy=megatron" in out.read_text()
+    assert cli.compat(["check", str(script), "actor_rollout_ref.actor.strategy=fsdp"]) == 0
+    assert "actor_rollout_ref.actor.strategy=megatron" not in capsys.readouterr().out
+
+
+def test_a_main_file_of_the_users_own_is_not_read_and_said(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(f"{START} --config-path=conf --config-name=mine algorithm.adv_estimator=grpo\n")
+    cli.compat(["check", str(script)])
+    assert "not read: the main file conf/mine.yaml" in capsys.readouterr().out
+
+
+def test_variables_that_the_script_does_not_set_are_named_and_nothing_is_refused_for_them(tmp_path, capsys):
+    script, out = tmp_path / "run.sh", tmp_path / "here.sh"
+    keys = "trainer.nnodes=$WORLD_SIZE trainer.n_gpus_per_node=${GPUS:?how many} data.train_batch_size=$((GPUS * 8))"
+    engine = "actor_rollout_ref.rollout.name=$ENGINE actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    script.write_text(f"{START} {keys} {engine} trainer.experiment_name=$RUN data.train_files=$HOME/x.parquet\n")
+    assert cli.compat(["check", str(script), "--write", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "set before it is run: $WORLD_SIZE (trainer.nnodes, 1 is assumed here)" in said
+    assert "set before it is run: $GPUS (trainer.n_gpus_per_node, 8 is assumed here)" in said
+    assert "set before it is run: $RUN (trainer.experiment_name)" in said and "$HOME" not in said.split("honoured")[-1]
+    assert 'trainer.nnodes=$WORLD_SIZE"' in out.read_text()
+    folder = '$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)'
+    script.write_text(f"ROOT={folder}\n{START} custom_reward_function.path=$ROOT/r.py trainer.n_gpus_per_node=$1\n")
+    assert cli.compat(["check", str(script)]) == 0
+    assert "set before it is run: $1 (trainer.n_gpus_per_node, 8 is assumed here)" in capsys.readouterr().out
+    script.write_text(f"{START} trainer.nnodes=$WORLD_SIZE algorithm.lam=$LAM trainer.nodes=$WORLD_SIZE\n")
+    assert cli.compat(["check", str(script)]) == 1
+    assert "did you mean `trainer.nnodes`" in capsys.readouterr().out
 
 
 def test_torchruns_counts_become_settings():
@@ -118,7 +214,6 @@ def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_ta
 
 NOT_BY_POSTTRAIN_ALONE = {
     "batch_reward": "`batch` and managers of your own",
-    "megatron": "set actor_rollout_ref.actor.strategy=megatron",  # as verl's main file for it does
     "own_algorithm": "a key added for an algorithm of your own",
 }
 """Scripts with keys that the command for posttrain leaves out -> the reason that is told."""

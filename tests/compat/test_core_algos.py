@@ -119,7 +119,7 @@ def test_a_name_of_an_estimator_is_given_once():
     assert core_algos.get_adv_estimator_fn("mine") is first
     with pytest.raises(ValueError, match="already been registered"):
         core_algos.register_adv_est("grpo")(lambda **kwargs: None)
-    with pytest.raises(ValueError, match="Unknown advantage estimator nothing"):
+    with pytest.raises(ValueError, match="Unknown advantage estimator simply: nothing"):
         core_algos.get_adv_estimator_fn("nothing")
     with pytest.raises(ValueError, match="Unsupported loss mode"):
         core_algos.get_policy_loss_fn("nothing")

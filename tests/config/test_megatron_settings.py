@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from posttrain.config import load_config
@@ -69,3 +71,43 @@ def test_S4_58_without_the_package_the_error_names_the_extra(monkeypatch, tmp_pa
     assert len(said) == 1 and "not installed" in said[0].what and "posttrain[megatron]" in said[0].do
     others = check_environment(load_config(["trainer.seed=1"]), tmp_path)
     assert not any("megatron" in problem.what for problem in others)
+
+
+def test_a_model_that_the_engine_does_not_train_is_refused_from_its_config_alone(tmp_path):
+    """There is not one weight in the folders: nothing was loaded to know it."""
+    for kind in ("deepseek_v3", "qwen3_moe"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    def told(*given: str) -> list[str]:
+        found = check_environment(load_config([*given]), tmp_path)
+        return [problem.what for problem in found if "cannot be trained with" in problem.what]
+
+    for key in ("actor_rollout_ref.model.path", "critic.model.path"):
+        (said,) = told(BY_MEGATRON, f"{key}=deepseek_v3")
+        assert said.startswith(f"`{key}=deepseek_v3`: models of type deepseek_v3") and "qwen3_moe" in said
+        assert told(BY_MEGATRON, f"{key}=qwen3_moe") == told(f"{key}=deepseek_v3") == []
+    assert told(BY_MEGATRON, "actor_rollout_ref.model.path=embedded") == []
+
+
+def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(name: str, file: str) -> str:
+        asked.append((name, file))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    for module in ("environment", "model_files"):
+        monkeypatch.setattr(f"posttrain.config.{module}.why_not_from_hub", lambda name: None)
+    resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3"])
+    found = [problem.what for problem in check_environment(resolved, tmp_path) if "deepseek_v3" in problem.what]
+    assert len(found) == 1 and asked == [("deepseek-ai/DeepSeek-V3", "config.json")]
+
+
+def test_the_kinds_of_models_are_those_that_the_engine_builds():
+    from posttrain.config.megatron import MODEL_TYPES
+    from posttrain.engine.megatron.shapes import DENSE, EXPERTS
+
+    assert MODEL_TYPES == (*DENSE, *EXPERTS), "posttrain/config/megatron.py"

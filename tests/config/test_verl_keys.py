@@ -23,6 +23,7 @@ from posttrain.config.verl.translations import TRANSLATIONS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"
+TURNS = "actor_rollout_ref.rollout.multi_turn"
 BY_MEGATRON = [f"{ACTOR}.strategy=megatron", "trainer.n_workers=2"]
 TREES = {"main_ppo": PPO, "sft_trainer": SFT}
 ANSWERS = {key: (program, found) for key, program, found in all_answers()}
@@ -280,6 +281,15 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         ([*BY_MEGATRON, f"{ACTOR}.megatron.param_offload=True"], {f"{ACTOR}.fsdp_config.param_offload": True}),
         ([*BY_MEGATRON, f"{ACTOR}.megatron.optimizer_offload=True"], {f"{ACTOR}.fsdp_config.optimizer_offload": True}),
         ([f"{ACTOR}.megatron.param_offload=True"], {f"{ACTOR}.fsdp_config.param_offload": False}),
+        ([*BY_MEGATRON, f"{REF}.megatron.param_offload=True"], {f"{REF}.fsdp_config.param_offload": True}),
+        ([*BY_MEGATRON, "critic.megatron.optimizer_offload=True"], {"critic.fsdp_config.optimizer_offload": True}),
+    ],
+    "user_turns": [
+        ([f"{TURNS}.max_user_turns=2"], {TURNS: {"max_assistant_turns": 3}}),
+        ([f"{TURNS}.max_user_turns=1", f"{TURNS}.max_assistant_turns=5"], {TURNS: {"max_assistant_turns": 2}}),
+        ([f"{TURNS}.max_assistant_turns=2", f"{TURNS}.max_user_turns=4"], {TURNS: {"max_assistant_turns": 2}}),
+        ([f"{TURNS}.max_user_turns=0"], {TURNS: {}}),
+        ([f"{TURNS}.max_user_turns=few"], "set actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     ],
     "megatron_sizes": [
         (
@@ -318,7 +328,8 @@ def test_a_translated_key_means(problems, arguments, expected):
         assert expected in problems(*arguments, tree=tree)
         return
     resolved = load_config(arguments, tree=tree)
-    assert {key: resolved.value(key) for key in expected} == pytest.approx(expected)
+    for key, value in expected.items():
+        assert resolved.value(key) == (value if isinstance(value, dict) else pytest.approx(value)), key
 
 
 def test_what_is_written_in_the_resolved_configuration_says_from_which_key(load):

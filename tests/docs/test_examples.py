@@ -120,7 +120,7 @@ def test_S4_56_S4_116_the_small_form_of_the_large_model_trains_by_megatron(tmp_p
     assert re.search(r"^Train engine: megatron-core [\d.]+ \(tensor 1, pipeline 1, expert 1\)$", said, re.M)
 
 
-DOCUMENT_4 = {  # §2.1; the engine and its devices are those that are built
+DOCUMENT_4 = {  # §2.1, but for the engine: one vLLM over two GPUs is not built
     "algorithm.adv_estimator": "grpo",
     "data.train_files": "/home/somebody/data/gsm8k/train.parquet",
     "data.val_files": "/home/somebody/data/gsm8k/test.parquet",
@@ -139,7 +139,7 @@ DOCUMENT_4 = {  # §2.1; the engine and its devices are those that are built
     "actor_rollout_ref.actor.fsdp_config.param_offload": False,
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
     "actor_rollout_ref.rollout.name": "native",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
     "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
     "actor_rollout_ref.rollout.n": 5,
     "actor_rollout_ref.ref.fsdp_config.param_offload": True,
@@ -158,6 +158,47 @@ def test_S4_10_the_script_has_the_28_settings_of_the_document(tmp_path):
     resolved = load_config(settings)
     assert {key: resolved.value(key) for key in DOCUMENT_4} == DOCUMENT_4 and len(DOCUMENT_4) == 28
     assert {setting.partition("=")[0] for setting in settings} == {*DOCUMENT_4, "trainer.experiment_name"}
+
+
+PRINTED = {  # scripts of the documents -> settings for which the document prints another value
+    "grpo_trainer/run_qwen2-7b.sh": {"actor_rollout_ref.rollout.name": ("vllm", "native")},
+    "grpo_trainer/run_qwen3-8b.sh": {"actor_rollout_ref.rollout.name": ("vllm", "native")},
+}
+
+
+def said_by(script: Path, folder: Path, *more: str, smoke: bool = False) -> str:
+    """What the script says before it starts Python."""
+    shim = folder / "python"
+    shim.write_text(SHOWS.format(python=sys.executable))
+    shim.chmod(0o755)
+    own = {"PYTHON": str(shim), "HOME": "/home/somebody", "SMOKE": str(int(smoke)), "SMOKE_OUT": str(folder / "out")}
+    done = subprocess.run(
+        ["bash", str(script), *more], env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
+    )
+    return done.stdout.partition("\n-m\n")[0]
+
+
+@pytest.mark.parametrize("script", RUNNING, ids=name_of)
+def test_an_example_says_at_its_start_what_differs_from_the_printed_command(script, tmp_path):
+    said = said_by(script, tmp_path)
+    notes = [line for line in said.splitlines() if line.startswith("note: guides print ")]
+    wanted = PRINTED.get(name_of(script), {})
+    assert len(notes) == len(wanted)
+    for note, (key, (printed, here)) in zip(notes, wanted.items(), strict=True):
+        assert note.startswith(f"note: guides print {key}={printed}; this script sets {here}: ")
+        assert "#   differs  " in script.read_text(), "the heading says it too"
+        assert "guides print" not in said_by(script, tmp_path, f"{key}=vllm"), "the user has decided"
+
+
+def test_the_table_says_what_a_small_run_stands_for(tmp_path):
+    script = EXAMPLES / "grpo_trainer" / "run_deepseek671b_math_megatron_80gb.sh"
+    sentence = check_examples.stands_for(script)
+    assert "dense model on one rank stands for DeepSeek-V3" in sentence
+    assert f"SMOKE=1: {sentence}" in said_by(script, tmp_path, smoke=True)
+    assert sentence not in said_by(script, tmp_path)
+    assert check_examples.judged(script, 0, "") == (True, f"two steps: {sentence}")
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert sentence in page and "| yes |" not in page
 
 
 SMALL_RUNS = {

@@ -81,6 +81,31 @@ def test_S0_11_S0_03_the_four_keys_on_the_command_line_train(main_ppo, parquet, 
     assert len(seen.samples()) == 20
 
 
+def test_S4_24_a_run_goes_on_without_loggers_that_are_not_installed(main_ppo, parquet, brief_model, monkeypatch):
+    names = ("wandb", "mlflow", "swanlab", "trackio", "tensorboard")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    seen = main_ppo(
+        f"trainer.logger={json.dumps(['console', *names])}",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={parquet['train']}",
+        *(f"{MODEL}.path={brief_model}", "data.train_batch_size=4", "trainer.total_training_steps=1"),
+        *("data.max_prompt_length=32", "data.max_response_length=6", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=5"),
+    )
+    assert seen.status == 0 and len(seen.steps) == 1
+    before_loading = seen.console.partition("step 0")[0]
+    for name in names:
+        assert f"the package {name} is not installed: the run goes on without it" in before_loading
+        assert f'pip install "posttrain[{name}]" (or pip install {name})' in before_loading
+        assert seen.console.count(f"package {name} is not installed") == 1, "said once"
+
+
+def test_S4_24_a_misspelt_logger_ends_the_run_before_it_starts(main_ppo, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["main_ppo", 'trainer.logger=["console","wandbb"]'])
+    assert entry.cli() == 2
+    assert "did you mean `wandb`" in capsys.readouterr().err
+
+
 def test_S0_12_S0_140_S0_141_the_estimator_is_named_once_and_groups_sum_to_zero(grpo, gae):
     for text in (grpo.console, grpo.log):
         assert text.splitlines().count("Using advantage estimator: grpo") == 1

@@ -228,7 +228,8 @@ def test_S4_75_an_empty_key_means_the_local_index_with_a_note(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "what"), [({}, "neither a corpus nor a server"), ({"api_key": KEY}, "but no url")]
 )
-def test_without_corpus_and_server_search_is_refused_in_words_that_say_how_to_give_one(settings, what):
+def test_without_corpus_and_server_search_is_refused_in_words_that_say_how_to_give_one(settings, what, monkeypatch):
+    monkeypatch.delenv("SEARCH_API_URL", raising=False)
     with pytest.raises(UserError, match=what) as caught:
         make_tools(["search"], {"search": settings})
     assert (
@@ -236,3 +237,75 @@ def test_without_corpus_and_server_search_is_refused_in_words_that_say_how_to_gi
         and "search.url=" in str(caught.value)
         and KEY not in str(caught.value)
     )
+
+
+def test_S4_75_a_key_alone_goes_to_the_server_that_the_environment_names(server, monkeypatch):
+    monkeypatch.setenv("SEARCH_API_URL", f"{server.url}/plain")
+    tool = make_tools(["search"], {"search": {"api_key": KEY}})["search"]
+    assert ask(tool, "Po") == "[1] Po\nA river.\n\n[2] Old." and server.seen[-1][2] == f"Bearer {KEY}"
+    assert f"search asks {server.url}/plain" in tool.note
+    assert "local index" in SearchTool(corpus="embedded", api_key=KEY).note, "a corpus is what was asked for"
+    assert "local index" in SearchTool(api_key="").note, "an empty key is for no server"
+
+
+@pytest.mark.parametrize(
+    ("key", "provider", "path", "body", "header"),
+    [
+        ("tvly-dev-0aB9", None, "/tavily", {"query": "Po", "max_results": 3}, ("Authorization", "Bearer tvly-dev-0aB9")),
+        ("0123456789abcdef" * 2 + "01234567", None, "/serper", {"q": "Po", "num": 3}, ("X-API-KEY", "{key}")),
+        ("of-another-form", "serper", "/serper", {"q": "Po", "num": 3}, ("X-API-KEY", "{key}")),
+    ],
+)
+def test_S4_75_a_key_alone_is_sent_to_the_service_that_gave_it(
+    service_server, monkeypatch, key, provider, path, body, header
+):
+    """The services' addresses are the stand-in's; how they are asked and answer is theirs."""
+    from dataclasses import replace
+
+    from posttrain.rollout.tools.search import services
+
+    monkeypatch.delenv("SEARCH_API_URL", raising=False)
+    for name in ("tavily", "serper"):
+        known = services.SERVICES[name]
+        monkeypatch.setitem(services.SERVICES, name, replace(known, url=f"{service_server.url}/{name}"))
+    tool = make_tools(["search"], {"search": {"api_key": key} | ({"provider": provider} if provider else {})})["search"]
+    assert ask(tool, "Po") == "[1] Po\nA river."
+    assert service_server.seen[-1][:2] == (path, body)
+    assert service_server.seen[-1][2][header[0].lower()] == header[1].format(key=key)
+    assert key not in tool.note + repr(tool)
+
+
+def test_an_unknown_provider_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="one of retrieval, tavily, serper"):
+        make_tools(["search"], {"search": {"api_key": KEY, "provider": "bong"}})
+
+
+@pytest.fixture
+def service_server():
+    """Answers as Tavily and Serper do."""
+    row = {"title": "Po", "url": "http://x", "link": "http://x"}
+    answers = {
+        "/tavily": {"query": "q", "results": [row | {"content": "A river.", "score": 0.9}]},
+        "/serper": {"searchParameters": {"q": "q"}, "organic": [row | {"snippet": "A river.", "position": 1}]},
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            this.seen.append((self.path, sent, {name.lower(): value for name, value in self.headers.items()}))
+            body = json.dumps(answers[self.path]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    this = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    this.seen = []
+    this.url = f"http://127.0.0.1:{this.server_address[1]}"
+    threading.Thread(target=this.serve_forever, args=(0.02,), daemon=True).start()
+    yield this
+    this.shutdown()
+    this.server_close()

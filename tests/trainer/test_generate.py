@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from runs import run
 
 from posttrain import cli
 from posttrain.data.rows import load_rows
+from posttrain.errors import UserError
 from posttrain.trainer import main_generation
 from posttrain.trainer.generation import model as models
 from posttrain.trainer.generation import parts as parts_module
@@ -170,6 +172,38 @@ def test_another_prompt_column_and_verls_spelling(lively, generate, tmp_path, ca
         monkeypatch.setattr(sys, "argv", ["main_generation", *args, wrong])
         assert main_generation.cli(main_generation.main) == 2
         assert message in capsys.readouterr().err
+
+
+def test_several_workers_write_the_file_of_one_and_go_on_with_what_is_finished(
+    lively, sums, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    args = [f"model.path={lively}", f"data.path={sums['test']}", "data.n_samples=2", "rollout.response_length=4"]
+    args += ["trainer.device=cpu", "rollout.temperature=2"]
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    assert main_generation.main([*args, f"data.output_path={one}"]) == 0
+    # The second worker's share is there already: it was finished before the command was killed.
+    share = [*main_generation.translate([*args, f"data.output_path={two}"]), "--share", "1/2"]
+    assert cli.main(["generate", *share]) == 0 and not two.exists()
+    capfd.readouterr()
+    assert main_generation.main([*args, f"data.output_path={two}", "trainer.n_gpus_per_node=2"]) == 0
+    said = capfd.readouterr()
+    assert two.read_bytes() == one.read_bytes() and "12 prompts with 2 responses each" in said.out
+    assert "6 of 6 prompts were finished before" in said.err and "12 responses, " in said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"], "no parts are left"
+
+
+def test_a_worker_that_fails_ends_the_command_with_its_words(lively, sums, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    command = ["generate", str(lively), "--data", str(sums["test"]), "--device", "cpu", "--max-tokens", "4"]
+    out = tmp_path / "out.jsonl"
+    broken = tmp_path / "out.jsonl.worker_1_of_2.parts"
+    broken.write_text("a file where a folder must be")
+    with pytest.raises(UserError, match=r"worker 1 of 2 ended with status 2; what it said stands above"):
+        cli.generate([*command[1:], "--out", str(out), "--workers", "2"])
+    assert "cannot be made" in capfd.readouterr().err and not out.exists()
+    with pytest.raises(SystemExit):
+        cli.generate([str(lively), "--prompt", "x", "--workers", "2"])
 
 
 WRONG = {

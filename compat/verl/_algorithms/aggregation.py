@@ -50,6 +50,11 @@ def kl_penalty_forward(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_pena
     return globals()["kl_penalty"](logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
+def compute_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, type: str = "low_var_kl") -> torch.Tensor:
+    """`kl_penalty` by the name and the argument that guides to verl's update use: the KL estimate per token."""
+    return kl_penalty(log_prob, ref_log_prob, type)
+
+
 class AdaptiveKLController(_Adaptive):
     """Raises its coefficient while KL is above the target and lowers it below, by rows / horizon at a time."""
 

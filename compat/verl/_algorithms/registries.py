@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -20,6 +21,12 @@ from posttrain.algorithms.registry import name_of
 
 ADV_ESTIMATOR_REGISTRY: dict[str, Any] = {}
 POLICY_LOSS_REGISTRY: dict[str, Any] = {}
+_ADDRESS = "verl.trainer.ppo.core_algos"
+
+
+def _registry(name: str) -> dict[str, Any]:
+    """The registry that stands at verl's address: code written for verl may have put another dict there."""
+    return getattr(sys.modules.get(_ADDRESS), name, globals()[name])
 
 
 class AdvantageEstimator(str, Enum):  # noqa: UP042  (str() of a member is verl's)
@@ -46,10 +53,11 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         name = name_of(name_or_enum)
-        known = ADV_ESTIMATOR_REGISTRY.get(name)
+        registry = _registry("ADV_ESTIMATOR_REGISTRY")
+        known = registry.get(name)
         if known not in (None, function) and not ours._same(known, function):
             raise ValueError(f"Adv estimator {name} has already been registered: {known} vs {function}")
-        ADV_ESTIMATOR_REGISTRY[name] = function
+        registry[name] = function
         ours.ADV_ESTIMATORS[name] = _trained_estimator(function)
         return function
 
@@ -59,16 +67,17 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[Any], Any]:
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> Any:
     """The estimator, with verl's signature."""
     name = name_of(name_or_enum)
-    if name not in ADV_ESTIMATOR_REGISTRY:
-        raise ValueError(f"Unknown advantage estimator {name}. Known: {', '.join(sorted(ADV_ESTIMATOR_REGISTRY))}")
-    return ADV_ESTIMATOR_REGISTRY[name]
+    registry = _registry("ADV_ESTIMATOR_REGISTRY")
+    if name not in registry:  # verl's own words first: code may look for them
+        raise ValueError(f"Unknown advantage estimator simply: {name}. Known: {', '.join(sorted(registry))}")
+    return registry[name]
 
 
 def register_policy_loss(name: str) -> Callable[[Any], Any]:
     """Decorator: `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`. A later function takes the name over."""
 
     def decorate(function: Any) -> Any:
-        POLICY_LOSS_REGISTRY[name] = function
+        _registry("POLICY_LOSS_REGISTRY")[name] = function
         ours.POLICY_LOSSES[name] = _trained_loss(function)
         return function
 
@@ -77,9 +86,10 @@ def register_policy_loss(name: str) -> Callable[[Any], Any]:
 
 def get_policy_loss_fn(name: str) -> Any:
     """The policy loss, with verl's signature."""
-    if name not in POLICY_LOSS_REGISTRY:
-        raise ValueError(f"Unsupported loss mode: {name}. Known: {', '.join(sorted(POLICY_LOSS_REGISTRY))}")
-    return POLICY_LOSS_REGISTRY[name]
+    registry = _registry("POLICY_LOSS_REGISTRY")
+    if name not in registry:
+        raise ValueError(f"Unsupported loss mode: {name}. Supported modes are: {list(registry)}")
+    return registry[name]
 
 
 def known_estimator(name: str, function: Any) -> None:

@@ -158,3 +158,21 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -
         rows = data.unbind()
         return torch.nested.as_nested_tensor([rows[place] for place in back], layout=torch.jagged)
     return data[torch.tensor(back, device=data.device)]
+
+
+def get_group_balanced_partitions(
+    seqlen_list: Sequence[int], uid_list: Sequence[Any], k_partitions: int
+) -> list[list[int]]:
+    """Rows in `k_partitions` parts of equally many groups and about equal work; neighbours with one uid stay together."""
+    assert len(seqlen_list) == len(uid_list), "seqlen_list and uid_list must have same length"
+    groups: list[list[int]] = []
+    for row, uid in enumerate(uid_list):
+        if row == 0 or uid != uid_list[row - 1]:
+            groups.append([])
+        groups[-1].append(row)
+    assert len(groups) >= k_partitions, (
+        f"Number of uid groups ({len(groups)}) must be >= k_partitions ({k_partitions})."
+    )
+    work = [sum(int(calculate_workload(torch.tensor([seqlen_list[row]]))) for row in group) for group in groups]
+    parts = get_seqlen_balanced_partitions(work, k_partitions, equal_size=True)
+    return [sorted(row for group in part for row in groups[group]) for part in parts]

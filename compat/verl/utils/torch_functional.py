@@ -25,6 +25,15 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: Any = None) -> t
     return masked_sum(values, mask, axis) / (mask.sum(dim=axis) + 1e-8)
 
 
+def distributed_masked_mean(local_tensor: torch.Tensor, local_mask: torch.Tensor) -> torch.Tensor:
+    """The mean of what the mask marks over all ranks; of this process alone where there is no process group."""
+    total, count = (local_tensor * local_mask).sum(), local_mask.sum()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+        torch.distributed.all_reduce(count)
+    return total / count
+
+
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
     """The variance under the mask, of a sample (n - 1) unless told otherwise."""
     variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)

@@ -154,11 +154,9 @@ SHARDING: tuple[Rule, ...] = (
         "stored_dtype",
         f"fp32: nothing to do, the optimizer's weights are float32; bf16: `{_MODEL}.dtype`",
     ),
-    not_supported(
+    not_needed(
         f"{_FSDP}.mixed_precision.{{reduce_dtype,buffer_dtype}}",
-        "gradients are summed in float32",
-        "remove it",
-        off=_FLOAT32,
+        "gradients are always summed over the workers in float32, which rounds less than bf16",
     ),
     not_needed(
         f"{{{_REF},reward_model}}.fsdp_config.{{dtype,model_dtype,mixed_precision.param_dtype}}",
@@ -205,11 +203,10 @@ SAVING: tuple[Rule, ...] = (
         off=("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]'),
     ),
     not_needed("*.checkpoint.{async_save,mbridge_config}", "how Megatron writes its checkpoints"),
-    not_supported(
+    not_needed(
         "*.checkpoint.strict",
-        "a checkpoint is loaded whole or not at all",
-        f"remove it; {_MODEL}.allow_other_weights=True starts from a folder that lacks weights",
-        off=("true",),
+        "a checkpoint holds all that a run needs to go on, so that nothing is ever missing when it is loaded; "
+        f"{_MODEL}.allow_other_weights=True starts from a model's folder that lacks weights",
     ),
 )
 

@@ -107,10 +107,11 @@ AGENTS: tuple[Rule, ...] = (
         "agents are led by posttrain's own manager, above its own engines",
         "remove it",
     ),
-    not_supported(
+    translated(
         f"{_ROLLOUT}.multi_turn.max_user_turns",
-        "the model's own turns are counted",
-        f"set {_ROLLOUT}.multi_turn.max_assistant_turns to one more",
+        "user_turns",
+        "`multi_turn.max_assistant_turns`: one more than this, as the model answers the last of them; the lower bound "
+        "counts where both are set",
     ),
     not_needed(
         f"{_ROLLOUT}.multi_turn.{{tokenization_sanity_check_mode,use_inference_chat_template}}",

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from posttrain.config.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
 
-_PROFILE_DO = (
-    "set it to torch, or remove it: trainer.profile_steps writes traces; nsys can watch the process from outside"
-)
-
 RUN: tuple[Rule, ...] = (
     not_supported(
         "hydra.*",
@@ -47,7 +43,11 @@ RUN: tuple[Rule, ...] = (
         off=("0",),
     ),
     not_supported("trainer.worker_env.*", "workers take over the environment of the command", "export it before"),
-    not_supported("global_profiler.tool", "traces are those of torch's profiler", _PROFILE_DO, off=("torch",)),
+    not_needed(
+        "global_profiler.tool",
+        "traces are torch's profiler's whatever the tool, of the steps in trainer.profile_steps; nsys can watch the "
+        "process from outside",
+    ),
     not_needed("*.profiler.*", "trainer.profile_steps alone traces every stage and every rank"),
     not_needed("{global_profiler,trainer.npu_profile}.*", "traces are those of torch's profiler, without options"),
     not_supported(
@@ -80,7 +80,20 @@ OTHER_ENGINES: tuple[Rule, ...] = (
     translated(
         "actor_rollout_ref.actor.megatron_config.{param_offload,optimizer_offload}",
         "megatron_offload",
-        "`actor_rollout_ref.actor.fsdp_config` has them for every engine",
+        "`fsdp_config` has them for every engine",
+    ),
+    translated(
+        "actor_rollout_ref.ref.{megatron,megatron_config}.param_offload",
+        "megatron_offload",
+        "`fsdp_config` has them for every engine",
+    ),
+    translated(
+        "critic.{megatron,megatron_config}.{param_offload,optimizer_offload}",
+        "megatron_offload",
+        "`fsdp_config` has them for every engine",
+    ),
+    not_needed(
+        "actor_rollout_ref.ref.{megatron,megatron_config}.optimizer_offload", "the reference has no optimizer"
     ),
     translated(
         "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.{tensor,pipeline,expert}*_parallel_size",

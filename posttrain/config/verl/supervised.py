@@ -91,7 +91,7 @@ GENERATION: dict[str, tuple[str, str]] = {
     "rollout.temperature": ("honoured", "`--temperature`"),
     "rollout.top_k": ("honoured", "`--top-k`"),
     "rollout.top_p": ("honoured", "`--top-p`"),
-    "rollout.tensor_model_parallel_size": ("not supported", "generation runs in one process: set it to 1"),
+    "rollout.tensor_model_parallel_size": ("not supported", "each worker has the whole model: set it to 1"),
     "rollout.gpu_memory_utilization": ("honoured", "as in training"),
     "rollout.max_num_batched_tokens": ("honoured", "as in training"),
 }

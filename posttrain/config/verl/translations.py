@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from posttrain.config.choices import CRITIC_ESTIMATORS
-from posttrain.config.merge import Entry, Merged
+from posttrain.config.merge import Entry, Merged, add
 from posttrain.config.merged_entries import put
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaves
@@ -195,7 +195,8 @@ def _engine(merged: Merged, key: str, entry: Entry) -> None:
 
 def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
     if plain(merged.value(_STRATEGY)) == "megatron":
-        put(merged, f"{_ACTOR}.fsdp_config.{key.rpartition('.')[2]}", plain(entry.value) in ON, entry)
+        role, _, name = key.rpartition(".")
+        put(merged, f"{role.rpartition('.')[0]}.fsdp_config.{name}", plain(entry.value) in ON, entry)
     else:
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
 
@@ -227,6 +228,26 @@ def _model_group(merged: Merged, key: str, entry: Entry) -> None:
         _refuse(merged, entry, "verl's group files are not here", f"remove it; set {key}.path")
 
 
+def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
+    """Tool results and other words between the model's turns, which has one turn more than there are of these."""
+    section, name = key.rpartition(".")[0], "max_assistant_turns"
+    if _empty(entry) or plain(entry.value) == "0":  # 0 is no bound, as in verl
+        return
+    try:
+        turns = int(str(entry.value)) + 1
+    except ValueError:
+        _refuse(merged, entry, "it is no whole number", f"set {section}.{name}")
+        return
+    given = merged.value(section)
+    own = plain(given.get(name) if isinstance(given, dict) else None)
+    if own.isdigit() and int(own) <= turns:
+        merged.note(f"`{entry.spelling}={entry.value}`: `{section}.{name}={own}` ends conversations before.")
+        return
+    if own.isdigit():
+        merged.note(f"`{entry.spelling}={entry.value}` is the lower bound: `{section}.{name}={turns}`, not {own}.")
+    add(merged, f"{section}.{name}", turns, entry.source, entry.rank, explicit=entry.explicit)
+
+
 TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "dynamic": _dynamic,
     "share": _share,
@@ -249,5 +270,6 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "megatron_sizes": _megatron_sizes,
     "same_engine": _same_engine,
     "model_group": _model_group,
+    "user_turns": _user_turns,
 }
 """Name in a rule -> its function."""

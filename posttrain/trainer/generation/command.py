@@ -23,6 +23,7 @@ from posttrain.trainer.generation.settings import (
     read_words,
     run_of,
 )
+from posttrain.trainer.generation.workers import Share, run_workers, shares
 
 if TYPE_CHECKING:
     from posttrain.data.rows import RowTable
@@ -46,6 +47,10 @@ def main(args: Sequence[str]) -> int:
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to answer; may be repeated")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write: .parquet or .jsonl")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes that share the rows, each on a GPU of its own"
+    )
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # of a worker: K/N
     add_arguments(parser)
     options = parser.parse_intermixed_args(list(args))
     model, overrides = read_words(options.words, "generate")
@@ -55,12 +60,17 @@ def main(args: Sequence[str]) -> int:
         parser.error("give prompts with --prompt, or a file with --data (one of the two)")
     if options.data and options.out is None:
         parser.error("--data needs --out: the file to write (.parquet or .jsonl)")
+    if options.workers < 1 or (options.workers > 1 and options.out is None):
+        parser.error("--workers is 1 or more, and several need --data and --out")
     apply_environment()
     settings = read_settings(options, overrides, settings_folder(model))
     table = rows_of(options, settings)
     if options.out is None:
         return _print_answers(model, table, settings)
-    return generate_file(model, table, settings, options.out, overwrite=options.overwrite)
+    if options.workers > 1:
+        return _generate_by_workers(args, table, settings, options)
+    share = Share.read(options.share) if options.share else None
+    return generate_file(model, table, settings, options.out, overwrite=options.overwrite, share=share)
 
 
 def settings_folder(model: str) -> Path | None:
@@ -86,8 +96,30 @@ def _embedded_file() -> Path:
     return ensure_embedded(print, model=False) / "test.json"
 
 
-def generate_file(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> int:
-    """Answer the rows into a file; finished prompts lie in OUT.parts until all are."""
+def _generate_by_workers(args: Sequence[str], table: RowTable, settings: Settings, options: argparse.Namespace) -> int:
+    """The same file by several processes, each with its share of the rows."""
+    from posttrain.trainer.generation.parts import finished_table, remove_parts
+    from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
+    from posttrain.trainer.generation.session import check_target
+    from posttrain.workers.roles import pick_device
+
+    out = options.out
+    check_target(out, SUFFIXES, overwrite=options.overwrite)
+    check_rows(table, out, tools=settings.turns.enable)
+    on_gpu = pick_device(settings.config.trainer.device).type == "cuda"
+    run_workers(args, options.workers, on_gpu=on_gpu)
+    targets = [share.target(out) for share in shares(options.workers)]
+    count = write_results(out, table, finished_table(targets))
+    remove_parts(targets)
+    print(f"{out}: {count} prompts with {settings.n} {'response' if settings.n == 1 else 'responses'} each")
+    return 0
+
+
+def generate_file(
+    model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool, share: Share | None = None
+) -> int:
+    """Answer the rows into a file; finished prompts lie in OUT.parts until all are. With a `share` only its rows are
+    answered, and the parts stay for whoever joins them."""
     with waiting():
         from posttrain.trainer.generation.parts import Parts
         from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
@@ -97,9 +129,11 @@ def generate_file(model: str, table: RowTable, settings: Settings, out: Path, *,
     check_rows(table, out, tools=settings.turns.enable)
     with (
         Session(model, table, settings) as session,
-        Parts(out, session.described(), overwrite=overwrite) as parts,
+        Parts(share.target(out) if share else out, session.described(), overwrite=overwrite) as parts,
     ):
-        session.run(parts, lambda item, answers: None)
+        session.run(parts, lambda item, answers: None, share)
+        if share is not None:
+            return 0
         count = write_results(out, table, parts.table())
     parts.remove()
     print(f"{out}: {count} prompts with {settings.n} {'response' if settings.n == 1 else 'responses'} each")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +45,7 @@ class Parts:
     """The parts of one result. Use `with`: leaving it, for whatever reason, writes what is finished."""
 
     def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
-        self.folder = target.with_name(f"{target.name}.parts")
+        self.folder = folder_of(target)
         self._settings, self._overwrite = settings, overwrite
         self._lock = RunLock(self.folder / "lock")
         self._open: list[Answers] = []
@@ -127,12 +128,30 @@ class Parts:
     def table(self) -> pa.Table:
         """Everything finished, in the order of the data's rows."""
         self.flush()
-        tables = [pq.read_table(path, schema=SCHEMA) for path in self._files()]
-        return pa.concat_tables([SCHEMA.empty_table(), *tables]).sort_by("index")
+        return _joined(self._files())
 
     def remove(self) -> None:
         """The result is written: the parts are not needed any more."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def folder_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.parts")
+
+
+def finished_table(targets: Sequence[Path]) -> pa.Table:
+    """What several workers finished, in the order of the data's rows."""
+    return _joined([path for target in targets for path in sorted(folder_of(target).glob("part_*.parquet"))])
+
+
+def remove_parts(targets: Sequence[Path]) -> None:
+    for target in targets:
+        shutil.rmtree(folder_of(target), ignore_errors=True)
+
+
+def _joined(files: Sequence[Path]) -> pa.Table:
+    tables = [pq.read_table(path, schema=SCHEMA) for path in files]
+    return pa.concat_tables([SCHEMA.empty_table(), *tables]).sort_by("index")
 
 
 def _short(value: Any) -> str:

@@ -40,6 +40,7 @@ from posttrain.trainer.generation.model import (
 )
 from posttrain.trainer.generation.parts import Parts
 from posttrain.trainer.generation.settings import Settings, described
+from posttrain.trainer.generation.workers import Share
 from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
 from posttrain.workers.roles import pick_device
 
@@ -117,12 +118,15 @@ class Session:
             "prompts": prompts.hexdigest()[:32],
         }
 
-    def run(self, parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None]) -> None:
-        """Answer every prompt that has no answers in `parts`; each goes to `parts` and to `on_prompt`."""
+    def run(
+        self, parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None], share: Share | None = None
+    ) -> None:
+        """Answer every prompt (of the share) that has no answers in `parts`; each goes to `parts` and to `on_prompt`."""
         finished = set(parts.finished()) if parts is not None else set()
-        todo = [item for item in self.prompts if item["index"] not in finished]
+        own = [item for item in self.prompts if share is None or share.has(item["index"])]
+        todo = [item for item in own if item["index"] not in finished]
         if finished:
-            say(f"{len(finished)} of {len(self.prompts)} prompts were finished before; going on with the others.")
+            say(f"{len(finished)} of {len(own)} prompts were finished before; going on with the others.")
         if not todo:
             return
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data

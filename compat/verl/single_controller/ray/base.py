@@ -144,12 +144,15 @@ class RayWorkerGroup(WorkerGroup):
         self, _method: str, *args: Any, dispatch_mode: Any, execute_mode: Any, blocking: bool, **kwargs: Any
     ) -> Any:
         mode = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
+        given = [value for value in (*args, *kwargs.values()) if hasattr(value, "is_padding_enabled")]
+        rows = [len(batch) for batch in given]
         args, kwargs = mode["dispatch_fn"](self, *args, **kwargs)
+        padded = max((len(batch) - before for batch, before in zip(given, rows, strict=True)), default=0)
         if execute_mode.name == "RANK_ZERO" or dispatch_mode is Dispatch["RANK_ZERO"]:
             first = self.execute_rank_zero_async(_method, *args, **kwargs)
             return self._got(first) if blocking else first
         refs = self.execute_all_async(_method, *args, **kwargs)
-        collect = functools.partial(mode["collect_fn"], self)
+        collect = functools.partial(_without_padding, functools.partial(mode["collect_fn"], self), padded)
         if blocking:
             return collect(self._got(refs))
         from verl.protocol import DataProtoFuture
@@ -262,3 +265,9 @@ class ResourcePoolManager:
     def get_n_gpus(self) -> int:
         """The processes of all pools."""
         return sum(count for processes in self.resource_pool_spec.values() for count in processes)
+
+
+def _without_padding(collect: Any, padded: int, answers: list[Any]) -> Any:
+    """The joined answers without those to rows that were appended so that each rank has equally many."""
+    joined = collect(answers)
+    return joined[: len(joined) - padded] if padded and hasattr(joined, "is_padding_enabled") else joined

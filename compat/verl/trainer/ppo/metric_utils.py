@@ -77,7 +77,11 @@ def compute_timing_metrics(batch: Any, timing_raw: dict[str, float]) -> dict[str
     info = _compute_response_info(batch)
     generated = float(info["response_length"].sum())
     tokens = {"gen": generated, **dict.fromkeys(_WHOLE_ROWS, generated + float(info["prompt_length"].sum()))}
-    per_token = {name: seconds * 1000 / tokens[name] for name, seconds in timing_raw.items() if tokens.get(name)}
+    per_token = {
+        name: seconds * 1000 / tokens[name] if tokens[name] else 0.0
+        for name, seconds in timing_raw.items()
+        if name in tokens
+    }
     return {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()} | {
         f"timing_per_token_ms/{name}": value for name, value in per_token.items()
     }

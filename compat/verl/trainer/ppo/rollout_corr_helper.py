@@ -1,7 +1,7 @@
 """The gap between rollout and trainer: importance weights, rejection, and how large it is.
 
-Weights and rules are those of `posttrain.algorithms.correction`, which algorithm.rollout_correction trains with. The
-metrics of the weights have posttrain's names, those of the gap verl's.
+Weights and rules are those of `posttrain.algorithms.correction`, which algorithm.rollout_correction trains with;
+metrics have verl's names.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import torch
 
 from posttrain.algorithms import correction
 from posttrain.algorithms.rejection import kept_tokens, rejection_rules
+from posttrain.config.choices import REJECTIONS
 from verl._missing import not_given
 from verl.utils.torch_functional import masked_mean, masked_sum
 
 __getattr__ = not_given(__name__)
 SAFETY_BOUND = 20.0
+SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(REJECTIONS)
+TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in REJECTIONS if name.startswith("token_")}
 
 
 def compute_rollout_correction_weights(
@@ -30,9 +33,18 @@ def compute_rollout_correction_weights(
     of bounding; `rollout_is_batch_normalize` divides by the weights' mean."""
     if rollout_is not in ("token", "sequence"):
         raise ValueError(f"Unsupported rollout_is: {rollout_is}; it is token or sequence")
+    if isinstance(rollout_is_threshold, bool):
+        raise TypeError("rollout_is_threshold is a number or low_high, not a boolean")
     config = {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
-    weights, metrics = correction.rollout_is_weights(log_ratio, torch.zeros_like(log_ratio), response_mask, config)
-    assert weights is not None
+    made = correction.importance(log_ratio, torch.zeros_like(log_ratio), response_mask, config)
+    assert made is not None
+    mask = response_mask.to(log_ratio.dtype)
+    weights, raw = (one.expand_as(log_ratio) * mask for one in (made.weights, made.ratio))
+    low, high = correction.bounds_of(rollout_is_threshold, "rollout_is_threshold")
+    own = (log_ratio * mask).sum(-1) if rollout_is == "sequence" else log_ratio
+    metrics = compute_is_metrics(weights, raw, own, response_mask, rollout_is, high, low)
+    if low is not None:
+        metrics["rollout_is_oob_ratio"] = float(masked_mean(made.outside.expand_as(mask).float(), response_mask))
     if rollout_is_batch_normalize:
         mean = masked_mean(weights, response_mask)
         if rollout_is == "sequence":
@@ -41,6 +53,54 @@ def compute_rollout_correction_weights(
         metrics["rollout_is_batch_norm_factor"] = float(mean) if mean > 1e-8 else 1.0
         weights = weights / metrics["rollout_is_batch_norm_factor"]
     return weights, metrics
+
+
+def compute_is_metrics(
+    rollout_is_weights: torch.Tensor,
+    raw_rollout_is_weights: torch.Tensor,
+    log_ratio_for_metrics: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str,
+    rollout_is_threshold: float,
+    rollout_is_threshold_lower: float | None = None,
+) -> dict[str, float]:
+    """How the weights are spread, how many ratios were out of bounds, and how many samples they are worth.
+
+    `raw_rollout_is_weights` are the ratios before bounding; `log_ratio_for_metrics` is per token, or per response.
+    """
+    if not response_mask.any():
+        raise ValueError("response_mask must contain at least one valid token")
+    high = rollout_is_threshold
+    low = 1.0 / high if rollout_is_threshold_lower is None else rollout_is_threshold_lower
+    there, weights = response_mask.bool(), rollout_is_weights
+    if rollout_is == "sequence":
+        ratio, count = log_ratio_for_metrics.clamp(max=SAFETY_BOUND).exp(), None
+        most, least = ratio.max(), ratio.min()
+    else:
+        ratio, count = raw_rollout_is_weights, response_mask
+        most, least = weights[there].max(), weights[there].min()
+    above, below = ((ratio > high).float(), (ratio < low).float())
+    bounded = weights.clamp(0.0, high)
+    mean, square = masked_mean(bounded, response_mask), masked_mean(bounded.square(), response_mask)
+    own_B = masked_mean(weights, response_mask, axis=-1)
+    raw_B = masked_mean(raw_rollout_is_weights, response_mask, axis=-1)
+    metrics = {
+        "rollout_is_mean": masked_mean(weights, response_mask),
+        "rollout_is_max": most,
+        "rollout_is_min": least,
+        "rollout_is_ratio_fraction_high": above.mean() if count is None else masked_mean(above, count),
+        "rollout_is_ratio_fraction_low": below.mean() if count is None else masked_mean(below, count),
+        "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt() if there.sum() > 1 else mean.new_zeros(()),
+        "rollout_is_eff_sample_size": (mean + 1e-8).square() / square.clamp(min=1e-30),
+        "rollout_is_seq_mean": own_B.mean(),
+        "rollout_is_seq_std": own_B.std() if own_B.numel() > 1 else mean.new_zeros(()),
+        "rollout_is_seq_max": own_B.max(),
+        "rollout_is_seq_min": own_B.min(),
+        "rollout_is_seq_max_deviation": (own_B - 1.0).abs().max(),
+        "rollout_is_seq_fraction_high": (raw_B > high).float().mean(),
+        "rollout_is_seq_fraction_low": (raw_B < low).float().mean(),
+    }
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def compute_rollout_rejection_mask(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from posttrain.utils.reward_score import gsm8k_reward
 from verl._missing import not_given
 
-__all__ = ["default_compute_score", "get_default_compute_score"]
+__all__ = ["default_compute_score", "get_default_compute_score", "gsm8k_reward"]
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 _SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")

@@ -10,7 +10,7 @@ from verl._added import added_to
 from verl._config import BaseConfig
 from verl._missing import not_given
 
-__all__ = ["ActorConfig", "CriticConfig", "PolicyLossConfig", "RolloutConfig"]
+__all__ = ["ActorConfig", "CriticConfig", "FSDPActorConfig", "McoreActorConfig", "PolicyLossConfig", "RolloutConfig"]
 __getattr__ = not_given(__name__)
 
 
@@ -26,6 +26,9 @@ class ActorConfig(BaseConfig):
     def global_batch_info(self) -> dict[str, Any]:
         self.__dict__["_counts_read"] = True
         return dict(self._counts or {})
+
+
+FSDPActorConfig = McoreActorConfig = ActorConfig  # `strategy` is a setting of one class
 
 
 class PolicyLossConfig(BaseConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from typing import Any
 
@@ -11,6 +12,7 @@ from posttrain.rollout.tools.schema import schema_of
 from posttrain.rollout.tools.search.corpus import Passage, read_corpus
 from posttrain.rollout.tools.search.facts import EMBEDDED, passages
 from posttrain.rollout.tools.search.server import Server, Unanswered
+from posttrain.rollout.tools.search.services import ADDRESS, RETRIEVAL, SERVICES, Service, service_of_key
 from posttrain.rollout.tools.settings import PLACE
 from posttrain.rollout.tools.threads import Threads
 
@@ -19,23 +21,42 @@ _SETTINGS = (
     f"{PLACE}.search.corpus=FILE (.jsonl, .json, .parquet, .txt, or a folder of text files), "
     f"{PLACE}.search.corpus=embedded (a few facts, to try it), or {PLACE}.search.url=http://HOST/retrieve (a server)"
 )
+_FOR_A_KEY = (
+    f"{PLACE}.search.url=http://HOST/retrieve or the environment variable {ADDRESS} (the server that the key is for), "
+    f"{PLACE}.search.provider=tavily or serper (the service that gave it), or, without a server, "
+    f"{PLACE}.search.corpus=FILE"
+)
 
 
 class SearchTool(Tool):
-    """With `url` a server is asked, unless `api_key` is given and empty; otherwise an index over `corpus`."""
+    """With `url` a server is asked, unless `api_key` is given and empty; otherwise an index over `corpus`.
+
+    An `api_key` without `url` is for the server of the environment variable SEARCH_API_URL, else for the service
+    (`provider`: tavily, serper) whose keys have its form."""
 
     name = "search"
 
-    def __init__(self, corpus: str | None = None, url: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        corpus: str | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+        provider: str | None = None,
+    ) -> None:
         self.schema = schema_of(self.search, self.name)
         keyless = api_key is not None and not api_key.strip()
+        service = _service(provider, None if url or corpus else api_key)
+        url = url or (os.environ.get(ADDRESS) if api_key and not keyless and not corpus else None) or service.url
         if not corpus and not url and not keyless:
-            what = "a key, which is for a server, but no url" if api_key else "neither a corpus nor a server"
-            raise UserError(f"the tool search was given {what}.\n  to do:  {_SETTINGS}")
+            if api_key:
+                what, do = "a key of no service that is known by its keys' form, but no url", _FOR_A_KEY
+            else:
+                what, do = "neither a corpus nor a server", _SETTINGS
+            raise UserError(f"the tool search was given {what}.\n  to do:  {do}")
         self.secrets = [api_key] if api_key and not keyless else []
         self._threads, self._server, self._local = Threads(), None, None
         if url and not keyless:
-            self._server = _answering(Server(url, api_key or ""))
+            self._server = _answering(Server(url, api_key or "", service))
             self.note = f"search asks {self._server.shown}" + (f"; the corpus {corpus} is not used" if corpus else "")
             return
         self._local = _Local(corpus or EMBEDDED)
@@ -60,6 +81,17 @@ class SearchTool(Tool):
         except Unanswered as error:
             return ToolAnswer("The search did not work: its server gave no passages.", error=f"server: {error}")
         return shown(found)
+
+
+def _service(provider: str | None, key: str | None) -> Service:
+    """The service by its name, else by the form of the key; a server of one's own otherwise."""
+    if provider is not None and provider not in SERVICES:
+        names = ", ".join(SERVICES)
+        raise UserError(f"the tool search was given provider={provider}.\n  to do:  {PLACE}.search.provider is one of {names}")
+    if provider is not None:
+        return SERVICES[provider]
+    own_server = os.environ.get(ADDRESS)
+    return RETRIEVAL if own_server or not key else service_of_key(key.strip()) or RETRIEVAL
 
 
 def shown(found: list[Passage]) -> str:
