@@ -69,10 +69,11 @@ The exit status is 1 if it does not fit."""
 
 def explain(args: Arguments) -> int:
     parser = _parser("explain", "What an algorithm, a setting or a metric is, where it comes from, when to use it.")
-    parser.add_argument("name", nargs="?", help="e.g. grpo, rollout.n, kl_loss; without it, all names are listed")
+    help_ = "e.g. grpo, rollout.n, kl_loss, or words of the step line: no signal; without it, all names are listed"
+    parser.add_argument("name", nargs="*", help=help_)
     from posttrain.explain import explain as page
 
-    tell_page(page(parser.parse_args(args).name))
+    tell_page(page(" ".join(parser.parse_args(args).name) or None))
     return 0
 
 
