@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from posttrain.compat_check.program import Call, find_calls
 from posttrain.compat_check.report import TREES, Report, as_text, examine
 from posttrain.compat_check.shell import Script
+from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
 
 _COMMANDS = {
@@ -22,7 +22,7 @@ _COMMANDS = {
 
 def main(args: Sequence[str]) -> int:
     """0 if every key is taken, 1 if something is left to change."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="posttrain compat",
         usage="posttrain compat check SCRIPT [KEY=VALUE ...] [--all] [--write FILE]",
         description="Reads a run script of verl, without running it, and says what becomes of each of its keys.",

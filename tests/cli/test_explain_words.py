@@ -21,9 +21,9 @@ from posttrain.tracking.step_line import summary
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDENT = """
-advantage, policy, KL, entropy, clip, reference, checkpoint, batch_size, rollout, reward, epoch, group, loss, critic, value,
-learning_rate, lr, temperature, token, step, prompt, response, ratio, validation, baseline, optimizer, seed, worker, actor,
-batch size, gradient norm, learning rate, chat template, ground truth, reward hacking, no signal
+advantage, policy, KL, entropy, clip, reference, checkpoint, batch_size, rollout, reward, epoch, group, loss, critic,
+value, learning_rate, lr, temperature, token, step, prompt, response, ratio, validation, baseline, optimizer, seed,
+worker, actor, batch size, gradient norm, learning rate, chat template, ground truth, reward hacking, no signal
 """
 
 
@@ -107,7 +107,7 @@ def test_the_nearest_words_are_each_named_once(wrong):
 
 
 def test_what_is_like_nothing_gets_no_hint_and_settings_still_answer_by_their_ends():
-    with pytest.raises(ConfigError, match="There is no page on `xyzzy`[.] `posttrain explain` lists all"):
+    with pytest.raises(ConfigError, match=r"There is no page on `xyzzy`\. `posttrain explain` lists all"):
         explain("xyzzy")
     assert "critic.grad_clip (default 1.0)" in explain("grad_clip")
     assert "actor_rollout_ref.rollout.max_num_seqs (default" in explain("actor_rollout_ref.rollout")
