@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.checkpoint.export import refuse_run
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
@@ -212,8 +213,10 @@ def is_checkpoint(name: str) -> bool:
 
 def check_model(name: str) -> None:
     """Raises ModelError, before torch is imported, for a MODEL that is neither there nor to be had."""
-    if name != "embedded" and not is_checkpoint(name):
-        local_or_hub(name)
+    if name == "embedded" or is_checkpoint(name):
+        return
+    refuse_run(Path(os.path.expandvars(os.path.expanduser(name))))
+    local_or_hub(name)
 
 
 def described(settings: Settings) -> dict[str, Any]:
