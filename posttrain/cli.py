@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.console import prepare_streams
@@ -69,10 +70,11 @@ The exit status is 1 if it does not fit."""
 
 def explain(args: Arguments) -> int:
     parser = _parser("explain", "What an algorithm, a setting or a metric is, where it comes from, when to use it.")
-    parser.add_argument("name", nargs="?", help="e.g. grpo, rollout.n, kl_loss; without it, all names are listed")
+    help_ = "e.g. grpo, rollout.n, kl_loss, or words of the step line: no signal; without it, all names are listed"
+    parser.add_argument("name", nargs="*", help=help_)
     from posttrain.explain import explain as page
 
-    tell_page(page(parser.parse_args(args).name))
+    tell_page(page(" ".join(parser.parse_args(args).name) or None))
     return 0
 
 
@@ -113,6 +115,10 @@ def export(args: Arguments) -> int:
         "--base", metavar="FOLDER", help="of a LoRA run: where the base model lies now, if it was moved"
     )
     options = parser.parse_args(args)
+    from posttrain.checkpoint.export import free_folder, refuse_other_folders
+
+    refuse_other_folders(options.checkpoint)
+    free_folder(options.out)
     with waiting():
         from posttrain.trainer.export import export_checkpoint
 
@@ -259,7 +265,7 @@ def _usage() -> str:
 
 
 def _parser(verb: str, text: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"posttrain {verb}", description=text)
+    return OptionParser(prog=f"posttrain {verb}", description=text)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ class Work:
     tokens: int = 0
     running_tokens: int = 0
     """Of items that are not done yet."""
+    part: float = 0.0
+    """Items' worth of what is under way and counted when it ends: half of a pass over 16 rows is 8."""
     tokens_each: float = 0.0
     """What an item is expected to hold; 0 where only items count."""
     most_tokens: int = 0
@@ -33,6 +35,16 @@ class Work:
         self.done += items
         self.tokens += tokens
         self.running_tokens = running_tokens
+        self.part = 0.0
+
+    def inside(self, part: float) -> None:
+        """How far the items under way are; `advance` counts them when they are done."""
+        self.part = part
+
+    @property
+    def shown(self) -> int:
+        """Items done, with those under way as far as they are; all of them only at the end."""
+        return max(self.done, min(int(self.done + self.part), self.total - 1))
 
     @property
     def all_tokens(self) -> int:
@@ -47,7 +59,7 @@ class Work:
         """How much is done, by tokens where their number can be guessed; never 1 before the end."""
         if not self.total:
             return 0.0
-        items = self.done / self.total
+        items = (self.done + self.part) / self.total
         tokens = self.all_tokens / max(1.0, self._expected_tokens()) if self.tokens_each else 0.0
         return min(max(items, tokens), 0.99 if self.done < self.total else 1.0)
 

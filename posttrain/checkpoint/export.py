@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.places import steps_in
-from posttrain.checkpoint.verify import read_manifest, verify
+from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify
 
 HUGGINGFACE = "huggingface"
 
@@ -37,6 +37,14 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> P
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, copy)
     return target
+
+
+def refuse_other_folders(path: Path) -> None:
+    """CheckpointError if this is no checkpoint: not there, not whole, or the folder of a run."""
+    refuse_run(path)
+    if not (path / MANIFEST).is_file():
+        what = f"is no whole checkpoint: it has no {MANIFEST}" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {what}. Name a folder .../checkpoints/global_step_N.")
 
 
 def refuse_run(path: Path) -> None:

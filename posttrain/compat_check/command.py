@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from posttrain.compat_check.program import Call, find_calls
 from posttrain.compat_check.report import ASSUMED, TREES, Report, as_text, examine, main_file
 from posttrain.compat_check.shell import Script
 from posttrain.config.lost_half import lost_lines
+from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
 
 _ALWAYS_SET = ("$HOME", "${HOME}", "$USER", "${USER}", "$PWD", "${PWD}")
@@ -26,7 +26,7 @@ _COMMANDS = {
 
 def main(args: Sequence[str]) -> int:
     """0 if every key is taken, 1 if something is left to change."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="posttrain compat",
         usage="posttrain compat check SCRIPT [KEY=VALUE ...] [--all] [--write FILE]",
         description="Reads a run script of verl, without running it, and says what becomes of each of its keys.",

@@ -242,7 +242,7 @@ def nearest(spelling: str) -> str:
         return f"it is a key of {' and '.join(others)}{here}"
     if f"training.{spelling}" in {**spellings().renamed, **spellings().derived}:
         return f"did you mean {_meaning(f'training.{spelling}')}?"
-    if active_root() is PPOConfig and (said := counterpart(spelling)):
+    if said := counterpart(spelling, supervised=active_root() is not PPOConfig):
         return said
     found = _likely(spelling)
     if found:

@@ -71,7 +71,7 @@ def _load(
     is_mapping = isinstance(args, Mapping)
     if not is_mapping and not args and not labelled:
         raise ConfigError([tree.nothing_given()])
-    line, overrides = parse_options([] if is_mapping else args)
+    line, overrides = parse_options([] if is_mapping else args, supervised=tree is not PPO)
     if environment and not is_mapping:
         line.problems += lost_half(args)
     labelled = [*as_ours(line, folder), *labelled]

@@ -1,4 +1,4 @@
-"""What names of TRL and OpenRLHF are here, for the answer to somebody who typed one.
+"""What names of TRL, OpenRLHF, Unsloth and transformers are here, for the answer to somebody who typed one.
 
 Nothing is translated: their numbers count other things (`per_device_train_batch_size` counts responses of one device,
 `data.train_batch_size` prompts of all), and a run that silently read them otherwise would be worse than a question.
@@ -7,7 +7,7 @@ Nothing is translated: their numbers count other things (`per_device_train_batch
 from __future__ import annotations
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-TRL, OPENRLHF = "TRL", "OpenRLHF"
+TRL, OPENRLHF, UNSLOTH, TRANSFORMERS = "TRL", "OpenRLHF", "Unsloth", "transformers"
 _BATCH = "`data.train_batch_size` counts the prompts of a step"
 
 COUNTERPARTS: dict[str, tuple[str, str]] = {
@@ -39,6 +39,13 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     "bf16": (TRL, f"`{_MODEL}.dtype=bfloat16`"),
     "reward_funcs": (TRL, "`custom_reward_function.path`, or `reward.functions` for several"),
     "use_vllm": (TRL, f"`{_ROLLOUT}.name=vllm`, where vLLM is installed"),
+    "load_in_4bit": (UNSLOTH, f"`{_MODEL}.quantization=nf4`, with adapters: `{_MODEL}.lora_rank=16`"),
+    "load_in_8bit": (
+        TRANSFORMERS,
+        f"not built; weights of 4 bits are: `{_MODEL}.quantization=nf4 {_MODEL}.lora_rank=16`",
+    ),
+    "max_seq_length": (UNSLOTH, "`data.max_prompt_length` and `data.max_response_length`"),
+    "max_new_tokens": (TRANSFORMERS, "`data.max_response_length`"),
     "pretrain": (OPENRLHF, f"`{_MODEL}.path`"),
     "reward_pretrain": (OPENRLHF, "`reward_model.enable=True reward_model.model.path=...`"),
     "prompt_data": (OPENRLHF, "`data.train_files`"),
@@ -65,10 +72,50 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
 """Name there -> (whose it is, what it is here)."""
 
 
-def counterpart(name: str) -> str | None:
-    """A sentence on a name of TRL or OpenRLHF, dashes or underscores; None for other names."""
-    found = COUNTERPARTS.get(name.lstrip("-").replace("-", "_"))
+SUPERVISED: dict[str, str] = {
+    "model": "`model.path`",
+    "model_name": "`model.path`",
+    "model_name_or_path": "`model.path`",
+    "train_files": "`data.train_files`",
+    "dataset": "`data.train_files`",
+    "dataset_name": "`data.train_files`",
+    "data": "`data.train_files`",
+    "val_files": "`data.val_files`",
+    "lr": "`optim.lr`",
+    "learning_rate": "`optim.lr`",
+    "epochs": "`trainer.total_epochs`",
+    "num_train_epochs": "`trainer.total_epochs`",
+    "max_steps": "`trainer.total_training_steps`",
+    "batch_size": "`data.train_batch_size`, the rows of an optimizer step",
+    "train_batch_size": "`data.train_batch_size`, the rows of an optimizer step",
+    "max_length": "`data.max_length`",
+    "max_seq_length": "`data.max_length`",
+    "output_dir": "`trainer.default_local_dir`",
+    "lora_rank": "`model.lora_rank`",
+    "lora_r": "`model.lora_rank`",
+    "lora_alpha": "`model.lora_alpha`",
+    "load_in_4bit": "`model.quantization=nf4`, with adapters: `model.lora_rank=16`",
+    "load_in_8bit": "not built; weights of 4 bits are: `model.quantization=nf4 model.lora_rank=16`",
+    "gradient_checkpointing": "`model.enable_gradient_checkpointing`",
+    "bf16": "`model.dtype=bfloat16`",
+    "seed": "`trainer.seed`",
+    "report_to": "`trainer.logger`",
+}
+"""Options that trainers of other systems have, and train.sh -> what they are in `posttrain sft` and `reward-model`."""
+_IN_SECTIONS = ("load_in_4bit", "load_in_8bit", "max_seq_length", "max_new_tokens")
+"""Names that are none here in any section, so that the section before them may be anything."""
+
+
+def counterpart(name: str, *, supervised: bool = False) -> str | None:
+    """A sentence on a name of another system, dashes or underscores; None for other names."""
+    word = name.lstrip("-").replace("-", "_")
+    last = word.rpartition(".")[2]
+    word = last if last in _IN_SECTIONS else word
+    if supervised:
+        return f"`{name}` is here: {SUPERVISED[word]}" if word in SUPERVISED else None
+    found = COUNTERPARTS.get(word)
     if found is None:
         return None
     system, here = found
-    return f"{system}'s `{name}` is here: {here}"
+    of = f"{system}'" if system.endswith("s") else f"{system}'s"
+    return f"{of} `{name}` is here: {here}"

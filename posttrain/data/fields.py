@@ -34,6 +34,11 @@ class PromptFields:
     truth_is_response: bool = False
 
 
+def look_at_prompt(table: RowTable, row: int, data: Any) -> None:
+    """Raises DataError for a row that lacks what a prompt needs; `data` are the settings of that name."""
+    fields_of(table, row, prompt_key=data.prompt_key, data_source=data.data_source)
+
+
 def fields_of(table: RowTable, row: int, *, prompt_key: str, data_source: str | None) -> PromptFields:
     """The roles of one row; `data_source` serves rows that do not name one."""
     values = {name: value for name, value in table.rows[row].items() if not is_missing(value)}

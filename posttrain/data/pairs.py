@@ -90,10 +90,7 @@ class PairDataset:
     def _text(self, table: RowTable, row: int, prompt: str | Messages | None, name: str) -> str:
         """What the model reads of one answer, prompt included."""
         key, where = self.config[f"{name}_key"], table.where(row)
-        if is_missing(table.rows[row].get(key)) or table.rows[row][key] in ("", []):
-            columns = ", ".join(table.rows[row]) or "no columns"
-            raise DataError(f"{where.capitalize()} has no '{key}' (data.{name}_key). The row has: {columns}.")
-        answer = prompt_of(table, row, key)
+        answer = _answer(table, row, name, key)
         if not self._chat.has_template:
             return self._plain(prompt, answer, where)
         messages = self._dialogue(prompt, answer, f"'{key}' of {where}")
@@ -144,6 +141,20 @@ class PairDataset:
             self.notes.append(f"{self._dropped} of {count} {name} were left out, as an answer was too long.")
         if not self._chat.has_template:
             self.notes.append("The tokenizer has no chat template: an answer follows its prompt as it is.")
+
+
+def look_at_pair(table: RowTable, row: int, config: PairDataConfig) -> None:
+    """Raises DataError for a row that lacks one of its answers."""
+    refuse_media(table, row)
+    for name in ("chosen", "rejected"):
+        _answer(table, row, name, config[f"{name}_key"])
+
+
+def _answer(table: RowTable, row: int, name: str, key: str) -> str | Messages:
+    if is_missing(table.rows[row].get(key)) or table.rows[row][key] in ("", []):
+        columns = ", ".join(table.rows[row]) or "no columns"
+        raise DataError(f"{table.where(row).capitalize()} has no '{key}' (data.{name}_key). The row has: {columns}.")
+    return prompt_of(table, row, key)
 
 
 def parse_dialogue(text: str, what: str) -> Messages:

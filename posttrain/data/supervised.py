@@ -70,12 +70,9 @@ class SFTDataset:
         refuse_media(table, row)
         where = table.where(row)
         if self.multiturn:
-            messages = prompt_of(table, row, self.config.multiturn.messages_key, MESSAGES_KEY, MESSAGES_KEY)
-            if isinstance(messages, str):
-                raise DataError(f"The conversation of {where} is a string; it must be a list of messages.")
+            messages = _messages(table, row, self.config)
             return self._conversation(messages, where, _tools(table, row, self.config.multiturn.tools_key))
-        prompt = self._prompt(table, row)
-        response = _text_at(table, row, "response", self.config.response_key, self.config.response_dict_keys)
+        prompt, response = _prompt(table, row, self.config), _response(table, row, self.config)
         if self._spans is None:
             return [self._plain(prompt, response, where)]
         return self._conversation([*self._chat.messages(prompt), {"role": ASSISTANT, "content": response}], where)
@@ -84,11 +81,6 @@ class SFTDataset:
         if self._spans is None:
             raise DataError(f"{where.capitalize()} holds chat messages, but the tokenizer has no chat template; {HINT}")
         return self._spans.rows(messages, where, tools)
-
-    def _prompt(self, table: RowTable, row: int) -> str | Messages:
-        if self.config.prompt_dict_keys:
-            return _text_at(table, row, "prompt", self.config.prompt_key, self.config.prompt_dict_keys)
-        return prompt_of(table, row, self.config.prompt_key, conversations=f"data.multiturn.enable=true {MESSAGES_KEY}")
 
     def _plain(self, prompt: str | Messages, response: str, where: str) -> TrainedRow:
         """Without a template: the prompt as it is, the response behind it, and the token that ends a text."""
@@ -132,6 +124,33 @@ class SFTDataset:
                 f"{spans.unclosed} assistant turns of the {name} end without a special token: they do not teach the "
                 "model to stop."
             )
+
+
+def look_at_row(table: RowTable, row: int, config: SFTDataConfig) -> None:
+    """Raises DataError for a row that lacks what is trained."""
+    refuse_media(table, row)
+    if _is_multiturn(table, config):
+        _messages(table, row, config)
+    else:
+        _prompt(table, row, config)
+        _response(table, row, config)
+
+
+def _messages(table: RowTable, row: int, config: SFTDataConfig) -> Messages:
+    messages = prompt_of(table, row, config.multiturn.messages_key, MESSAGES_KEY, MESSAGES_KEY)
+    if isinstance(messages, str):
+        raise DataError(f"The conversation of {table.where(row)} is a string; it must be a list of messages.")
+    return messages
+
+
+def _prompt(table: RowTable, row: int, config: SFTDataConfig) -> str | Messages:
+    if config.prompt_dict_keys:
+        return _text_at(table, row, "prompt", config.prompt_key, config.prompt_dict_keys)
+    return prompt_of(table, row, config.prompt_key, conversations=f"data.multiturn.enable=true {MESSAGES_KEY}")
+
+
+def _response(table: RowTable, row: int, config: SFTDataConfig) -> str:
+    return _text_at(table, row, "response", config.response_key, config.response_dict_keys)
 
 
 def _is_multiturn(table: RowTable, config: SFTDataConfig) -> bool:

@@ -13,6 +13,8 @@ from posttrain.trainer.ppo.sizes import critic_updates, fit_sizes
 from posttrain.trainer.supervised.loop import count_steps
 
 AREA = "batch"
+FROM_PROMPTS = 4
+"""Prompts per step from which a mini-batch of one prompt is hardly meant; a trial of two prompts may have it."""
 
 
 def check_batch(case: Case) -> Iterator[Finding]:
@@ -71,6 +73,15 @@ def _rl(case: Case, rows: int) -> Iterator[Finding]:
         + (f" ({critic_updates(config, sizes):,} of the critic)." if critic else "."),
     )
     case.run = _run(case, sizes.total_steps, sizes.total_updates)
+    if sizes.mini_batch_prompts == 1 and sizes.prompts >= FROM_PROMPTS:
+        key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+        what = f"`{key}=1`: every optimizer step learns from a single prompt, so that a step makes "
+        what += f"{sizes.updates_per_step} noisy updates in a row on one batch."
+        do = (
+            f"set {key} between {max(2, sizes.prompts // 4)} and data.train_batch_size={sizes.prompts}; to save memory "
+        )
+        do += "lower ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu, which change no result"
+        yield Finding(WARNING, AREA, what, case.where(key), do)
 
 
 def _supervised(case: Case, rows: int) -> None:

@@ -16,6 +16,7 @@ from posttrain.doctor.finding import Report
 from posttrain.doctor.memory import Device, ModelCounter, find_device
 from posttrain.doctor.plan import Counter
 from posttrain.doctor.supervised import SupervisedCounter
+from posttrain.rewards.pool import pool_size
 
 SPLITS = ("train", "val")
 
@@ -44,6 +45,12 @@ class Case:
 
     counts: dict[str, int] = field(default_factory=dict)
     """By split, how many rows would be left of the whole file."""
+    turns: Any = None
+    """The loop over turns (rollout.turns.rows.Loop) with the run's tools or agents, filled by their check."""
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """Of the run's tools, which every prompt shows."""
+    reward_s: float = 0.0
+    """Seconds of one call of the reward, filled by its check; 0 where it was not called."""
     run: Run | None = None
     """Filled by the check of the batch."""
 
@@ -97,6 +104,17 @@ class Case:
         """Numbers in the trained model's weights, adapters included."""
         role = "actor" if self.is_rl else "model"
         return self.counter(self.config, self.device, role, lambda model: sum(p.numel() for p in model.parameters()))
+
+    @property
+    def responses(self) -> int:
+        """Responses of a training step; a batch that was not set is no larger than the data."""
+        data = self.config.data
+        return min(data.train_batch_size, self.counts["train"]) * self.config.actor_rollout_ref.rollout.n
+
+    @property
+    def scoring_s(self) -> float:
+        """Seconds in which the run's reward workers score the responses of a step."""
+        return self.reward_s * self.responses / pool_size(self.config.reward.num_workers)
 
     @property
     def model_folder(self) -> Path | None:

@@ -26,6 +26,7 @@ Check = Callable[[Any], Iterator[Finding]]
 def checks() -> dict[str, Check]:
     """Area -> its check, in the order in which they can use each other's results."""
     from posttrain.doctor.arithmetic import check_batch
+    from posttrain.doctor.conversations import check_tools
     from posttrain.doctor.pace import check_pace
     from posttrain.doctor.resources import check_memory, check_resources
     from posttrain.doctor.reward import check_reward
@@ -35,6 +36,7 @@ def checks() -> dict[str, Check]:
 
     return {
         "configuration": check_settings,
+        "tools": check_tools,
         "data": check_rows,
         "template": check_template,
         "reward": check_reward,

@@ -106,8 +106,11 @@ def _rl(case: Case, speed: Speed, width: int) -> dict[str, float]:
     passes = max(1, int(tokens // config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu))
     update = config.actor_rollout_ref.actor.ppo_epochs * 3 * forward
     updates = case.run.updates / max(1, case.run.steps)  # pyright: ignore
+    generation = 2 * n * prompts * prompt / flops + decode
+    waits = max(0.0, case.scoring_s - generation)  # responses are scored while others are generated
     return {
-        "generation": 2 * n * prompts * prompt / flops + decode,
+        "generation": generation,
+        **({"waiting for rewards": waits} if waits else {}),
         "log-probs": scored * (forward + passes * PASS_S[case.device.kind]),
         "update": update + (passes + updates) * PASS_S[case.device.kind] + updates * 16 * n / speed.bytes,
     }

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from posttrain.doctor.case import Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
-from posttrain.rewards.findings import Findings, timing
+from posttrain.rewards.findings import EMPTY, Findings, timing
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
+from posttrain.rewards.pool import pool_size
 from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
-from posttrain.rewards.tryout import examine
+from posttrain.rewards.tryout import ANSWER, TRUTH, examine
 from posttrain.rewards.types import RewardSpec
 
 AREA = "reward"
 ROWS = 24
 """Rows that are tried; each is asked about a dozen times."""
 PATIENCE_S = 20.0
-SLOW_S = 0.5
+SLOW_STEP_S = 30.0
+"""Seconds of scoring in a step from which it is worth a look."""
+RANDOM, TOLD_APART = 0.25, 0.75
+"""A reward is nothing but chance if more than this share of responses score differently the second time, and fewer than
+this share of rows have the right answer above a wrong one (of 24 rows, dice reach that once in a hundred times)."""
 MARKS = {"\\boxed{}": "boxed", "####": "####", "<answer>": "<answer>"}
 """Spelling of `posttrain reward try` -> what a prompt that asks for it holds."""
 
@@ -61,10 +67,9 @@ def _sources(case: Case, spec: RewardSpec) -> Iterator[Finding]:
 
 def _tried(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[Finding]:
     limits, where = case.config.reward, spec.label
-    rows = [
-        {"data_source": item["data_source"], "ground_truth": item["ground_truth"], "extra_info": item["extra_info"]}
-        for item in items
-    ]
+    columns = {"data_source": "data_source", "ground_truth": "ground_truth", "extra_info": "extra_info"}
+    columns["prompt"] = "raw_prompt"
+    rows = [{name: item[column] for name, column in columns.items()} for item in items]
     how: dict[str, Any] = {"default_source": case.config.data.data_source, "timeout_s": limits.timeout_s}
     how["num_workers"] = limits.num_workers or 1
     try:
@@ -74,6 +79,7 @@ def _tried(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[Findi
         return
     if found.seconds:
         case.report.fact(AREA, f"{where}; {timing(found.seconds)}.")
+        case.reward_s = sum(found.seconds) / len(found.seconds)
     yield from _failures(found, where, limits.timeout_s)
     if found.best and not found.errors:
         best = sum(found.best) / len(found.best)
@@ -83,14 +89,29 @@ def _tried(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[Findi
             f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {told} of {len(found.told_apart)} "
             "rows the truth scores above another row's truth.",
         )
+    if found.flaky:
+        yield _random(found, where)
+    elif found.best and not found.errors:
         yield from _judgement(found, where)
         yield from _marks(found, where, items)
-    for row, form, first, second in found.flaky[:1]:
-        what = f"The same response gets another score when it is asked for again (row {row}, {form}: {first:g}, then "
-        what += f"{second:g}; {len(found.flaky)} of all): the reward depends on something besides the response."
-        yield Finding(WARNING, AREA, what, where, "let it depend on its arguments alone (no clock, no shared state)")
-    if found.seconds and sum(found.seconds) / len(found.seconds) > SLOW_S:
-        yield from _slow(case, found, where)
+        yield from _loopholes(found, where)
+    if case.reward_s:
+        yield from _pace(case, where)
+
+
+def _random(found: Findings, where: str) -> Finding:
+    """What such a reward says of right and wrong is chance, so that nothing else is said of it."""
+    row, form, first, second = found.flaky[0]
+    asked = sum(len(scores) for scores in found.by_form.values())
+    above = sum(gap > 0 for gap in found.told_apart)
+    what = f"The reward is random: the same response scores {first:g} at first and {second:g} when it is scored again "
+    what += f"(row {row}, {form}; so do {len(found.flaky)} of {asked} responses)."
+    level = WARNING
+    if len(found.flaky) > RANDOM * asked and above < TOLD_APART * len(found.told_apart):
+        level = ERROR
+        what += f" Right answers score above wrong ones in {above} of {len(found.told_apart)} rows: nothing to learn."
+    do = "let it depend on its arguments alone (no random numbers, no clock, no state that calls share)"
+    return Finding(level, AREA, what, where, do)
 
 
 def _failures(found: Findings, where: str, timeout_s: float) -> Iterator[Finding]:
@@ -98,14 +119,15 @@ def _failures(found: Findings, where: str, timeout_s: float) -> Iterator[Finding
     if not total:
         return
     worst, count = found.errors.most_common(1)[0]
-    every = not found.seconds or count >= 0.9 * len(found.seconds)
+    every = not found.seconds or found.failed_rows >= 0.9 * max(1, len(found.best))
     if "took longer than" in worst:
         what = f"The reward did not answer within {timeout_s:g} s in {count} calls; they would score "
         what += "reward.failure_score."
         yield Finding(ERROR if every else WARNING, AREA, what, where, "raise reward.timeout_s, or make it faster")
         return
     forms = list(found.failed_forms)
-    on = f", all with an {forms[0]}" if forms == ["empty response"] else ""
+    on = f", all with an {EMPTY}" if forms == [EMPTY] else ""
+    on += ", on every row" if found.failed_rows and found.failed_rows == len(found.best) else ""
     what = f"The reward failed in {total} calls on real rows{on}, most often with: {worst}"
     yield Finding(ERROR if every else WARNING, AREA, what, where, "mend it: a failure scores reward.failure_score")
 
@@ -134,13 +156,28 @@ def _judgement(found: Findings, where: str) -> Iterator[Finding]:
         yield Finding(ERROR, AREA, what, where, "let the reward compare the response with ground_truth")
 
 
+def _loopholes(found: Findings, where: str) -> Iterator[Finding]:
+    """Responses that know nothing and earn what the right answer does."""
+    for words in found.loopholes():
+        what = f"{words}: a model would learn that instead of the task."
+        do = "let the reward read one answer (the last number, what stands in \\boxed{}) and compare that alone, "
+        do += "instead of looking for ground_truth anywhere in the response"
+        yield Finding(WARNING, AREA, what, where, do)
+
+
 def _marks(found: Findings, where: str, items: Sequence[Any]) -> Iterator[Finding]:
     """A form that the reward wants and no prompt asks for."""
-    means = {form: sum(scores) / len(scores) for form, scores in found.by_form.items()}
-    bare = means.get("truth, bare")
+    means: dict[
+        str, float
+    ] = {}  # by spelling, of the truth or, where that scores more, of the answer that it ends with
+    for form, scores in found.by_form.items():
+        whose, _, name = form.partition(", ")
+        if whose in (TRUTH, ANSWER):
+            means[name] = max(means.get(name, -math.inf), sum(scores) / len(scores))
+    bare = means.get("bare")
     if bare is None:
         return
-    wanted = {name: means[f"truth, {name}"] for name in MARKS if means.get(f"truth, {name}", bare) > bare + 0.5}
+    wanted = {name: means[name] for name in MARKS if means.get(name, bare) > bare + 0.5}
     if not wanted or any(MARKS[name] in str(item["prompt"]) for item in items for name in wanted):
         return
     forms = " or ".join(wanted)
@@ -150,10 +187,13 @@ def _marks(found: Findings, where: str, items: Sequence[Any]) -> Iterator[Findin
     yield Finding(WARNING, AREA, what, where, do)
 
 
-def _slow(case: Case, found: Findings, where: str) -> Iterator[Finding]:
-    mean = sum(found.seconds) / len(found.seconds)
-    calls = case.config.data.train_batch_size * case.config.actor_rollout_ref.rollout.n
-    workers = case.config.reward.num_workers or 8
-    what = f"A call of the reward takes {mean:.2g} s: the {calls} responses of a step would take at least "
-    what += f"{mean * calls / workers:.0f} s with {workers} workers."
-    yield Finding(WARNING, AREA, what, where, "raise reward.num_workers, or make it faster")
+def _pace(case: Case, where: str) -> Iterator[Finding]:
+    """How long the run's own steps would be scored, by its batch and its workers."""
+    seconds, workers = case.scoring_s, pool_size(case.config.reward.num_workers)
+    words = f"The {case.responses} responses of a step would be scored in about {seconds:.2g} s by {workers} "
+    words += f"worker{'s' * (workers != 1)}"
+    case.report.fact(AREA, f"{words}, while others are generated.")
+    if seconds > SLOW_STEP_S:
+        what = f"A call of the reward takes {case.reward_s:.2g} s. {words}."
+        do = f"raise reward.num_workers (it is {workers}), or make it faster"
+        yield Finding(WARNING, AREA, what, where, do)

@@ -18,6 +18,7 @@ from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
 from posttrain.doctor import template
 from posttrain.doctor.case import SPLITS, Case
+from posttrain.doctor.conversations import check_named_in_rows
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.doctor.prompts import check_prompts, check_truths_in_prompts
 from posttrain.errors import UserError
@@ -55,6 +56,7 @@ def check_rows(case: Case) -> Iterator[Finding]:
             yield from _pairs(case, split)
     yield from _repeated(case)
     yield from _shared(case)
+    yield from check_named_in_rows(case)
 
 
 def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
@@ -63,7 +65,8 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
     make: Callable[..., Any] = kinds.get(case.tree.main, PromptDataset)
     looked = _spread(table, LOOKED_AT)
     try:
-        data = make(looked, case.tokenizer, case.config.data, split=split)
+        shown = {"tools": case.schemas} if case.is_rl else {}
+        data = make(looked, case.tokenizer, case.config.data, split=split, **shown)
     except UserError as error:
         if isinstance(error, TemplateError) and template.refuses_all(case):
             yield Finding(ERROR, template.AREA, str(error), template.place(case), "mend it, or take another tokenizer")
@@ -80,6 +83,7 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
         limit = "max_prompt_length" if case.is_rl else "max_length"
         what = f"{1 - share:.0%} of the {split} rows would be left out: {' '.join(data.notes[:3])}"
         do = f"raise data.{limit}, or take other rows"
+        do += " (the descriptions of the tools count, too)" if case.schemas else ""
         yield Finding(WARNING, AREA, what, case.where(f"data.{limit}"), do)
 
 
@@ -130,6 +134,7 @@ def _prompts(case: Case, split: str) -> Iterator[Finding]:
 
 
 def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
+    from posttrain.rewards.answers import is_prose
     from posttrain.rewards.programs import is_code
     from posttrain.rewards.read_answer import read_answer
 
@@ -147,6 +152,8 @@ def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
         truth, source = item["ground_truth"], item["data_source"]
         if isinstance(truth, str | int | float) and not is_code(source) and len(str(truth)) > limit:
             answer = read_answer(source, str(truth)) or str(truth)
+            if own_reward and answer == truth and is_prose(answer):
+                continue  # a solution that a judge compares with: no response has to hold it
             if len(case.tokenizer(answer, add_special_tokens=False)["input_ids"]) > limit:
                 long.append(item)
     if len(long) > 0.05 * len(items) or _no_room(case, items, limit):

@@ -30,12 +30,16 @@ class Rates:
 HIGHEST = (Rates(100_000_000, 5e-5, 5e-4), Rates(10_000_000, 5e-4, 3e-3), Rates(0, 5e-3, 2e-2))
 LORA_BEARS = 20.0
 """Adapters are trained with rates that are higher by up to this factor."""
+LORA_RL, LORA_SUPERVISED = 2e-6, 5e-6
+"""Learning rates up to which adapters hardly move: what all weights are trained with, and a little more."""
 LOWEST = 1e-9
 """Below this bfloat16 and float32 weights do not change in a run's time."""
 _WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
 HEAVY_KL = 1.0
 """With a coefficient above this the KL term outweighs any reward."""
 FEWEST_CHOICES = 2
+COLDEST = 0.2
+"""Temperature up to which most responses to a prompt are alike."""
 HOTTEST = 2.0
 """Temperature from which text falls apart."""
 
@@ -82,6 +86,13 @@ def _learning_rate(case: Case) -> Iterator[Finding]:
     if optim.lr < LOWEST:
         what = f"`{key}.lr={optim.lr:g}`: the weights would hardly change in any number of steps."
         yield Finding(WARNING, AREA, what, case.where(f"{key}.lr"), f"set {key}.lr between 1e-7 and {highest:g}")
+    elif case.model.lora_rank > 0 and optim.lr <= (LORA_RL if case.is_rl else LORA_SUPERVISED):
+        what = (
+            f"`{key}.lr={optim.lr:g}` is a rate for training all weights. LoRA trains few, which start with no effect "
+        )
+        what += "on the model, so that it would hardly change."
+        do = f"set {key}.lr between 1e-5 and 1e-4" if case.is_rl else f"set {key}.lr to about 1e-4"
+        yield Finding(WARNING, AREA, what, case.where(f"{key}.lr"), do)
 
 
 def _positions(case: Case) -> Iterator[Finding]:
@@ -111,6 +122,12 @@ def _sampling(case: Case) -> Iterator[Finding]:
                 what = f"`{key}={getattr(rollout, name):g}`: the {rollout.n} responses to a prompt would be the same, "
                 what += "so that no group could teach anything."
                 yield Finding(WARNING, AREA, what, case.where(key), f"leave {key} out: training samples freely")
+        if not narrow["temperature"] and rollout.temperature <= COLDEST:
+            key = f"{_ROLLOUT}.temperature"
+            what = f"`{key}={rollout.temperature:g}`: most of the {rollout.n} responses to a prompt would be alike. "
+            what += "Groups with equal rewards have no signal, and little is explored."
+            do = f"set {key} to 1 for training (0.7 to 1 is usual); validation has {_ROLLOUT}.val_kwargs.temperature"
+            yield Finding(WARNING, AREA, what, case.where(key), do)
     if rollout.temperature > HOTTEST:
         key = f"{_ROLLOUT}.temperature"
         what = (

@@ -16,6 +16,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import LossFn, Passes, TrainEngine
 from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import EngineFacts, facts_of
+from posttrain.engine.layer_progress import LayerProgress
 from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes, with_a_place
 from posttrain.engine.ranks import Ranks, check_heads
@@ -71,6 +72,8 @@ class FSDPEngine(TrainEngine):
         )
         check_heads(module.config, self._facts.sequence_parallel, packed=self.packed)
         self.forward_pass = self._forward_pass(module)
+        inside = settings.ranks is None and settings.device.type == "cpu"
+        self.progress = LayerProgress(module) if inside else None
         if settings.optim is None:
             module.requires_grad_(False)
         if settings.ranks is not None:
@@ -130,7 +133,8 @@ class FSDPEngine(TrainEngine):
         with pulse.work("rows", len(_order(passes))) as work:
             for units in passes:
                 end = start + sum(len(unit.rows) for unit in units)
-                yield units, slice(start, end)
+                with self.progress.of(work, end - start) if self.progress else nullcontext():
+                    yield units, slice(start, end)
                 work.advance(end - start, sum(unit.tokens for unit in units))
                 start = end
 

@@ -21,6 +21,7 @@ from posttrain.explain.metrics import FAMILIES, family_text
 from posttrain.explain.supervised import METRICS as SUPERVISED_METRICS
 from posttrain.explain.supervised import TOPICS as SUPERVISED_TOPICS
 from posttrain.explain.topics import METRICS, TOPICS
+from posttrain.explain.words import SPELLINGS, WORDS
 
 LOSS_PAGES = {"gpg": "gpg_loss"}
 """Losses that share their name with an estimator have a page of their own name."""
@@ -86,6 +87,8 @@ ALIASES = {
     "reward_model_trainer": "reward-model",
     "bradley_terry": "reward-model",
 }
+_NUMBER = re.compile(r"\(?[+-]?\d[\d.,:/]*(?:e[+-]?\d+)?\s?%?\)?")
+"""Of a line that a run prints: `38%`, `(+0.044)`, `4/20`, `0:35`, `13,395`."""
 KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 PLUS = "With `+` appended it keeps this value and has the gradient of `k2`, which is unbiased (see `kl_loss_type`)."
 
@@ -101,18 +104,18 @@ def explain(name: str | None = None) -> str:
     """The page of an algorithm, setting or metric; without a name the list of all."""
     if name is None:
         return _contents()
-    given = name.strip().strip("`")
-    wanted = given.lower()
+    given = name.strip().strip("`").strip()
+    wanted = _spelled(given)
     page = _page(wanted) or _page(given)  # names of data sources and parts keep their capitals
     settings = _settings(wanted, leaves())
     elsewhere = _supervised(wanted, page, exact=bool(page or settings))
     if page is None and not settings and not elsewhere:
-        known = [*_pages(), *ALIASES, *leaves(), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
-        near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-        guess = f"Nearest: {', '.join(near)}." if near else ""
         raise UnknownPage(
-            [Problem(f"There is no page on `{name}`.", do=f"{guess} `posttrain explain` lists all.".strip())]
+            [Problem(f"There is no page on `{name}`.", do=f"{_nearest(wanted)} `posttrain explain` lists all.".strip())]
         )
+    if page in WORDS.values() and wanted not in leaves():
+        # A section of the same name would bury the page, which names the keys that count.
+        settings = {key: leaf for key, leaf in leaves().items() if _plain(key.rpartition(".")[2]) == _plain(given)}
     if page is not None and page not in SUPERVISED_TOPICS.values():
         # The keys that a page names are followed by their own sentences.
         settings |= {key: leaves()[key] for key in KEY.findall(page) if key in leaves()}
@@ -123,11 +126,58 @@ def explain(name: str | None = None) -> str:
 
 
 @cache
+def _known() -> list[str]:
+    """All that can be asked for, each once."""
+    keys = [*leaves(), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
+    return list(dict.fromkeys([*_pages(), *SPELLINGS, *ALIASES, *keys]))
+
+
+def _nearest(wanted: str) -> str:
+    near = difflib.get_close_matches(wanted, _known(), n=3, cutoff=0.6)
+    near.sort(key=lambda name: sorted(name) != sorted(wanted))  # two letters that changed places, before all others
+    near += [name for name in _known() if wanted in re.split(r"[\W_]+", name)]
+    return f"Nearest: {', '.join(list(dict.fromkeys(near))[:3])}." if near else ""
+
+
+def _plain(name: str) -> str:
+    """Without the difference of blanks, `_` and `-`."""
+    return re.sub(r"[\s_-]+", " ", name.lower()).strip()
+
+
+@cache
+def _by_plain_name() -> dict[str, str]:
+    """Names of pages and settings as somebody may write them -> as they are."""
+    table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves()}
+    table |= {_plain(name): name for name in (*leaves(), *ALIASES, *_pages())}
+    return table | {_plain(word): name for word, name in SPELLINGS.items()} | {_plain(word): word for word in WORDS}
+
+
+def _spelled(given: str) -> str:
+    """The name that is meant: in small letters; where that is none, with other blanks, without the numbers of a line
+    (`38% no signal`), as a singular, or as the stage that bounds a step."""
+    wanted, table = given.lower(), _by_plain_name()
+    if wanted in _pages() or wanted in leaves() or wanted in ALIASES:
+        return wanted
+    if _plain(wanted) in table:
+        return table[_plain(wanted)]
+    if _page(wanted) or _settings(wanted, leaves()):
+        return wanted
+    words = " ".join(_NUMBER.sub(" ", wanted).split()).strip(" ,:")
+    if words.endswith("-bound"):
+        return "bound"
+    first = words.partition(" ")[0] if words != wanted else words  # of a piece of a line: `rollout 12/64 responses`
+    for text in (words, words.removesuffix("s"), first):
+        if _plain(text) in table:
+            return table[_plain(text)]
+    return wanted
+
+
+@cache
 def _pages() -> dict[str, str]:
     """Every page by its name."""
     files = {name: _docstring(*place) for group in FILES.values() for name, place in group.items()}
     metrics = {name: f"`{name}`: {text}" for name, text in (FAMILIES | METRICS | SUPERVISED_METRICS).items()}
-    return files | TOPICS | SUPERVISED_TOPICS | metrics
+    return files | TOPICS | SUPERVISED_TOPICS | metrics | WORDS
 
 
 def _page(wanted: str) -> str | None:
@@ -139,7 +189,8 @@ def _page(wanted: str) -> str | None:
     endings = [wanted]
     if wanted in leaves():
         endings += [wanted.split(".", depth)[-1] for depth in range(1, wanted.count(".") + 1)]
-    found = next((name for name in (ALIASES.get(ending, ending) for ending in endings) if name in pages), None)
+    names = (ending if ending in WORDS else ALIASES.get(ending, ending) for ending in endings)
+    found = next((name for name in names if name in pages), None)
     if found == "loss_agg_mode":
         return "\n\n".join(
             [pages[found], *(pages[mode] for mode in FILES["How token losses become one number"] if mode != found)]
@@ -197,8 +248,10 @@ def _docstring(file: str, function: str) -> str:
 def _contents() -> str:
     lines = ["`posttrain explain NAME`, where NAME is one of these, or any settings key:"]
     groups = {title: list(group) for title, group in FILES.items()}
-    topics, metrics = [*TOPICS, *SUPERVISED_TOPICS], list(METRICS | SUPERVISED_METRICS | FAMILIES)
-    for title, names in (groups | {"Topics": topics, "Metrics": metrics}).items():
+    topics, metrics = [*TOPICS, *SUPERVISED_TOPICS], [*dict.fromkeys([*METRICS, *SUPERVISED_METRICS, *FAMILIES])]
+    metrics = [name for name in metrics if name not in WORDS]
+    words = {"Words of the field, and of what a run prints": list(WORDS)}
+    for title, names in (words | groups | {"Topics": topics, "Metrics": metrics}).items():
         lines += ["", title, *(f"  {name:<29} {first_sentence(name)}" for name in names)]
     spellings = ", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())
     return "\n".join([*lines, "", f"Other spellings: {spellings}.", "KL types also with `+` appended."])

@@ -10,6 +10,10 @@ from typing import Any
 from posttrain.rewards.scorers import known_sources
 from posttrain.rewards.types import RewardSpec
 
+EMPTY, LISTED, REPEATED = "empty response", "many answers listed", "the question repeated"
+"""Responses that know nothing: no word, the right answer among wrong ones, and what was asked."""
+UNEARNED = {LISTED: (0.5, "lists many answers, one of them right,"), REPEATED: (0.25, "only repeats the question")}
+"""Form -> (share of rows from which it is no chance that it scores as much as the truth, in words what it does)."""
 WHOSE = ("truth", "another's truth", "responses")
 EXAMPLES = 3
 """Examples shown of each finding."""
@@ -43,6 +47,8 @@ class Findings:
     errors: Counter[str] = field(default_factory=Counter)
     failed_forms: Counter[str] = field(default_factory=Counter)
     """Forms of the response that the reward failed on."""
+    failed_rows: int = 0
+    """Rows of which no spelling of the truth could be scored."""
     failures: Counter[str] = field(default_factory=Counter)
     """Why programs failed their tests, where a scorer says so; no problem by itself."""
     prints: list[str] = field(default_factory=list)
@@ -53,11 +59,25 @@ class Findings:
     told_apart: list[float] = field(default_factory=list)
     """By row: the truth's best score less the best of another row's truth."""
 
+    unearned: dict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
+    """Form of a response that knows nothing -> by row, whether it scores as much as the truth."""
+
     @property
     def ok(self) -> bool:
         """Whether nothing was found that would spoil a run."""
         found = self.unmatched or self.unscored or self.errors or self.flaky
-        return not (found or self.blind or self.silent or self.mute)
+        return not (found or self.blind or self.silent or self.mute or self.loopholes())
+
+    def loopholes(self) -> list[str]:
+        """In words, how a response that knows nothing earns what the truth does; of a reward that tells answers
+        apart, as any other pays everything."""
+        if self.blind:
+            return []
+        return [
+            f"A response that {UNEARNED[form][1]} scores as much as the right answer in {sum(paid)} of {len(paid)} rows"
+            for form, paid in self.unearned.items()
+            if paid and sum(paid) > UNEARNED[form][0] * len(paid)
+        ]
 
     @property
     def mute(self) -> bool:
@@ -103,6 +123,7 @@ def report(found: Findings, spec: RewardSpec) -> str:
         lines += ["", "mean score by form of the response:"]
         lines += [f"    {form:<34} {_mean(scores):>8.3f}" for form, scores in found.by_form.items()]
         lines += _agreement(found)
+        lines += [f"! {words}: a model would learn that instead of the task" for words in found.loopholes()]
     lines += ["", *_response_lines(found)]
     lines += _part_lines(found)
     if found.failures:

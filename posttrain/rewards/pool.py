@@ -25,6 +25,11 @@ from posttrain.rewards.types import RewardError, RewardItem, RewardResult, Rewar
 from posttrain.texts import well_formed
 
 
+def pool_size(num_workers: int | None) -> int:
+    """Worker processes of a pool by `reward.num_workers`, where null is one per core, at most eight."""
+    return num_workers or min(8, cores.usable())
+
+
 class RewardPool:
     """Scores items by key: `submit` as they come, `poll` for what is ready, `wait_all` for the rest. Use `with`."""
 
@@ -49,7 +54,7 @@ class RewardPool:
             )
         self.spec = replace(spec, timeout_s=timeout_s)
         self._failure_score = failure_score
-        size = num_workers or min(8, cores.usable())
+        size = pool_size(num_workers)
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._queue: deque[Task] = deque()

@@ -18,14 +18,14 @@ _GENERATORS = ("random", "numpy.random")
 class Seeding:
     """The seed of the sample at hand; stands in `sys.meta_path`, to see generators come."""
 
-    def __init__(self) -> None:
-        self._number = 0
+    def __init__(self, seed: int = 0) -> None:
+        self._base = self._number = seed
         sys.meta_path.insert(0, self)
         for name in _GENERATORS:
             self._seed(sys.modules.get(name))
 
     def new_sample(self, text: str) -> None:
-        self._number = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        self._number = zlib.crc32(text.encode("utf-8", "surrogatepass"), self._base)
         for name in _GENERATORS:
             if name in sys.modules:
                 self._seed(sys.modules[name])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.options import OptionParser
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.errors import UserError
 from posttrain.rewards.files import read_rows
@@ -58,7 +59,7 @@ def main(args: Sequence[str] | None = None, sample: Sample | None = None, tell: 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="posttrain reward try", usage=USAGE, description="What a reward makes of a data file, before a run."
     )
     parser.add_argument(

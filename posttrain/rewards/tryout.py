@@ -1,17 +1,20 @@
 """`posttrain reward try`: what a reward makes of a data file, before a run spends time on it.
 
 Every row's truth is scored as if it were the response, in the usual spellings (bare, `\\boxed{}`, `#### `, `<answer>`),
-next to the truth of another row and to an empty response; responses, where there are some, are scored too.
+next to the truth of another row and to an empty response; of a whole solution also the answer that it ends with. Two
+responses that know nothing are scored as well: many answers in a row, and the question repeated. Responses, where there
+are some, are scored too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from posttrain.rewards.answers import extract_final_answer
-from posttrain.rewards.findings import Findings, report
+from posttrain.rewards.answers import explicit_answer, extract_final_answer, is_prose
+from posttrain.rewards.findings import EMPTY, LISTED, REPEATED, Findings, report
 from posttrain.rewards.functions import asks_sources
 from posttrain.rewards.loading import check_columns
 from posttrain.rewards.numbers import parse_number
@@ -28,6 +31,10 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "<answer>": lambda truth: f"<answer>{truth}</answer>",
 }
 """How a right response may spell the truth; a truth counts as scored if one of them scores 1."""
+
+TRUTH, ANSWER = "truth", "its answer"
+"""What is spelled: the truth as it stands, and of a whole solution (`... #### 72`) the answer that it ends with."""
+LISTED_ON_EACH_SIDE = 4
 
 SOLUTIONS = ("canonical_solution", "solution", "code", "reference_solution")
 """Columns (or keys of extra_info) in which data sets of coding tasks keep a program that passes."""
@@ -66,8 +73,8 @@ def examine(
             usable = _affordable(pool, usable, default_source, patience_s, found)
         asked: dict[Any, RewardItem] = {}
         for place, (i, row) in enumerate(usable):
-            other = truth_of(usable[(place + 1) % len(usable)][1])
-            trials = _code_trials(row) if _is_code(row, default_source) else _trials(truth_of(row), other)
+            others = [truth_of(usable[(place + step) % len(usable)][1]) for step in range(1, len(usable))]
+            trials = _code_trials(row) if _is_code(row, default_source) else _trials(row, others or [truth_of(row)])
             asked |= {(i, form): _item(row, text, default_source) for form, text in trials}
         if responses is None:
             responses = [row for row in rows if row.get("response") is not None]
@@ -84,12 +91,24 @@ def examine(
         for _ in range(0 if _hopeless(results) else times - 1):
             pool.submit_many(list(reversed(asked.items())))  # another order: nothing may follow from what came before
             _note_flaky(found, results, pool.wait_all())
+    if times > 1 and asked and not (found.flaky or _hopeless(results)):
+        # Workers seed random numbers by the response, which hides a reward that draws them.
+        with RewardPool(replace(spec, seed=1), num_workers=num_workers, timeout_s=timeout_s, on_print=_ignore) as pool:
+            pool.submit_many(list(asked.items()))
+            _note_flaky(found, results, pool.wait_all())
+    by_row: dict[int, dict[str, RewardResult]] = defaultdict(dict)
+    for (i, form), result in results.items():
+        by_row[i][form] = result
     for i, row in usable:
         note = _note_task if _is_code(row, default_source) else _note_truth
-        note(found, i, row, results)
+        note(found, i, row, by_row[i])
     for i, row in scored:
         _note_response(found, i, row, results[i, "response"])
     return found
+
+
+def _ignore(line: str) -> None:
+    """What a reward prints when it is asked again was printed before."""
 
 
 def _affordable(
@@ -103,7 +122,7 @@ def _affordable(
     if first.seconds is None:
         found.errors[_failure(row, str(first.error))] += 1
         return []
-    calls = 2 * (2 * len(SPELLINGS) + 1)
+    calls = 3 * len([*_trials(row, [""])])
     return usable[: max(2, int(patience_s / max(first.seconds * calls, 1e-9)))]
 
 
@@ -178,12 +197,43 @@ def extra_info_of(row: dict[str, Any]) -> Any:
     return {**others, **(own or {})} or None
 
 
-def _trials(truth: Any, other: Any) -> Iterable[tuple[str, str]]:
-    for name, spell in SPELLINGS.items():
-        yield f"truth, {name}", spell(_one(truth))
-        if _one(other) != _one(truth):
-            yield f"another row's truth, {name}", spell(_one(other))
-    yield "empty response", ""
+def _trials(row: dict[str, Any], others: Sequence[Any]) -> Iterable[tuple[str, str]]:
+    """(form, response) of all that is scored for a row; `others` are the truths of the rows after it."""
+    truth, other = _one(truth_of(row)), _one(others[0])
+    own = _short(truth)
+    is_wrong = _short(other) != own  # two solutions may end with the same answer
+    for what, right, wrong in ((TRUTH, truth, other), (ANSWER, _answer_in(truth), _answer_in(other))):
+        for name, spell in SPELLINGS.items():
+            if right is not None:
+                yield f"{what}, {name}", spell(right)
+            if wrong is not None and is_wrong:
+                yield f"another row's {what.removeprefix('its ')}, {name}", spell(wrong)
+    yield EMPTY, ""
+    strange = [answer for answer in dict.fromkeys(_short(_one(one)) for one in others) if own not in answer]
+    if strange:
+        before = strange[1 : 1 + LISTED_ON_EACH_SIDE] or strange
+        after = strange[1 + LISTED_ON_EACH_SIDE : 2 * LISTED_ON_EACH_SIDE]
+        yield LISTED, ", ".join([*before, own, *after, strange[0]])
+    if (question := _question(row)) is not None:
+        yield REPEATED, question
+
+
+def _answer_in(truth: str) -> str | None:
+    """The answer of a whole solution; None where the truth is the answer itself."""
+    answer = explicit_answer(truth) or (extract_final_answer(truth) if is_prose(truth) else None)
+    return answer if answer != truth.strip() else None
+
+
+def _short(truth: str) -> str:
+    return _answer_in(truth) or truth
+
+
+def _question(row: dict[str, Any]) -> str | None:
+    """What the row asks, without what a chat template puts around it."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[-1], dict):
+        prompt = prompt[-1].get("content")
+    return prompt if isinstance(prompt, str) and prompt.strip() else None
 
 
 def _is_code(row: dict[str, Any], default_source: str | None) -> bool:
@@ -201,7 +251,7 @@ def _code_trials(row: dict[str, Any]) -> Iterable[tuple[str, str]]:
         else:
             continue
         break
-    yield "empty response", ""
+    yield EMPTY, ""
 
 
 def _one(truth: Any) -> str:
@@ -209,37 +259,37 @@ def _one(truth: Any) -> str:
     return str(truth[0]) if isinstance(truth, list | tuple) and truth else str(truth)
 
 
-def _note_truth(found: Findings, i: int, row: dict[str, Any], results: dict[Any, RewardResult]) -> None:
-    forms = [
-        *(f"{whose}, {name}" for whose in ("truth", "another row's truth") for name in SPELLINGS),
-        "empty response",
-    ]
-    if all(NO_SCORER in (results[i, f"truth, {name}"].error or "") for name in SPELLINGS):
+def _note_truth(found: Findings, i: int, row: dict[str, Any], scored: dict[str, RewardResult]) -> None:
+    of_row = {form: result for form, result in scored.items() if form != "response"}
+    tried = [result for form, result in of_row.items() if form.startswith((f"{TRUTH}, ", f"{ANSWER}, "))]
+    if all(NO_SCORER in (result.error or "") for result in tried):
         found.unmatched[str(row.get("data_source"))] += 1  # a user's function that asks ours by data source
         return
-    for form in forms:
-        result = results.get((i, form))
-        if result is not None:
-            found.by_form[form].append(result.score)
-            if result.error:
-                found.errors[_failure(row, result.error)] += 1
-                found.failed_forms[form] += 1
-    tried = [results[i, f"truth, {name}"] for name in SPELLINGS]
+    for form, result in of_row.items():
+        found.by_form[form].append(result.score)
+        if result.error:
+            found.errors[_failure(row, result.error)] += 1
+            found.failed_forms[form] += 1
+    found.failed_rows += all(result.error for result in tried)
+    best = max(result.score for result in tried)
     _note_parts(found, "truth", max(tried, key=lambda result: result.score))
-    others = [results[key] for name in SPELLINGS if (key := (i, f"another row's truth, {name}")) in results]
+    others = [result for form, result in of_row.items() if form.startswith("another row's ")]
     if others:
         _note_parts(found, "another's truth", max(others, key=lambda result: result.score))
-        found.told_apart.append(max(r.score for r in tried) - max(r.score for r in others))
-    best = max(result.score for result in tried)
+        found.told_apart.append(best - max(result.score for result in others))
     found.best.append(best)
+    if best > of_row[EMPTY].score:
+        for form in (LISTED, REPEATED):
+            if form in of_row:
+                found.unearned[form].append(not of_row[form].error and of_row[form].score >= best)
     # Where a reward says what is right, its score may be anything: weights, bonuses.
     if max(float(result.parts.get("acc", result.score)) for result in tried) < 1.0:
         found.unscored.append((i, _one(truth_of(row)), best))
 
 
-def _note_task(found: Findings, i: int, row: dict[str, Any], results: dict[Any, RewardResult]) -> None:
-    for form in ("solution", "empty response"):
-        result = results.get((i, form))
+def _note_task(found: Findings, i: int, row: dict[str, Any], scored: dict[str, RewardResult]) -> None:
+    for form in ("solution", EMPTY):
+        result = scored.get(form)
         if result is None:
             continue
         found.by_form[form].append(result.score)

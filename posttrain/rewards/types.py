@@ -83,6 +83,8 @@ class RewardSpec:
     """The function itself, when an object was given instead of a path."""
     code: dict[str, Any] = field(default_factory=dict)
     """Arguments of `scorers.code.configure`; empty leaves the defaults."""
+    seed: int = 0
+    """Of the random numbers that the function draws: with another one, the same response may score differently."""
     timeout_s: float = 10.0
     """Seconds that a score may take: what waits for others stops before that."""
     parts: list[RewardPart] = field(default_factory=list)

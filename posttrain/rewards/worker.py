@@ -49,7 +49,7 @@ def main() -> None:
         from posttrain.rewards.scorers import code
 
         code.configure(**spec.code)
-    seeding = Seeding()
+    seeding = Seeding(spec.seed)
     try:
         score, spec = load_scores(spec)
     except RewardError as error:

@@ -53,7 +53,7 @@ class Moment:
         work = self.work
         if work is None:
             return parts | {"counts": clock(self.stage_seconds) if self.stage else ""}
-        parts |= {"counts": f"{work.done:,}/{work.total:,}", "unit": work.unit}
+        parts |= {"counts": f"{work.shown:,}/{work.total:,}", "unit": work.unit}
         if work.all_tokens:
             rate = work.all_tokens / max(work.seconds, 1e-9)
             parts |= {"tokens": f"{work.all_tokens:,} tokens", "rate": f"{rate:,.0f} tok/s"}

@@ -107,7 +107,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
         left = work.seconds_left
         known |= {
             "unit": work.unit,
-            "done": work.done,
+            "done": work.shown,
             "of": work.total,
             "tokens": work.all_tokens,
             "tokens_per_s": round(work.all_tokens / max(work.seconds, 1e-9), 1),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.export import HUGGINGFACE, export, free_folder, refuse_run
+from posttrain.checkpoint.export import HUGGINGFACE, export, free_folder, refuse_other_folders
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.checkpoint.verify import MANIFEST, read_manifest
+from posttrain.checkpoint.verify import read_manifest
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
 from posttrain.models.adapter_files import write_adapter
@@ -32,10 +32,7 @@ def export_checkpoint(
 ) -> Path:
     """Write the model of `checkpoint` (`.../global_step_N`) into the new folder `out`; `adapter`: without its base."""
     source, target = Path(checkpoint), Path(out)
-    refuse_run(source)
-    if not (source / MANIFEST).is_file():
-        what = f"is no whole checkpoint: it has no {MANIFEST}" if source.is_dir() else "does not exist"
-        raise CheckpointError(f"{source} {what}. Name a folder .../checkpoints/global_step_N.")
+    refuse_other_folders(source)
     manager = CheckpointManager(source.parent)
     lora = stored_lora(manager, source)
     if lora is None and (adapter or base is not None):

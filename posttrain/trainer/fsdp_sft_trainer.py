@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.supervised import look_at_row
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
+from posttrain.trainer.run.early import look_early
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain sft key=value ... [--config-path DIR --config-name NAME] [--cfg job] [--quiet | --json]
@@ -23,6 +25,8 @@ def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None
     from posttrain.config.supervised_tree import SFT
 
     resolved = settings_of(config, SFT, data=data, val_data=val_data)
+    if data is None and val_data is None:
+        look_early(resolved, look_at_row)
     with waiting():
         from posttrain.data.supervised import SFTDataset
         from posttrain.trainer.supervised.runner import run_supervised

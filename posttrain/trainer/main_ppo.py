@@ -86,6 +86,10 @@ class TaskRunner:
             from posttrain.doctor.checkup import dry_run
 
             return dry_run(resolved)
+        from posttrain.data.fields import look_at_prompt
+        from posttrain.trainer.run.early import look_early
+
+        look_early(resolved, look_at_prompt)
         if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
         with waiting():

@@ -421,6 +421,119 @@ FURTHER = {
 """Ten of other kinds, added later; none of them was looked for when they were written down."""
 
 
+TOOLS = {"R__multi_turn": True, "R__tools": "[calculator]", "R__max_turns": 2}
+ROOM = {"data__max_prompt_length": 352, "data__max_response_length": 160}
+"""The byte tokenizer of the desk's model has a token for each letter of the calculator's description."""
+
+
+def for_tool(name: str) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    given = {"tools_kwargs": {name: {"create_kwargs": {"digits": 2}}}}
+    return rows(lambda i, row: {**row, "extra_info": given})
+
+
+TOOL_MISTAKES = [
+    Mistake(
+        "a misspelt tool",
+        ["error, tools", "calculater", "did you mean calculator"],
+        setting(**{**TOOLS, "R__tools": "[calculater]"}, **ROOM),
+    ),
+    Mistake(
+        "rows for a misspelt tool",
+        ["tools_kwargs", "24 of 32 rows", "'calculatr'", "did you mean calculator"],
+        together(setting(**TOOLS, **ROOM), for_tool("calculatr")),
+    ),
+    Mistake(
+        "rows of a misspelt agent",
+        ["agent_name", "tool_agnet", "did you mean tool_agent"],
+        rows(lambda i, row: {**row, "agent_name": "tool_agnet"}),
+    ),
+    Mistake(
+        "rows of the agent with tools, and no tools",
+        ["agent_name", "24 of 32", "multi_turn.enable"],
+        rows(lambda i, row: {**row, "agent_name": "tool_agent"}),
+    ),
+    Mistake(
+        "more turns than a response has room for",
+        ["data.max_response_length=160", "no room for 5 turns"],
+        setting(**{**TOOLS, "R__max_turns": 5}, **ROOM),
+    ),
+    Mistake(
+        "a response without room for one call",
+        ["data.max_response_length=64", "a call and an answer"],
+        setting(**{**TOOLS, "R__max_turns": "null"}, **{**ROOM, "data__max_response_length": 64}),
+    ),
+    Mistake(
+        "prompts that have no room for the tools' descriptions",
+        ["24 of 24 train prompts exceed data.max_prompt_length=64"],
+        setting(**TOOLS, **{**ROOM, "data__max_prompt_length": 64}),
+    ),
+    Mistake(
+        "an agent that is not in the file",
+        ["error, tools", "leads"],
+        together(
+            lambda desk, patch: desk.settings.update({f"{R}.agent": f"{desk.folder}/agents.py:leads"}),
+            afterwards(lambda desk: (desk.folder / "agents.py").write_text("async def lead(chat, row):\n    ...\n")),
+        ),
+    ),
+]
+
+LATER = {
+    "tools": TOOL_MISTAKES,
+    "configuration": [
+        Mistake(
+            "adapters at the learning rate of all weights",
+            ["optim.lr=1e-06", "lora", "1e-5 and 1e-4"],
+            setting(M__lora_rank=8, A__optim__lr=1e-6),
+        ),
+        Mistake("a temperature of 0.1", ["temperature=0.1", "alike", "signal"], setting(R__temperature=0.1)),
+        Mistake(
+            "mini-batches of one prompt", ["ppo_mini_batch_size=1", "single prompt"], setting(A__ppo_mini_batch_size=1)
+        ),
+    ],
+    "supervised": [
+        Mistake(
+            "adapters in sft at the rate of all weights",
+            ["optim.lr=1e-06", "lora", "about 1e-4"],
+            supervised("sft", answered, model__lora_rank=8, optim__lr=1e-6),
+        ),
+    ],
+    "reward": [
+        Mistake(
+            "a reward that finds the answer anywhere",
+            ["lists many answers", "24 of 24 rows"],
+            reward("return float(ground_truth in solution_str)"),
+        ),
+        Mistake(
+            "a reward that the question earns",
+            ["repeats the question", "24 of 24 rows"],
+            together(
+                reward("return float(ground_truth in solution_str)"),
+                rows(lambda i, row: {**row, "prompt": f"Is {row['ground_truth']} or {i + 100} = {row['prompt']}"}),
+            ),
+        ),
+        Mistake(
+            "dice of another kind",
+            ["error, reward", "the reward is random", "same response"],
+            reward("return random.choice([0.0, 1.0])"),
+        ),
+        Mistake(
+            "a reward that fails with another text on every row",
+            ["error, reward", "on every row", "keyerror"],
+            reward("if not solution_str:\n    return 0.0\nreturn {}[ground_truth]"),
+        ),
+        Mistake(
+            "a reward that a step waits minutes for",
+            ["256 responses", "1 worker", "num_workers"],
+            together(
+                reward("time.sleep(0.2)\nreturn float(solution_str.split()[-1:] == [ground_truth])"),
+                setting(R__n=32),
+            ),
+        ),
+    ],
+}
+"""Of further kinds, each beside a sound run that looks much like it (`sound_runs.py`)."""
+
+
 def turned(i: int, row: dict) -> dict:
     """Rows 2k and 2k+1 are one question; which answer is better depends on which of them is read."""
     better, worse = ("yes", "no") if i % 2 else ("no", "yes")
@@ -435,4 +548,6 @@ ALL = {
     "resources": RESOURCES,
     "supervised": SUPERVISED,
 }
-ALL = {area: [*found, *FURTHER.get(area, [])] for area, found in ALL.items()}
+ALL = {
+    area: [*ALL.get(area, []), *FURTHER.get(area, []), *LATER.get(area, [])] for area in dict.fromkeys([*ALL, *LATER])
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.doctor.desk import Desk
-from tests.doctor.mistakes import A, M, R, answered, paired
+from tests.doctor.mistakes import ROOM, TOOLS, A, M, R, answered, paired
 
 LIST_REWARD = """
 def group(completions, ground_truths):
@@ -70,6 +70,63 @@ def one_prompt_for_a_tool(desk: Desk) -> None:
     desk.train, desk.val = [asks(row) for row in desk.train], [asks(row) for row in desk.val]
 
 
+GSM8K = "There were {a} and then {b} more, so there are {a} + {b} = <<{a}+{b}={c}>>{c} of them.\n#### {c}"
+MATH = "Adding $a = {a}$ to $b = {b}$ gives the sum that was asked for, so the answer is $\\boxed{{{c}}}$."
+PROOF = "Let us assume the contrary; then the two sides differ, which cannot be, and so they are equal by lemma {w}."
+BOXED = """
+import re
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    found = re.findall(r"boxed\\{([^}]*)\\}", solution_str)
+    return float(bool(found) and found[-1] == ground_truth.split("####")[-1].strip())
+"""
+NOISY = """
+import random
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.strip() == ground_truth)
+"""
+JUDGED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(bool(solution_str) and solution_str.split()[-1:] == ground_truth.split()[-1:])
+"""
+SLEEPS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.2)
+    return float(solution_str.split()[-1:] == [ground_truth])
+"""
+
+
+def solutions(form: str, reward: str | None, *, asks: str = "", source: str | None = None) -> Callable[[Desk], object]:
+    """Reference answers that are whole solutions, longer than a response may be."""
+
+    def lay(desk: Desk) -> None:
+        desk.reward = reward
+        for row in (*desk.train, *desk.val):
+            c = int(row["ground_truth"])
+            letters = "".join(chr(ord("a") + int(digit)) for digit in str(c))
+            row["ground_truth"] = form.format(a=c // 3, b=c - c // 3, c=c, w=letters)
+            row["prompt"] += asks
+            row["data_source"] = source or row["data_source"]
+
+    return lay
+
+
+def with_tools(desk: Desk) -> None:
+    settings(**TOOLS, **ROOM)(desk)
+    for row in (*desk.train, *desk.val):
+        row["agent_name"] = "tool_agent"
+        row["extra_info"] = {"tools_kwargs": {"calculator": {"create_kwargs": {"digits": 2}}, "search": None}}
+
+
+def led(desk: Desk) -> None:
+    file = desk.folder / "agents.py"
+    desk.spoil.append(lambda desk: file.write_text("async def lead(chat, row):\n    await chat.say()\n"))
+    desk.settings["actor_rollout_ref.rollout.agent"] = f"{file}:lead"
+
+
 ALL: dict[str, Callable[[Desk], object]] = {
     "one prompt whose answer only a tool knows": one_prompt_for_a_tool,
     "grpo with its own reward": lambda desk: None,
@@ -83,6 +140,21 @@ ALL: dict[str, Callable[[Desk], object]] = {
     "rloo with KL in the loss and a reference": settings(
         algorithm__adv_estimator="rloo", A__use_kl_loss=True, A__kl_loss_coef=0.01, A__ppo_epochs=2
     ),
+    "a calculator, in two turns": with_tools,
+    "an agent": led,
+    "whole solutions of gsm8k, scored by their source": solutions(GSM8K, None, source="openai/gsm8k"),
+    "whole solutions of gsm8k, and a reward that reads a box": solutions(GSM8K, BOXED, asks=" Answer in \\boxed{}."),
+    "whole solutions of MATH, scored by their source": solutions(MATH, None, source="lighteval/MATH"),
+    "proofs that a judge reads": solutions(PROOF, JUDGED),
+    "adapters at the least of their rates": settings(M__lora_rank=8, A__optim__lr=3e-6),
+    "all weights at their usual rate": settings(A__optim__lr=1e-6),
+    "a temperature of 0.6, and a cold validation": settings(
+        R__temperature=0.6, R__val_kwargs__temperature=0.1, R__val_kwargs__do_sample=True
+    ),
+    "mini-batches of two prompts": settings(A__ppo_mini_batch_size=2),
+    "a trial of two prompts, one by one": settings(data__train_batch_size=2, A__ppo_mini_batch_size=1),
+    "a reward that imports random and does not use it": lambda desk: setattr(desk, "reward", NOISY),
+    "a reward of a fifth of a second, for few responses": lambda desk: setattr(desk, "reward", SLEEPS),
     "adapters at their usual rate": settings(M__lora_rank=4, A__optim__lr=1e-4, A__optim__lr_warmup_steps=1),
     "rows as verl has them, scored by their source": as_verl,
     "several rewards": combined,

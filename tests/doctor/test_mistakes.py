@@ -12,7 +12,7 @@ from posttrain.doctor.finding import ERROR, WARNING
 from tests.doctor import mistakes, sound_runs
 from tests.doctor.desk import Desk
 
-QUICK = ["configuration", "data", "template", "batch", "resources"]
+QUICK = ["configuration", "tools", "data", "template", "batch", "resources"]
 """What costs no worker process and no pass over the model."""
 AREAS = {"reward": ["data", "reward"], "resources": ["data", "batch", "memory", "resources"]}
 CASES = [(area, mistake) for area, found in mistakes.ALL.items() for mistake in found]

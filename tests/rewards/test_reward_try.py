@@ -54,6 +54,48 @@ def test_S3_67_unmatched_source_is_seen_through_a_function_that_asks_the_built_i
     assert dict(found.unmatched) == {"my_task": 1} and not found.errors
 
 
+def anywhere(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+
+
+def at_the_end(data_source, solution_str, ground_truth, extra_info=None):
+    import re
+
+    found = re.findall(r"-?[0-9]+", solution_str)
+    return float(bool(found) and found[-1] == ground_truth)
+
+
+def test_a_reward_that_pays_lists_of_answers_is_named_and_one_that_reads_the_last_is_not():
+    data = rows("mine", [str(n) for n in range(31, 71, 3)])
+    text = try_reward(data, spec_of(anywhere), num_workers=1)
+    assert (
+        "! A response that lists many answers, one of them right, scores as much as the right answer in 14 of 14"
+        in text
+    )
+    text = try_reward(data, spec_of(at_the_end), num_workers=1)
+    assert "many answers listed                   0.000" in text and "nothing suspicious found" in text
+
+
+def test_of_a_whole_solution_the_answer_that_it_ends_with_is_tried_too():
+    def in_a_box(data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == f"\\boxed{{{ground_truth.split('####')[-1].strip()}}}")
+
+    data = rows("mine", [f"There are 3 of {n}, which is <<3*{n}={3 * n}>>{3 * n}.\n#### {3 * n}" for n in range(4, 12)])
+    text = try_reward(data, spec_of(in_a_box), num_workers=1)
+    assert "its answer, \\boxed{}                  1.000" in text and "nothing suspicious found" in text
+
+
+def test_a_reward_that_draws_random_numbers_is_seen_though_workers_seed_them_by_the_response():
+    def draws(data_source, solution_str, ground_truth, extra_info=None):
+        import random
+
+        return float(solution_str == ground_truth) + random.random()
+
+    assert examine(rows("mine", ["31", "45"]), spec_of(draws), num_workers=1).flaky
+    assert not examine(rows("mine", ["31", "45"]), spec_of(draws), num_workers=1, times=1).flaky
+    assert not examine(rows("mine", ["31", "45"]), spec_of(at_the_end), num_workers=1).flaky
+
+
 def test_S3_68_responses_without_an_extracted_answer_are_counted_with_examples():
     data = rows("gsm8k", ["1", "2", "3"])
     responses = [{**row, "response": text} for row, text in zip(data, ["#### 1", "I give up", "#### 4"], strict=True)]
@@ -185,7 +227,7 @@ def test_function_and_data_stand_without_flags_and_a_score_that_changes_is_named
     said = capsys.readouterr().out
     assert said.startswith(f"reward: compute_score in {desk / 'counts.py'}")
     assert "! row 0, truth, bare: scored 1, and" in said and "when asked again" in said
-    assert "27 scores of the same response differ: a run could not be repeated" in said  # every one: 3 rows x 9 forms
+    assert "33 scores of the same response differ: a run could not be repeated" in said  # every one: 3 rows x 11 forms
     assert main([str(desk / "counts.py"), str(desk / "data.jsonl"), "--times", "1"]) == 1  # no truth scores 1
     assert "when asked again" not in capsys.readouterr().out
 

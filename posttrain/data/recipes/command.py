@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.config.options import OptionParser
 from posttrain.data.recipes.making import prepare
 from posttrain.data.recipes.recipe import Recipe
 from posttrain.data.recipes.table import RECIPES
@@ -23,7 +24,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="posttrain data", description="Prepare a data set.")
+    parser = OptionParser(prog="posttrain data", description="Prepare a data set.")
     verbs = parser.add_subparsers(dest="recipe", required=True, metavar="RECIPE")
     _add_arithmetic(verbs.add_parser("arithmetic", help=ARITHMETIC, description=ARITHMETIC))
     _add_convert(verbs.add_parser("convert", help=CONVERT, description=CONVERT))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.config.options import OptionParser
 from posttrain.config.turns import SIDES, TurnSettings
 from posttrain.config.values import parse_yaml
 from posttrain.errors import UserError
@@ -46,7 +47,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="posttrain tool try", usage=USAGE, description="One call of a tool.")
+    parser = OptionParser(prog="posttrain tool try", usage=USAGE, description="One call of a tool.")
     parser.add_argument("name", metavar="NAME", help="calculator, python, search, FILE.py:FUNCTION or module.function")
     parser.add_argument(
         "words",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
 from posttrain.tracking.folding import tell
 from posttrain.tracking.waiting import waiting
@@ -18,6 +19,7 @@ from posttrain.trainer.generation.settings import (
     USED_BY_REWARDS,
     Settings,
     add_arguments,
+    check_model,
     read_settings,
     read_words,
 )
@@ -43,7 +45,7 @@ def main(args: Sequence[str]) -> int:
     """Evaluate, or compare two evaluations."""
     if args and args[0] == "compare":
         return _compare(args[1:])
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="posttrain eval",
         usage=USAGE,
         description="Score a model's responses with the rewards of training: mean reward, accuracy, pass@k and maj@k "
@@ -73,6 +75,8 @@ def main(args: Sequence[str]) -> int:
         parser.error("--data is missing: parquet, json or jsonl with prompts and truths")
     used = (*USED, *USED_BY_REWARDS) if model else ("data.prompt_key", "data.data_source", *USED_BY_REWARDS)
     apply_environment()
+    if model:
+        check_model(model)
     settings = read_settings(options, overrides, settings_folder(model) if model else None, used=used)
     out = _folder(options, model)
     if model is None:
@@ -120,7 +124,7 @@ def _folder(options: argparse.Namespace, model: str | None) -> Path:
 
 
 def _compare(args: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="posttrain eval compare", description="Two reports on the same prompts: differences, intervals, tests."
     )
     parser.add_argument("first", type=Path, metavar="A", help="report.json, or the folder that holds it")

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
 from posttrain.texts import own_turns
 from posttrain.tracking.waiting import waiting
@@ -18,6 +19,7 @@ from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.settings import (
     Settings,
     add_arguments,
+    check_model,
     is_checkpoint,
     read_settings,
     read_words,
@@ -34,7 +36,7 @@ USAGE = "posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE) [opti
 
 def main(args: Sequence[str]) -> int:
     """Answer the prompts; 0 when all are answered."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="posttrain generate",
         usage=USAGE,
         description="Responses of a model to prompts. Killed and started again, it goes on where it was.",
@@ -63,6 +65,7 @@ def main(args: Sequence[str]) -> int:
     if options.workers < 1 or (options.workers > 1 and options.out is None):
         parser.error("--workers is 1 or more, and several need --data and --out")
     apply_environment()
+    check_model(model)
     settings = read_settings(options, overrides, settings_folder(model))
     table = rows_of(options, settings)
     if options.out is None:

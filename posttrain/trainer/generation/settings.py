@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.checkpoint.export import refuse_run
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
 from posttrain.config.turns import TurnSettings, turn_settings
 from posttrain.errors import UserError
+from posttrain.models.places import local_or_hub
 from posttrain.tracking.redact import redact
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -98,7 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest one")
     parser.add_argument("--repetition-penalty", type=float, metavar="X", help="divide scores of tokens seen before")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends a response; may be repeated")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest response (default 1024, or the run's)")
+    longest = ("--max-tokens", "--max-new-tokens")  # the second is what transformers calls it
+    parser.add_argument(*longest, type=int, metavar="N", help="longest response (default 1024, or the run's)")
     parser.add_argument("--seed", type=int, help="seed of the samples (default 1)")
     parser.add_argument("--engine", metavar="NAME", help="native (default), hf or vllm")
     parser.add_argument("--device", metavar="NAME", help="auto (default), cpu or cuda")
@@ -206,6 +209,14 @@ def is_checkpoint(name: str) -> bool:
     """Whether MODEL names a checkpoint folder of a run."""
     path = Path(os.path.expandvars(os.path.expanduser(name)))
     return path.is_dir() and (_STEP.fullmatch(path.resolve().name) is not None or (path / "manifest.json").is_file())
+
+
+def check_model(name: str) -> None:
+    """Raises ModelError, before torch is imported, for a MODEL that is neither there nor to be had."""
+    if name == "embedded" or is_checkpoint(name):
+        return
+    refuse_run(Path(os.path.expandvars(os.path.expanduser(name))))
+    local_or_hub(name)
 
 
 def described(settings: Settings) -> dict[str, Any]:

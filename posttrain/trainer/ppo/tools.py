@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.config.agent import BUILT_IN, KEY, agent_settings
+from posttrain.config.closest import closest
 from posttrain.config.root import PPOConfig
 from posttrain.config.turns import turn_settings
 from posttrain.errors import UserError
@@ -88,8 +89,10 @@ def check_agent_names(turns: Loop | None, names: Iterable[Any]) -> None:
         for name in wanted:
             turns.leads.lead(name)  # pyright: ignore
     elif strange := [name for name in wanted if name not in BUILT_IN]:
+        near = closest(strange[0], BUILT_IN)
+        hint = f" Did you mean {near}?" if near else ""
         raise UserError(
-            f"rows name the agent {strange[0]} (column agent_name), but the run has no agents.\n"
+            f"rows name the agent {strange[0]} (column agent_name), but the run has no agents.{hint}\n"
             f"  to do:  {KEY}.default_agent_loop={strange[0]} and its file in actor_rollout_ref.model.external_lib, or "
             f"{KEY}.agent_loop_config_path=FILE.yaml, or {KEY}=FILE.py:NAME"
         )

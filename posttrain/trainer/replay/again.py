@@ -18,11 +18,11 @@ from posttrain.algorithms import get_adv_estimator
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.rng import restore_rng
 from posttrain.config import load_config
-from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.tracking.batches import batch_folder, kept_steps, read_facts
+from posttrain.tracking.batches import batch_folder, read_facts
 from posttrain.tracking.loggers import read_metrics
+from posttrain.trainer.replay.steps import start_of
 from posttrain.trainer.run.process import prepare_torch
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
@@ -31,10 +31,6 @@ from posttrain.workers.roles import pick_device
 Watch = Callable[[str, torch.Tensor], object]
 """(name, tensor): `batch/advantages`, `actor/model.layers.0.mlp` (an output), `after/actor/model.norm.weight`."""
 COMPARED = ("policy_loss", "actor/loss", "actor/grad_norm", "kl_loss", "critic/vf_loss", "critic/grad_norm")
-
-
-class ReplayError(UserError):
-    """The step cannot be replayed; the text says which ones can."""
 
 
 @dataclass
@@ -53,27 +49,15 @@ class Replayed:
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def replayable(run: Path) -> dict[int, int]:
-    """Step -> the checkpoint's step from which it can be replayed; 0 stands for the first weights."""
-    kept, starts = kept_steps(run / "batches"), [0, *_checkpoints(run).steps()]
-    found = {}
-    for step in kept:
-        start = max(start for start in starts if start < step)
-        if set(range(start + 1, step + 1)) <= set(kept):
-            found[step] = start
-    return found
-
-
 def replay(run: Path, step: int, watch: Watch | None = None) -> Iterator[Replayed]:
     """The updates from the nearest earlier checkpoint up to `step`; only the last one is watched."""
+    start = start_of(run, step)
     facts = read_facts(run / "batches")
-    possible = replayable(run)
-    if facts is None or step not in possible:
-        raise ReplayError(_why_not(run, step, possible))
+    assert facts is not None
     with ExitStack() as stack:
-        actor, critic = _workers(stack, run, facts, possible[step])
+        actor, critic = _workers(stack, run, facts, start)
         recorded = {int(line["step"]): line for line in read_metrics(run / "metrics.jsonl")}
-        for number in range(possible[step] + 1, step + 1):
+        for number in range(start + 1, step + 1):
             batch = DataProto.load_from_disk(batch_folder(run / "batches", number))
             watching = watch if number == step else None
             groups = {"actor": actor} | ({"critic": critic} if critic else {})
@@ -82,26 +66,6 @@ def replay(run: Path, step: int, watch: Watch | None = None) -> Iterator[Replaye
                 if number > facts["critic_warmup"]:
                     metrics |= actor.update_actor(batch)
             yield Replayed(number, metrics, recorded.get(number, {}))
-
-
-def _why_not(run: Path, step: int, possible: dict[int, int]) -> str:
-    if not kept_steps(run / "batches"):
-        return f"{run} kept no batches: with tracking.keep_batches=-1 a run keeps those of all steps (N: the last N)."
-    can = f"These can: {_ranges(sorted(possible))}." if possible else "None can."
-    return (
-        f"Step {step} of {run} cannot be replayed: the batches of all steps from a checkpoint up to it must be there. "
-        f"{can} trainer.save_freq makes checkpoints, tracking.keep_batches keeps batches."
-    )
-
-
-def _ranges(steps: list[int]) -> str:
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
 
 
 def _checkpoints(run: Path) -> CheckpointManager:

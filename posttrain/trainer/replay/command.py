@@ -7,17 +7,23 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
 from posttrain.tracking.find import find_run
-from posttrain.trainer.replay.again import COMPARED, Watch, replay, replayable
+from posttrain.tracking.waiting import waiting
+from posttrain.trainer.replay.steps import replayable, start_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from posttrain.trainer.replay.again import Watch
 
 
 def main(args: Sequence[str]) -> int:
     """0 if the losses are the recorded ones to the bit, 1 if not."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="posttrain replay", description="Make a past step's update again from its recorded batch."
     )
     parser.add_argument("run", help="the run's folder, or its name below outputs/")
@@ -33,8 +39,12 @@ def main(args: Sequence[str]) -> int:
         if not found:
             print(f"No step of {run} can be replayed: tracking.keep_batches keeps the batches that it takes.")
         return 0 if found else 1
-    same = True
-    for made in replay(run, options.step, _watch(options)):
+    start_of(run, options.step)
+    watch, same = _watch(options), True
+    with waiting():
+        from posttrain.trainer.replay.again import COMPARED, replay
+
+    for made in replay(run, options.step, watch):
         losses = ", ".join(f"{name} {made.metrics[name]!r}" for name in COMPARED if name in made.metrics)
         differing = "; ".join(f"{name} was {a!r}, is {b!r}" for name, (a, b) in made.differing.items())
         print(f"step {made.step}: {losses}; " + (differing or "the recorded values, to the bit"))

@@ -1,0 +1,152 @@
+"""Tools and agents: whether they can be had, whether rows name those that there are, and whether a response has room
+for the turns that it may take."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from posttrain.config.agent import agent_settings
+from posttrain.config.closest import closest
+from posttrain.config.turns import KEY, TurnSettings, turn_settings
+from posttrain.doctor.case import Case
+from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.errors import UserError
+from posttrain.rollout.tools.base import Tool
+from posttrain.rollout.turns.loop import Turns, given_by
+from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
+
+AREA = "tools"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def check_tools(case: Case) -> Iterator[Finding]:
+    """Makes the tools, or finds the agent, as a run would; prompts are counted with what it gives (`Case.schemas`)."""
+    if not case.is_rl:
+        return
+    rollout = case.config.actor_rollout_ref.rollout
+    key = f"{_ROLLOUT}.agent" if agent_settings(rollout.agent).enable else KEY
+    try:
+        with opened_turns(
+            case.config, case.tokenizer, torch.device("cpu"), say=lambda text: _said(case, text)
+        ) as turns:
+            case.turns = turns
+            case.schemas = list(turns.schemas) if turns else []
+    except UserError as error:
+        if _enabled(case):  # without turns it is the tokenizer's own error, which its check says
+            yield Finding(ERROR, AREA, str(error), case.where(key))
+        return
+    if isinstance(turns, Turns):
+        shown = _tokens(case, tools=case.schemas) - _tokens(case)
+        case.report.fact(
+            AREA, f"Their descriptions take about {shown} tokens of every prompt (data.max_prompt_length)."
+        )
+        yield from _room(case, turns)
+
+
+def check_named_in_rows(case: Case) -> Iterator[Finding]:
+    """Tools and agents that rows name: a run drops what is for tools that it does not have, without a word."""
+    if not case.is_rl:
+        return
+    rows = [item for data in case.datasets.values() for item in data]
+    names = [(item["extra_info"] or {}).get("agent_name") for item in rows]
+    where = case.where("data.train_files")
+    if case.turns is not None or not _enabled(case):  # otherwise what the rows name is not to blame
+        try:
+            check_agent_names(case.turns, names)
+        except UserError as error:
+            yield Finding(ERROR, AREA, str(error), where)
+    if case.turns is None and not _enabled(case) and (count := names.count("tool_agent")):
+        what = (
+            f"{count} of {len(rows)} rows name the agent tool_agent (column agent_name), but no tool would be called: "
+        )
+        what += f"{KEY}.enable is False."
+        do = f"set {KEY}.enable=True and {_ROLLOUT}.tools=[...], or take the column out"
+        yield Finding(WARNING, AREA, what, case.where(KEY), do)
+    if not isinstance(case.turns, Turns):
+        return
+    tools = case.turns.runner.tools
+    # A parquet file has an entry for every tool in every row, most of them null.
+    given = (given_by(item["extra_info"]) for item in rows)
+    strange = Counter(name for own in given for name, values in own.items() if values and name not in tools)
+    for name, count in strange.items():
+        near = closest(name, tools)
+        what = f"{count} of {len(rows)} rows have something for the tool {name!r} (extra_info.tools_kwargs), which is "
+        what += f"none of the run's tools ({', '.join(tools)}): it would not be used."
+        do = f"did you mean {near}? Rename it in the rows, or the tool" if near else f"add it to {_ROLLOUT}.tools"
+        yield Finding(WARNING if near else NOTE, AREA, what, where, do)
+
+
+def _enabled(case: Case) -> bool:
+    rollout = case.config.actor_rollout_ref.rollout
+    return turn_settings(rollout.multi_turn).enable or agent_settings(rollout.agent).enable
+
+
+def _said(case: Case, text: str) -> None:
+    case.report.fact(AREA, text.removeprefix("note: "))
+
+
+def _tokens(case: Case, **shown: Any) -> int:
+    """Of a short prompt, with what the template is shown."""
+    options = {**case.config.data.apply_chat_template_kwargs, **shown}
+    text = case.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, **options)
+    return len(_ids(case, str(text)))
+
+
+def _ids(case: Case, text: str) -> list[int]:
+    return case.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _room(case: Case, turns: Turns) -> Iterator[Finding]:
+    """Turns share data.max_response_length with what tools answer: each call is written, and answered, within it."""
+    settings: TurnSettings = turns.config
+    limit, most = case.config.data.max_response_length, settings.max_assistant_turns
+    call = min(len(_ids(case, _shortest_call(tool, settings.format))) for tool in turns.runner.tools.values())
+    frame = len(turns.replies.ids([""], _end_token(case)))
+    least = call + frame
+    prose = json.dumps(case.schemas)
+    full = least + math.ceil(settings.max_tool_response_length * len(_ids(case, prose)) / len(prose))
+    case.report.fact(
+        AREA,
+        f"A call and its answer take at least {least} tokens of data.max_response_length={limit}, and about {full} "
+        f"where the answer has {settings.max_tool_response_length} characters (multi_turn.max_tool_response_length): "
+        f"room for {limit // least} calls at most, for {limit // full} with such answers.",
+    )
+    wanted = 1 if most is None else most - 1
+    keys = ("data.max_response_length",) if most is None else ("data.max_response_length", KEY)
+    if wanted * least + 1 > limit:
+        turns_words = "a call and an answer to it" if most is None else f"{most} turns (max_assistant_turns)"
+        what = (
+            f"data.max_response_length={limit} has no room for {turns_words}: each call takes {least} tokens or more "
+        )
+        what += "with the shortest answer, and the model's last turn comes behind them."
+        do = f"raise data.max_response_length above {wanted * full}, or allow fewer turns"
+        yield Finding(WARNING, AREA, what, case.where(*keys), do)
+    elif most == 1:
+        what = f"{KEY}.max_assistant_turns=1: a response ends with its first call, which is never answered."
+        do = "if the answer is to be used, set max_assistant_turns to 2 or more, or leave it out"
+        yield Finding(NOTE, AREA, what, case.where(KEY), do)
+    elif full + 1 > limit:
+        what = f"A tool's answer of {settings.max_tool_response_length} characters has about {full - least} tokens and "
+        what += f"would fill the response (data.max_response_length={limit}), so that the model could not go on."
+        do = f"if answers get so long, raise data.max_response_length or lower {KEY}.max_tool_response_length"
+        yield Finding(NOTE, AREA, what, case.where("data.max_response_length"), do)
+
+
+def _shortest_call(tool: Tool, style: str) -> str:
+    """A call of this tool with as little as its schema allows, in the run's format."""
+    function: Mapping[str, Any] = tool.schema["function"]
+    required = (function.get("parameters") or {}).get("required") or []
+    key = "parameters" if style == "llama3_json" else "arguments"
+    text = json.dumps({"name": function["name"], key: {name: "" for name in required}})
+    return text if style == "llama3_json" else f"<tool_call>\n{text}\n</tool_call>"
+
+
+def _end_token(case: Case) -> int:
+    found = case.tokenizer.eos_token_id
+    return found if isinstance(found, int) else -1
