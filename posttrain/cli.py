@@ -126,6 +126,12 @@ def export(args: Arguments) -> int:
     return 0
 
 
+def push(args: Arguments) -> int:
+    from posttrain.trainer import push as command
+
+    return command.main(args)
+
+
 def data(args: Arguments) -> int:
     from posttrain.data.recipes import command
 
@@ -211,6 +217,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
     "reward": (reward, "`reward try FN DATA`: score a data file before a run; `--model M` samples responses"),
     "tool": (tool, "`tool try NAME ARGUMENTS`: a tool's schema, what a model would read, and its answer"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
+    "push": (push, "publish a checkpoint on the Hugging Face hub, with a model card of its run"),
     "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
     "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),
     "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),

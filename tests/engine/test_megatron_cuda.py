@@ -1,4 +1,4 @@
-"""Megatron's engine on a CUDA device gives what the torch engine gives there (one rank, cases of `megatron_runs.py`)."""
+"""Megatron's engine on a CUDA device gives what the torch engine gives there (one rank of `megatron_runs.py`)."""
 
 from __future__ import annotations
 
