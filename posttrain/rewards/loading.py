@@ -52,10 +52,12 @@ def resolve_reward(
     ready to be the first of a RewardPool; without such a list it is ended.
     """
     try:
-        if isinstance(function, RewardList) and not functions:
+        if functions:
+            spec = _combine(config, function, functions)
+        elif isinstance(function, RewardList):
             spec = _combine_objects(config, function)
         else:
-            spec = _combine(config, function, functions) if functions else _describe(config, function)
+            spec = _describe(config, function)
         spec = replace(spec, **(told or {}))
         return spec if spec.kind == "builtin" else _checked(spec, kept)
     except RewardError as error:
@@ -246,9 +248,9 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
                 f"two rewards are named: a function object and custom_reward_function.path={config.path}",
                 todo="keep one of them",
             )
-        function = made(function)
-        check_call(function, kwargs)
-        return RewardSpec(kind="pickled", kwargs=kwargs, sys_path=list(sys.path), pickled=_pickle(function))
+        reward: Callable[..., Any] = made(function)
+        check_call(reward, kwargs)
+        return RewardSpec(kind="pickled", kwargs=kwargs, sys_path=list(sys.path), pickled=_pickle(reward))
     if not config.path:
         for key in ("name", "reward_kwargs"):
             if config[key]:

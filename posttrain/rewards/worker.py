@@ -116,7 +116,7 @@ def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding)
         items = []
         for row, response, tokens, own_words, ids in payloads:
             data_source, ground_truth, extra_info, *more = pickle.loads(row)
-            facts = BatchFacts(*more, ids) if more else None
+            facts = BatchFacts(more[0], more[1], ids) if more else None
             items.append((data_source, response, ground_truth, extra_info, tokens, own_words, facts))
         seeding.new_sample("\n".join([response for _, response, *_ in payloads]))
         return score(items)

@@ -41,7 +41,7 @@ class RewardManager:
         prompts_are_texts: bool = False,
     ) -> None:
         self.prompts_are_texts = prompts_are_texts
-        self.progress = (0, 0)
+        self.progress: tuple[int, int] = (0, 0)
         """Steps that are done, and steps of the run."""
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self._expected: dict[Key, tuple[Any, ...]] = {}

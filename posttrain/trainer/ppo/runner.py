@@ -59,7 +59,7 @@ def run_training(
 def opened_training(
     resolved: Resolved,
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Callable[..., Any] | RewardList | None = None,
     data: Rows | None = None,
     val_data: Rows | None = None,
     trainer_class: type[RayPPOTrainer] | None = None,
