@@ -270,6 +270,8 @@ def known_choices(groups: list[tuple[str, str]], folders: list[Path]) -> tuple[l
         options = [name for name in options if (folder, name) != ("algorithm", "rollout_correction")]
         close = closest(choice, options)
         hint = f"did you mean `{close}`? " if close else ""
+        if folder == "model" and not close:  # the name of a model, which the group of that name does not take
+            hint = f"a model to train is named by `actor_rollout_ref.model.path={choice}`; of the group are "
         what = f"`{group}`: the group `{folder}` has no `{choice}`."
         problems.append(Problem(what, source, f"{hint}known: {', '.join(options)}"))
     return good, problems

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from posttrain.config.closest import closest
 
 _UNKNOWN = "unrecognized arguments: "
+_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -32,6 +34,8 @@ class OptionParser(argparse.ArgumentParser):
             words = message.removeprefix(_UNKNOWN).split()
             message = "; ".join(self._about(word) for word in words if word.startswith("-")) or message
             message += f". `{self.prog} --help` lists the options"
+        elif (found := _CHOICE.search(message)) and (near := closest(found[1], re.findall(r"[\w-]+", found[2]))):
+            message += f"; did you mean {near}?"
         super().error(message)
 
     def _about(self, word: str) -> str:

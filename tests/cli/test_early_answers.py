@@ -95,6 +95,8 @@ PAIR = ("reward-model", "model.path=embedded")
         (("train", "--load_in_4bit=True"), "actor_rollout_ref.model.quantization=nf4"),
         (("train", "model.load_in_4bit=True"), "actor_rollout_ref.model.quantization=nf4"),
         (("train", "--max_new_tokens", "5"), "data.max_response_length"),
+        (("train", "model=Qwen/Qwen2.5-0.5B"), "`actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B`"),
+        (("data", "gsm8kk"), "did you mean gsm8k?"),
         (("sft", "--load_in_4bit"), "`model.quantization=nf4`"),
         (("sft", "model.load_in_4bit=True"), "`model.quantization=nf4`"),
         (("sft", "--model", "X"), "`model.path`"),
