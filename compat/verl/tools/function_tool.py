@@ -111,7 +111,9 @@ def _as_response(value: Any) -> ToolResponse:
 def _schema_of(function: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:
     from transformers.utils import get_json_schema
 
-    several = [p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    several = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if several:
         raise ValueError(
             f"@function_tool '{name}' ({_address(function)}) declares variadic parameter(s) {several}, which no schema "
