@@ -57,7 +57,8 @@ READING = {
         ["a=2", "y=0"],
     ),
     "conditions": (
-        'E=vllm\nn=8\nif [ "${U:-1}" != 0 ] && { [ "$E" = sglang ] || [ "$E" = vllm ]; }; then\n  a=1\nelse\n  a=2\nfi\n'
+        'E=vllm\nn=8\nif [ "${U:-1}" != 0 ] && { [ "$E" = sglang ] || [ "$E" = vllm ]; }; then\n  a=1\n'
+        "else\n  a=2\nfi\n"
         'if [[ -z "$E" || $n -lt 8 ]]; then b=1; elif [ $n -ge 8 ]; then b=2; else b=3; fi\n'
         f'if ! [ -n "$E" ]; then\n  c=1\nfi\n{START} a=$a b=$b c=${{c:-0}}',
         ["a=1", "b=2", "c=0"],
@@ -97,7 +98,7 @@ def test_nothing_of_the_script_is_run(tmp_path):
 
 
 CUT = {
-    "a comment after the backslash": "  trainer.seed=1 \\ # twice\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
+    "a comment after it": "  trainer.seed=1 \\ # twice\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
     "a comment line": "  trainer.seed=1 \\\n  # how long\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
     "an empty line": "  trainer.seed=1 \\\n\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
     "no backslash": "  trainer.seed=1\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
