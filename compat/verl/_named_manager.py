@@ -53,8 +53,8 @@ class NamedManager:
 
     def _class(self) -> Any:
         from posttrain.errors import UserError
-        from verl.utils.import_utils import load_extern_object
         from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+        from verl.utils.import_utils import load_extern_object
         from verl.workers.reward_manager import get_reward_manager_cls
 
         try:

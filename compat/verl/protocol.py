@@ -442,7 +442,10 @@ def serialize_tensordict(batch: Any) -> tuple[tuple[int, ...], str | None, dict[
         if not value.is_nested:
             encoded[name] = serialize_single_tensor(value)
         else:
-            encoded[name] = str(value.layout).removeprefix("torch."), [serialize_single_tensor(v) for v in value.unbind()]
+            encoded[name] = (
+                str(value.layout).removeprefix("torch."),
+                [serialize_single_tensor(v) for v in value.unbind()],
+            )
     return tuple(batch.batch_size), None if batch.device is None else str(batch.device), encoded
 
 
@@ -455,7 +458,9 @@ def deserialize_tensordict(arr: Any) -> Any:
             tensors[name] = deserialize_single_tensor(value)
         elif len(value) == 2:
             layout = getattr(torch, value[0])
-            tensors[name] = torch.nested.as_nested_tensor([deserialize_single_tensor(v) for v in value[1]], layout=layout)
+            tensors[name] = torch.nested.as_nested_tensor(
+                [deserialize_single_tensor(v) for v in value[1]], layout=layout
+            )
         else:
             raise ValueError(f"Invalid tensor encoding format, expected length 2 or 3, got {len(value)}")
     return TensorDict(tensors, batch_size=batch_size, device=device)

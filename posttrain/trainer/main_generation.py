@@ -65,7 +65,9 @@ def translate(args: Sequence[str]) -> list[str]:
     values.setdefault("rollout.temperature", 1.0)
     for key, why in ONE.items():
         if values.get(key, 1) != 1:
-            raise UserError(f"{key}={values[key]}: {why}; set it to 1 (trainer.n_gpus_per_node is the number of workers)")
+            raise UserError(
+                f"{key}={values[key]}: {why}; set it to 1 (trainer.n_gpus_per_node is the number of workers)"
+            )
     out.append(str(values["model.path"]))
     for key, reason in IDLE.items():
         if key in values:

@@ -60,9 +60,7 @@ class RunWriter:
         )
         first = step + 1 if step else 0
         names = installed(self.config.trainer.logger)  # the others were noted when the settings were read
-        self.loggers = open_loggers(
-            names, self.run, self.stored_config, first_step=first, say=say, clock=time.time
-        )
+        self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say, clock=time.time)
         self._stack.callback(self.loggers.close)
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
         write_status(self.run.path, "running", step, self.total_steps)

@@ -52,14 +52,15 @@ READING = {
         ["a=4"],
     ),
     "a branch within a branch": (
-        "M=${M:-}\nA=(y=0)\ncase gpu in\n  gpu)\n    case \"$M\" in\n      b200) n=1; A+=(x=1) ;;\n      *) n=2 ;;\n"
+        'M=${M:-}\nA=(y=0)\ncase gpu in\n  gpu)\n    case "$M" in\n      b200) n=1; A+=(x=1) ;;\n      *) n=2 ;;\n'
         f'    esac\n    m=$n\n    ;;\n  *) m=9 ;;\nesac\n{START} a=$m "${{A[@]}}"',
         ["a=2", "y=0"],
     ),
     "conditions": (
-        'E=vllm\nn=8\nif [ "${U:-1}" != 0 ] && { [ "$E" = sglang ] || [ "$E" = vllm ]; }; then\n  a=1\nelse\n  a=2\nfi\n'
+        'E=vllm\nn=8\nif [ "${U:-1}" != 0 ] && { [ "$E" = sglang ] || [ "$E" = vllm ]; }; then\n  a=1\n'
+        "else\n  a=2\nfi\n"
         'if [[ -z "$E" || $n -lt 8 ]]; then b=1; elif [ $n -ge 8 ]; then b=2; else b=3; fi\n'
-        f"if ! [ -n \"$E\" ]; then\n  c=1\nfi\n{START} a=$a b=$b c=${{c:-0}}",
+        f'if ! [ -n "$E" ]; then\n  c=1\nfi\n{START} a=$a b=$b c=${{c:-0}}',
         ["a=1", "b=2", "c=0"],
     ),
     "a job of Ray": (f"ray job submit --no-wait --runtime-env=e.yaml -- {START} a=1", ["a=1"]),
@@ -97,7 +98,7 @@ def test_nothing_of_the_script_is_run(tmp_path):
 
 
 CUT = {
-    "a comment after the backslash": "  trainer.seed=1 \\ # twice\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
+    "a comment after it": "  trainer.seed=1 \\ # twice\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
     "a comment line": "  trainer.seed=1 \\\n  # how long\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
     "an empty line": "  trainer.seed=1 \\\n\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
     "no backslash": "  trainer.seed=1\n  trainer.total_epochs=2 \\\n  data.train_batch_size=8\n",
@@ -117,7 +118,9 @@ def test_a_command_that_is_cut_short_is_found_as_when_it_runs(rest, program, tmp
 def test_a_whole_command_is_not_taken_for_one_that_is_cut_short(tmp_path, capsys):
     script = tmp_path / "run.sh"
     keys = "algorithm.adv_estimator=grpo \\\n  trainer.total_epochs=2"
-    script.write_text(f'# {START} is started\n{START} \\\n  {keys} "$@" $EXTRA\n\n# and later\nexport A=1\n{START} {keys}\n')
+    script.write_text(
+        f'# {START} is started\n{START} \\\n  {keys} "$@" $EXTRA\n\n# and later\nexport A=1\n{START} {keys}\n'
+    )
     assert cli.compat(["check", str(script)]) == 0
     assert "cut short" not in capsys.readouterr().out
 

@@ -71,25 +71,29 @@ def test_the_registry_at_verls_address_is_the_one_that_counts(monkeypatch):
     def mine(token_level_rewards, response_mask, **kwargs):
         return token_level_rewards, token_level_rewards
 
-    assert core_algos.ADV_ESTIMATOR_REGISTRY == {"gae": len, "mine": mine}
+    assert {"gae": len, "mine": mine} == core_algos.ADV_ESTIMATOR_REGISTRY
     core_algos.ADV_ESTIMATOR_REGISTRY.clear()
     with pytest.raises(ValueError, match="Unknown advantage estimator simply: gae"):
         core_algos.get_adv_estimator_fn("gae")
 
 
 def test_unknown_names_are_answered_in_verls_words():
-    with pytest.raises(ValueError, match="Unknown advantage estimator simply: gea.*Known: .*gae"):
+    with pytest.raises(ValueError, match=r"Unknown advantage estimator simply: gea\..*Known: .*gae"):
         core_algos.get_adv_estimator_fn("gea")
     with pytest.raises(ValueError, match=r"Unsupported loss mode: vanila\. Supported modes are: \[.*'vanilla'"):
         core_algos.get_policy_loss_fn("vanila")
 
 
 def test_every_rule_of_rejection_that_is_named_is_taken():
-    assert len(SUPPORTED_ROLLOUT_RS_OPTIONS) == 11 and TOKEN_LEVEL_ROLLOUT_RS_OPTIONS == {
-        "token_k1",
-        "token_k2",
-        "token_k3",
-    }
+    assert (
+        len(SUPPORTED_ROLLOUT_RS_OPTIONS) == 11
+        and {
+            "token_k1",
+            "token_k2",
+            "token_k3",
+        }
+        == TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
+    )
     for rule in SUPPORTED_ROLLOUT_RS_OPTIONS:
         threshold = "0.5_2.0" if rule.endswith("k1") else 1.0
         mask, _ = compute_rollout_rejection_mask(torch.zeros(2, 3), torch.ones(2, 3), rule, threshold)

@@ -110,4 +110,4 @@ def test_the_kinds_of_models_are_those_that_the_engine_builds():
     from posttrain.config.megatron import MODEL_TYPES
     from posttrain.engine.megatron.shapes import DENSE, EXPERTS
 
-    assert MODEL_TYPES == (*DENSE, *EXPERTS), "posttrain/config/megatron.py"
+    assert (*DENSE, *EXPERTS) == MODEL_TYPES, "posttrain/config/megatron.py"

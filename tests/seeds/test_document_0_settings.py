@@ -90,7 +90,12 @@ def test_S4_24_a_run_goes_on_without_loggers_that_are_not_installed(main_ppo, pa
         "algorithm.adv_estimator=grpo",
         f"data.train_files={parquet['train']}",
         *(f"{MODEL}.path={brief_model}", "data.train_batch_size=4", "trainer.total_training_steps=1"),
-        *("data.max_prompt_length=32", "data.max_response_length=6", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=5"),
+        *(
+            "data.max_prompt_length=32",
+            "data.max_response_length=6",
+            f"{ACTOR}.ppo_mini_batch_size=4",
+            f"{ROLLOUT}.n=5",
+        ),
     )
     assert seen.status == 0 and len(seen.steps) == 1
     before_loading = seen.console.partition("step 0")[0]

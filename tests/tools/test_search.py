@@ -251,7 +251,13 @@ def test_S4_75_a_key_alone_goes_to_the_server_that_the_environment_names(server,
 @pytest.mark.parametrize(
     ("key", "provider", "path", "body", "header"),
     [
-        ("tvly-dev-0aB9", None, "/tavily", {"query": "Po", "max_results": 3}, ("Authorization", "Bearer tvly-dev-0aB9")),
+        (
+            "tvly-dev-0aB9",
+            None,
+            "/tavily",
+            {"query": "Po", "max_results": 3},
+            ("Authorization", "Bearer tvly-dev-0aB9"),
+        ),
         ("0123456789abcdef" * 2 + "01234567", None, "/serper", {"q": "Po", "num": 3}, ("X-API-KEY", "{key}")),
         ("of-another-form", "serper", "/serper", {"q": "Po", "num": 3}, ("X-API-KEY", "{key}")),
     ],

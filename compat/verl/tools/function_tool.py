@@ -89,7 +89,7 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
 
 
 def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """(what the tool answers, reward, metrics) of what a function returned: an answer, or a tuple of up to these three."""
+    """(what the tool answers, reward, metrics) of what a function returned: an answer, or a tuple of them."""
     if not isinstance(ret, tuple):
         return _as_response(ret), 0.0, {}
     if not 1 <= len(ret) <= 3:
@@ -109,9 +109,11 @@ def _as_response(value: Any) -> ToolResponse:
 
 
 def _schema_of(function: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
-    several = [p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    several = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if several:
         raise ValueError(
             f"@function_tool '{name}' ({_address(function)}) declares variadic parameter(s) {several}, which no schema "

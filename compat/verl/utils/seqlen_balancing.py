@@ -163,7 +163,7 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Any], k_partitions: int
 ) -> list[list[int]]:
-    """Rows in `k_partitions` parts of equally many groups and about equal work; neighbours with one uid stay together."""
+    """Rows in `k_partitions` parts of equally many groups and about equal work; neighbours of one uid stay together."""
     assert len(seqlen_list) == len(uid_list), "seqlen_list and uid_list must have same length"
     groups: list[list[int]] = []
     for row, uid in enumerate(uid_list):

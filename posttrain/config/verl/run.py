@@ -92,9 +92,7 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         "megatron_offload",
         "`fsdp_config` has them for every engine",
     ),
-    not_needed(
-        "actor_rollout_ref.ref.{megatron,megatron_config}.optimizer_offload", "the reference has no optimizer"
-    ),
+    not_needed("actor_rollout_ref.ref.{megatron,megatron_config}.optimizer_offload", "the reference has no optimizer"),
     translated(
         "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.{tensor,pipeline,expert}*_parallel_size",
         "megatron_sizes",

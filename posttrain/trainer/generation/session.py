@@ -121,7 +121,7 @@ class Session:
     def run(
         self, parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None], share: Share | None = None
     ) -> None:
-        """Answer every prompt (of the share) that has no answers in `parts`; each goes to `parts` and to `on_prompt`."""
+        """Answer every prompt (of the share) that has none in `parts`; each goes to `parts` and to `on_prompt`."""
         finished = set(parts.finished()) if parts is not None else set()
         own = [item for item in self.prompts if share is None or share.has(item["index"])]
         todo = [item for item in own if item["index"] not in finished]

@@ -1,8 +1,8 @@
 """verl's actor around a module and an optimizer of your own: log-probs of responses, and the update on a batch.
 
 For code that builds such an actor itself. A run trains through `verl.workers.fsdp_workers`, whose actor is posttrain's,
-with packed rows and a loss normalised over the whole mini-batch; here too a mini-batch gives the same gradient however it
-is cut into passes.
+with packed rows and a loss normalised over the whole mini-batch; here too a mini-batch gives the same gradient however
+it is cut into passes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DataParallelPPOActor:
         return torch.cat([log_prob for _, log_prob in parts]), torch.cat(entropies) if entropies else None
 
     def update_policy(self, data: Any) -> dict[str, list[Any]]:
-        """`ppo_epochs` passes of optimizer steps over mini-batches of `ppo_mini_batch_size` rows; gives their metrics."""
+        """`ppo_epochs` passes of optimizer steps over mini-batches of `ppo_mini_batch_size` rows; gives the metrics."""
         self.actor_module.train()
         metrics: dict[str, list[Any]] = {}
         for _ in range(self.config.ppo_epochs):

@@ -87,7 +87,9 @@ def _service(provider: str | None, key: str | None) -> Service:
     """The service by its name, else by the form of the key; a server of one's own otherwise."""
     if provider is not None and provider not in SERVICES:
         names = ", ".join(SERVICES)
-        raise UserError(f"the tool search was given provider={provider}.\n  to do:  {PLACE}.search.provider is one of {names}")
+        raise UserError(
+            f"the tool search was given provider={provider}.\n  to do:  {PLACE}.search.provider is one of {names}"
+        )
     if provider is not None:
         return SERVICES[provider]
     own_server = os.environ.get(ADDRESS)

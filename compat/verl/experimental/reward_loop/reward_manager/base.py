@@ -58,7 +58,10 @@ class WholeBatch:
             return rewards
         told = [result.get("reward_extra_info") or {} for result in results]
         names = dict.fromkeys(name for one in told for name in one)
-        return {"reward_tensor": rewards, "reward_extra_info": {name: [one.get(name) for one in told] for name in names}}
+        return {
+            "reward_tensor": rewards,
+            "reward_extra_info": {name: [one.get(name) for one in told] for name in names},
+        }
 
     async def _all(self, data: Any) -> list[dict[str, Any]]:
         return await asyncio.gather(*(self.manager.run_single(data[row : row + 1]) for row in range(len(data))))

@@ -30,7 +30,9 @@ class DAPORewardManager(NaiveRewardManager):
     def _finished(self, score: float, told: dict[str, Any], length: int) -> dict[str, Any]:
         buffer = self.overlong_buffer_cfg
         if buffer is not None and buffer.enable:
-            taken = float(overlong_penalty(torch.tensor([length]), self.max_resp_len, buffer.len, buffer.penalty_factor))
+            taken = float(
+                overlong_penalty(torch.tensor([length]), self.max_resp_len, buffer.len, buffer.penalty_factor)
+            )
             score += taken
             if buffer.get("log", False):
                 told |= {"overlong_reward": taken, "overlong": taken < 0}
