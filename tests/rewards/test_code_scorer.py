@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -232,6 +233,36 @@ def test_texts_are_compared_by_words_and_numbers_by_value():
     assert same_text("1 2\n3\n", " 1  2 \n\n3") and same_text("0.50\n", "0.5") and same_text("1e-7", "1.0000001e-07")
     assert same_text("YES", "YES\n") and not same_text("YES", "yes")
     assert not same_text("1\n2", "1 2") and not same_text("12345678", "12345679") and not same_text("", "1")
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        ("inf", str(math.factorial(1000))),
+        ("1000000009.0", "1000000007"),
+        ("1000000007.0000001", "1000000007"),
+        (str(2.0**200), str(2**200 + 1)),
+        ("1e999999999", "1"),
+        ("nan", "0"),
+        ("-5", "5"),
+        ("1_0", "10"),
+        ("\u0665", "5"),
+    ],
+)
+def test_whole_numbers_are_never_rounded(got, expected):
+    assert not same_text(got, expected)
+    assert same_text(expected, expected) and same_text(f"+{expected}.0", expected)
+
+
+def test_whole_numbers_of_values_are_never_rounded():
+    for got, expected in (
+        (math.inf, math.factorial(1000)), (1000000009.0, 1000000007), (2.0**200, 2**200 + 1), (1.0000001, 1),
+        ([1, 1e9 + 9], [1, 10**9 + 7]), ({"a": 2.0**60}, {"a": 2**60 + 1}),
+    ):  # fmt: skip
+        assert not same_value(got, expected), (got, expected)
+    assert same_value(2.0**200, 2**200) and same_value(7.0, 7) and same_value(7, 7.0) and same_value(7.0000001, 7.0)
+    assert same_text("7", "7.0") and same_text("7.0000001", "7.0") and same_text("1e999", "inf")
+    assert not same_value(10**400, 1.5) and not same_value(math.inf, 1e308)
 
 
 def test_values_are_compared_as_json_knows_them():
