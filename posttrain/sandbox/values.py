@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -116,11 +116,6 @@ def _encode_array(value: Any, unknown: Callable[[Any], Any]) -> Any:
     if numpy is not None and isinstance(value, numpy.generic) and _DTYPE.fullmatch(value.dtype.str):
         return encode(value.item())
     return unknown(value)
-
-
-def by_place(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by what both sides call them."""
-    return {str(place): arg for place, arg in enumerate(args)} | {f"={name}": arg for name, arg in options.items()}
 
 
 def no_reference(tag: str, content: Any) -> Any:

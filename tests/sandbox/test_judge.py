@@ -146,6 +146,16 @@ def test_objects_whose_class_the_tests_name_answer_for_themselves(box):
     assert verdicts(box, wrong, "assert Stack() == Stack()", "assert Stack() == 5") == [False, False]
 
 
+def test_annotations_may_name_a_class_that_only_the_tests_define(box):
+    program = "class Solution:\n    def last(self, head: Optional[ListNode]) -> ListNode:\n        return head.next"
+    test = (
+        "from typing import Optional\nclass ListNode:\n    def __init__(self, val, next=None): "
+        "self.val, self.next = val, next\nassert Solution().last(ListNode(1, ListNode(2))).val == 2"
+    )
+    assert verdicts(box, program, test, test.replace("== 2", "== 1")) == [True, False]
+    assert box.test("x = not_defined", [{"code": "pass"}]).load_error["name"] == "NameError"
+
+
 OBJECTS = """
 import collections, contextlib, dataclasses, datetime
 class Trie:
