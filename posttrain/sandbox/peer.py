@@ -7,6 +7,7 @@ its sender has changed in them. Nothing is ever unpickled, and no code travels.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator
@@ -29,7 +30,9 @@ from posttrain.sandbox.stand_ins import (
 from posttrain.sandbox.values import MUTABLE, decode, encode, encode_content, plain_base
 
 _WATCHED = 256
-"""Containers whose changes are looked for before each message; of more, the ones that were mentioned last."""
+_LARGE = 1000
+"""Changes are looked for before each message: in so many containers, those that were mentioned last. One that has many
+members is looked at only once after it was mentioned, because a long list would make every message slow."""
 _CONSTANTS = {"NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
 _EMPTY: dict[str, Callable[[], Any]] = {
     "dict": dict,
@@ -55,7 +58,8 @@ class _Watched:
     def changed(self) -> bool:
         """Whether it holds other objects than before; the members themselves are not compared, only which they are."""
         now = _members(self.container)
-        if len(now) == len(self.before) and all(map(_is, now, self.before)):
+        same = now == self.before if isinstance(now, bytes) else all(map(operator.is_, now, self.before))
+        if same and len(now) == len(self.before):
             return False
         self.before = now
         return True
@@ -89,6 +93,7 @@ class Peer:
         self._returned: dict[int, int] = {}
         self._watched: OrderedDict[int, _Watched] = OrderedDict()
         self._fresh: list[int] = []
+        self._late: list[Any] = []
         self._known: dict[type, type] = {}
         self._tasks = Tasks()
 
@@ -131,8 +136,9 @@ class Peer:
         with self._turn:
             self._fresh.clear()
             try:
-                changes = self._changes()
-                message = {**message, **content(), "changes": changes}
+                changes, self._late = self._changes(), []
+                message = {**message, **content()}
+                message["changes"] = changes + self._late
             except BaseException:
                 for key in self._fresh:
                     self._watched.pop(key, None)  # so that it is sent with its content the next time
@@ -294,7 +300,11 @@ class Peer:
 
     def _refer_shared(self, value: Any, content: Callable[[], Any]) -> Any:
         if id(value) in self._returned:
-            return {"yours": self._returned[id(value)]}
+            number = self._returned[id(value)]
+            if id(value) not in self._watched:
+                self._watch(value, False, number)
+                self._late.append(["yours", number, content()])
+            return {"yours": number}
         number = self.keep(value)
         if id(value) in self._watched:
             return {"mine": {"id": number}}
@@ -322,6 +332,8 @@ class Peer:
 
     def _changes(self) -> list[Any]:
         found = [one for one in list(self._watched.values()) if one.changed()]
+        for key in [key for key, one in self._watched.items() if len(one.before) > _LARGE]:
+            del self._watched[key]
         return [["mine" if one.mine else "yours", one.number, encode_content(one.container, self.out)] for one in found]
 
     def error(self, error: BaseException) -> dict[str, Any]:
@@ -489,14 +501,10 @@ def _number(number: Any) -> int:
     return number
 
 
-def _members(container: Any) -> list[Any]:
+def _members(container: Any) -> list[Any] | bytes:
     if isinstance(container, dict):
         return [one for pair in dict.items(container) for one in pair]
     if isinstance(container, bytearray):
-        return [bytes(container)]
+        return bytes(container)
     base = plain_base(type(container)) or list
     return list(base.__iter__(container))  # pyright: ignore
-
-
-def _is(left: Any, right: Any) -> bool:
-    return left is right or (type(left) is bytes and left == right)

@@ -1,8 +1,8 @@
 """The process that holds untrusted code: runs it as a script, or loads it and answers calls to what it defines."""
 
 from __future__ import annotations
-
 import __future__
+
 import builtins
 import contextlib
 import functools
