@@ -12,9 +12,16 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.sandbox.fixtures import Fixtures
+from posttrain.sandbox.link import ProgramExit
 from posttrain.sandbox.names import loaded_names
+from posttrain.sandbox.stand_ins import is_stand_in
 
 unittest.main = lambda *_, **__: None  # pyright: ignore  # the cases are run here; it would look for them elsewhere
+
+
+class CannotRun(TypeError):
+    """A test that looks like one, and cannot be run here."""
 
 
 def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
@@ -23,14 +30,16 @@ def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
     check = defined.get("check")
     if inspect.isfunction(check) and "check" not in used:
         if entry is None:
-            raise TypeError("the tests define check(), and the truth names no entry_point to give to it")
+            raise CannotRun("the tests define check(), and the truth names no entry_point to give to it")
         _run_once("check", functools.partial(check, entry))
         return
     for name, value in defined.items():
+        if is_stand_in(value):
+            continue  # the program's, whatever its name
         if inspect.isfunction(value) and name.startswith("test") and (name not in used or not _required(value)):
-            _run_function(name, value)
+            _run_function(name, value, defined)
         elif isinstance(value, type) and not issubclass(value, unittest.TestCase) and name.startswith("Test"):
-            _run_class(value)
+            _run_class(value, defined)
     _run_unittest([one for one in defined.values() if isinstance(one, type) and issubclass(one, unittest.TestCase)])
 
 
@@ -38,17 +47,21 @@ def exits_well(function: Callable[..., Any], *args: Any) -> Any:
     """Call it; `sys.exit()` of the tests themselves is no failure unless it says so. A program's never gets here."""
     try:
         return function(*args)
+    except ProgramExit:
+        raise
     except SystemExit as error:
         if error.code not in (None, 0, False):
             raise AssertionError(f"the tests ended with {error.code}") from None
 
 
-def _run_function(name: str, function: Callable[..., Any]) -> None:
+def _run_function(name: str, function: Callable[..., Any], defined: dict[str, Any]) -> None:
     for given in _parameters(function):
         missing = [one for one in _required(function) if one not in given]
-        if missing:
-            raise TypeError(f"{name} takes arguments ({', '.join(missing)}), which nobody gives here")
-        _run_once(name, functools.partial(function, **given))
+        with Fixtures(defined) as fixtures:
+            unknown = [one for one in missing if not fixtures.knows(one)]
+            if unknown:
+                raise CannotRun(f"{name} takes arguments ({', '.join(unknown)}), which nobody gives here")
+            _run_once(name, functools.partial(function, **given, **{one: fixtures.give(one) for one in missing}))
 
 
 def _run_once(name: str, function: Callable[..., Any]) -> None:
@@ -58,7 +71,7 @@ def _run_once(name: str, function: Callable[..., Any]) -> None:
 
         asyncio.run(result)
     elif inspect.isgenerator(result) or inspect.isasyncgen(result):
-        raise TypeError(f"{name} is a generator, which runs nothing when it is called")
+        raise CannotRun(f"{name} is a generator, which runs nothing when it is called")
 
 
 def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]]:
@@ -79,17 +92,17 @@ def _row(row: Any, count: int) -> Any:
     return row if count > 1 else (row,)
 
 
-def _run_class(kind: type) -> None:
+def _run_class(kind: type, defined: dict[str, Any]) -> None:
     """A class of pytest's, and those within it: each test in an object of its own."""
     for inner in [getattr(kind, name) for name in dir(kind) if name.startswith("Test")]:
         if isinstance(inner, type):
-            _run_class(inner)
+            _run_class(inner, defined)
     for name in [name for name in dir(kind) if name.startswith("test")]:
         one = kind()
         prepare = getattr(one, "setup_method", lambda: None)
         prepare(*[getattr(one, name)] * len(_required(prepare)))
         if callable(getattr(one, name)):
-            _run_function(f"{kind.__name__}.{name}", getattr(one, name))
+            _run_function(f"{kind.__name__}.{name}", getattr(one, name), defined)
 
 
 def _run_unittest(cases: list[type[unittest.TestCase]]) -> None:
@@ -109,7 +122,7 @@ def _refuse_idle(case: type[unittest.TestCase], name: str) -> None:
     method = getattr(case, name)
     waits = inspect.iscoroutinefunction(method) and not issubclass(case, unittest.IsolatedAsyncioTestCase)
     if waits or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise TypeError(f"{case.__name__}.{name} runs nothing when it is called: it is a coroutine or a generator")
+        raise CannotRun(f"{case.__name__}.{name} runs nothing when it is called: it is a coroutine or a generator")
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

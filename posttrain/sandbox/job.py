@@ -121,10 +121,11 @@ def _judge_program(channel: int, request: dict[str, Any], limits: dict[str, Any]
     program = Program(lambda theirs: answer_calls(theirs, source), "", limits["seconds"], limits["output_bytes"])
     tests = wire.receive(channel)
     try:
-        error = _load_error(program.receive())
+        loaded = program.receive()
+        error = _load_error(loaded)
         wire.send(channel, {"loaded": error})
         if not error:
-            for outcome in judge(program, tests, until_failure=request["until_failure"]):
+            for outcome in judge(program, tests, loaded.get("value"), until_failure=request["until_failure"]):
                 wire.send(channel, outcome)
     except (Ended, ValueError, RecursionError):  # it ended, or spoke nonsense, before it was loaded
         pass

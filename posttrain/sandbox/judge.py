@@ -1,7 +1,7 @@
 """Runs test code against a program that lives in another process, and gives one verdict per test.
 
 The program cannot reach the verdict: it is not in this process, it never sees the tests or what they expect, and only
-plain data comes from it. A test is `{"call": name, "args": [...]}`, whose value is given back, or
+plain data and references come from it. A test is `{"call": name, "args": [...]}`, whose value is given back, or
 `{"code": text, "entry": name}`: asserts, `check(candidate)`, `test_...` functions or unittest cases.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import linecache
 import sys
@@ -16,53 +17,83 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any
 
-from posttrain.sandbox.cases import exits_well, run_cases
+from posttrain.sandbox.cases import CannotRun, exits_well, run_cases
 from posttrain.sandbox.link import Link
 from posttrain.sandbox.names import MODULE, USUAL, builtins_under_test, names_of
-from posttrain.sandbox.remote import Remote
+from posttrain.sandbox.stand_ins import Super, is_stand_in
 from posttrain.sandbox.strict import make_strict
 from posttrain.sandbox.supervise import Program
-from posttrain.sandbox.values import decode
+from posttrain.sandbox.surroundings import ask_of_library, tell_of_patches
+from posttrain.sandbox.values import decode, encode, plain_base
 
 _FILE = "tests.py"
 _TEXT = 300
-_LISTED = (Remote, deque, type({}.keys()), type({}.values()), type({}.items()))
-"""What a call may give for a list."""
+_LISTED = (GeneratorType, deque, type({}.keys()), type({}.values()), type({}.items()))
+"""What a call may give for a list, besides iterators of other kinds."""
 
 
-def judge(program: Program, tests: list[dict[str, Any]], *, until_failure: bool) -> Iterator[dict[str, Any]]:
-    """One outcome per test, in order; fewer when the program ended before, or at the first failure."""
+def judge(program: Program, tests: list[dict[str, Any]], free: Any, *, until_failure: bool) -> Iterator[dict[str, Any]]:
+    """One outcome per test, in order; fewer when the program ended before, or at the first failure.
+
+    `free` are the names that the program says it uses and does not define.
+    """
     link = Link(program)
     nameless = [test["code"] for test in tests if "code" in test and not test.get("entry")]
     replaced = builtins_under_test([tree for code in nameless if (tree := _parse(code)) is not None])
+    waiting: list[tuple[dict[str, Any], dict[type, str]]] = []
     for number, test in enumerate(tests):
+        link.unspeakable = None
         try:
-            outcome = _call(link, test) if "call" in test else _run(link, test, replaced)
+            outcome = _call(link, test) if "call" in test else _run(link, test, replaced, free)
         except BaseException as error:
-            outcome = {"passed": False, "error": _describe(error)}
+            outcome = {"passed": False, "error": _describe(error), **_unjudged(link, error)}
         # Whatever the test made of that: `except Exception: pass` must not turn it into a success.
         if link.broken:
-            yield {"test": number, "passed": False, "error": link.broken[:_TEXT]}
-        if link.broken or program.gone:
-            return
-        yield {"test": number, **outcome}
-        if until_failure and outcome.get("passed") is False:
-            return
+            outcome = {"passed": False, "error": link.broken[:_TEXT]}
+        elif program.gone:
+            break
+        waiting.append(({"test": number, **outcome}, link.belief.take_debts()))
+        # An object that a later test shows to be meant was meant before, too; until then its test has no verdict.
+        while waiting and not link.belief.unpaid(waiting[0][1]):
+            yield waiting.pop(0)[0]
+        if link.broken or (until_failure and outcome.get("passed") is False):
+            break
+    for outcome, owed in waiting:
+        why = link.belief.unpaid(owed)
+        if why and outcome.get("passed"):
+            why = f"{why}, and the tests do not show that they expect such an object"
+            outcome = {"test": outcome["test"], "passed": False, "error": why, "unproven": True}
+        yield outcome
 
 
 def _call(link: Link, test: dict[str, Any]) -> dict[str, Any]:
-    value = link.ask("call", test["call"], *[decode(arg) for arg in test["args"]])
-    return {"value": link.out(list(value) if isinstance(value, _LISTED) else value)}
+    value = link.ask("call", test["call"], [decode(arg) for arg in test["args"]])
+    listed = isinstance(value, _LISTED) or (is_stand_in(value) and plain_base(type(value)) is None)
+    return {"value": encode(list(value) if listed else value)}
 
 
-def _run(link: Link, test: dict[str, Any], replaced: set[str]) -> dict[str, Any]:
+def _run(link: Link, test: dict[str, Any], replaced: set[str], free: Any) -> dict[str, Any]:
     code, entry = test["code"], test.get("entry")
-    tree = ast.parse(code, _FILE)
-    space = _namespace(link, tree, entry, replaced)
+    tree = _parsed(code)
+    main = types.ModuleType("__main__")
+    space = main.__dict__
+    space.update(_namespace(link, tree, entry, replaced))
+    if "super" in code:
+        space["super"] = _super
+    ask_of_library(tree, link)
+    for what in ("warn", "log"):
+        if what in code.lower():
+            link.ask("report", None, (what,))
+    if "mock" in code:
+        tell_of_patches(importlib.import_module("unittest.mock"), link.around)
+    # As `python tests.py` would: `patch("__main__.f")` finds it.
+    sys.modules["__main__"] = main
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     given = dict(space)
+    link.offer(space, given, free)
     exits_well(exec, compile(tree, _FILE, "exec"), space)
     defined = {name: value for name, value in space.items() if name not in given or given[name] is not value}
     run_cases(tree, defined, given.get(entry) if entry else None)
@@ -80,17 +111,63 @@ def _namespace(link: Link, tree: ast.AST, entry: str | None, replaced: set[str])
             space[name] = importlib.import_module(USUAL.get(name, name))
     found = link.names(sorted({*names.program, *names.imported}))
     if entry and entry not in found:
-        found[entry] = Remote(link, entry, name=entry)  # its error says that the program does not define it
-    module = types.ModuleType(MODULE)
-    module.__dict__.update(found)
+        # Its error says that the program does not define it.
+        found[entry] = lambda *args, **options: link.ask("call", entry, args, options)
+    module = _ProgramModule(MODULE)
+    module.__dict__.update(_link=link, __all__=sorted(set(names.program) & set(found)))
     sys.modules[MODULE] = module
     return {**space, **{name: found[name] for name in names.program if name in found}}
 
 
+class _ProgramModule(types.ModuleType):
+    """The program, for tests that import it: its names mean what they mean there now."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__["_link"].names([name]) if not name.startswith("__") else {}
+        if name not in found:
+            raise AttributeError(f"module {MODULE!r} has no attribute {name!r}")
+        return found[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            return super().__setattr__(name, value)
+        self.__dict__["_link"].around.replace(MODULE, name, value, False)
+
+    def __delattr__(self, name: str) -> None:
+        self.__dict__["_link"].around.replace(MODULE, name, None, True)
+
+
+def _super(*args: Any) -> Any:
+    """`super()` of the tests, which knows classes of the program."""
+    if not args:
+        frame = sys._getframe(1)
+        args = frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]]
+    builtin: Any = super
+    return Super(*args) if is_stand_in(args[0]) else builtin(*args)
+
+
+def _unjudged(link: Link, error: BaseException) -> dict[str, Any]:
+    """Whether a failure is the judge's, or of what it has, and not the program's."""
+    if link.unspeakable:
+        return {"unjudged": True, "error": link.unspeakable[:_TEXT]}
+    if isinstance(error, CannotRun):
+        return {"unjudged": True, "error": str(error)[:_TEXT]}
+    frames = traceback.extract_tb(error.__traceback__)
+    missing = error.name if isinstance(error, ModuleNotFoundError) and not is_stand_in(error) else None
+    if missing and missing.partition(".")[0] != MODULE and any(frame.filename == _FILE for frame in frames):
+        return {"unjudged": True, "error": f"the tests need {missing}, which is not installed"}
+    return {}
+
+
 def _parse(code: str) -> ast.AST | None:
     with contextlib.suppress(SyntaxError, ValueError):
-        return ast.parse(code)
+        return _parsed(code)
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(code: str) -> ast.Module:
+    return ast.parse(code, _FILE)
 
 
 def _describe(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The judge's end of the channel to a program: requests go out, plain data comes back, and nothing else is believed.
+"""The judge's end of the channel to a program: nothing that comes back is believed but for its form.
 
 What comes back was made in a process that the program owns, so it may be anything. A message that the honest server in
 program.py would never send is no answer: it breaks the link, the test at hand fails, and no other one is run.
@@ -6,84 +6,153 @@ program.py would never send is no answer: it breaks the link, the test at hand f
 
 from __future__ import annotations
 
-import builtins
-import functools
-import sys
-import threading
-from collections import deque
-from collections.abc import Callable
+import types
+import unittest
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
-from posttrain.sandbox.names import MODULE
-from posttrain.sandbox.remote import Remote, target_of
+from posttrain.sandbox.belief import PLAIN_NAMES, Belief, is_container
+from posttrain.sandbox.objects import form_of, importable
+from posttrain.sandbox.peer import Peer, Unspeakable
+from posttrain.sandbox.stand_ins import (
+    ARITHMETIC,
+    COMPARISONS,
+    SPECIAL,
+    FunctionStandIn,
+    StandInType,
+    is_stand_in,
+    new_stand_in,
+    place_of,
+)
 from posttrain.sandbox.supervise import Ended, Program
-from posttrain.sandbox.values import by_place, decode, encode
+from posttrain.sandbox.surroundings import Surroundings, log, warn
+from posttrain.sandbox.values import plain_base
 
 _STOPS = (StopIteration, StopAsyncIteration)
-_MUTABLE: tuple[type, ...] = (list, dict, set, bytearray, deque)
+_SERVED = {
+    "get", "put", "delete", "call", "special", "item", "is_instance", "is_subclass", "describe", "start", "step",
+    "finish", "cancel", "warn", "log",
+}  # fmt: skip
+_REQUEST = {"do", "of", "args", "options", "changes"}
+_OF_STATEMENT = {"__module__", "__qualname__"}
+_MANY = 100_000
+_MOST_NAMES = 10_000
+_RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+_OF_RUNNING = {"send", "throw", "close", "asend", "athrow", "aclose"}
+_OF_DUNDER = {"__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__wrapped__", "__annotations__"}
+_NEVER = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, unittest.TestCase)
+_VOUCHES = COMPARISONS | ARITHMETIC
+"""Special methods by which an object says something of other values than itself."""
 
 
 class ProgramError(Exception):
-    """An exception of a class of the program's own."""
+    """An exception of the program's that must not be raised here as what it is."""
 
 
-class Link:
-    """Asks a program to do things, and serves the functions of the tests that were handed to it."""
+class ProgramExit(SystemExit):
+    """`sys.exit()` of the program: not the end of the tests."""
+
+
+class Link(Peer):
+    """Asks a program to do things, and lets it use the objects of the tests that were handed to it."""
 
     def __init__(self, program: Program) -> None:
+        super().__init__(1)
         self.broken: str | None = None  # why nothing more is believed
+        self.belief = Belief()
+        self.around = Surroundings(self, program)
         self._program = program
-        self._turn = threading.RLock()  # of the threads of the tests; a function of theirs may ask while it is called
-        self._functions: list[Callable[..., Any]] = []
-        self._seen: set[int | str] = set()
-
-    def ask(self, operation: str, target: int | str | None, /, *args: Any, **options: Any) -> Any:
-        """The value that the program gives, or the exception that it raised."""
-        request = {"do": operation, "of": target, "args": [self.out(arg) for arg in args]}
-        reply = self._exchange(request | {"options": {name: self.out(value) for name, value in options.items()}})
-        given = by_place(args, options)
-        self._believe(lambda: self._change(given, reply.get("changed", {})))
-        if reply.get("error"):
-            raise self._believe(lambda: exception(reply["error"], may_stop=operation == "next"))
-        if reply.get("same") is not None:  # the very argument: a function that should copy it would pass otherwise
-            return self._believe(lambda: _mutable(given[reply["same"]]))
-        return self._believe(lambda: self._value(reply["value"]))
+        self._copies: dict[int, _Copy] = {}
+        self._given_by_calls: set[int] = set()
+        self._containers: set[Any] = set()
+        self.unspeakable: str | None = None  # what the tests wanted to hand over, and could not
+        self._offers: Callable[[], dict[str, Any]] = dict
+        self._defined: dict[str, Any] = {}
+        self._lent: set[int] = set()
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """Those of the names that the program defines; what it gives beyond them is not taken."""
-        reply = self._exchange({"do": "names", "names": wanted})
-        found = self._believe(lambda: dict(self._value(reply["value"])))
-        return {name: self._named(name, found[name]) for name in wanted if name in found}
+        found = self.ask("names", None, wanted)
+        if type(found) is not dict:
+            self._break("no names")
+        found = {name: found[name] for name in wanted if name in found}
+        for name, value in found.items():
+            self._note_class(name, value)
+        return found
 
-    def _named(self, name: str, value: Any) -> Any:
-        return Remote(self, target_of(value), name=name) if isinstance(value, Remote) else value
+    def offer(self, space: dict[str, Any], given: dict[str, Any], free: Any) -> None:
+        """Let the program have classes and modules of the tests that it uses and does not define (`free`).
 
-    def out(self, value: Any) -> Any:
-        return encode(value, self._refer)
+        As in one file with them. Nothing else: it must not find what they expect.
+        """
+        wanted = [name for name in free[:_MOST_NAMES] if isinstance(name, str)] if isinstance(free, list) else []
+        self._offers = lambda: {
+            name: value
+            for name in wanted
+            if name in space and name not in given and _may_be_defined(value := space[name])
+        }
 
-    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a request; calls back into the tests are served while waiting for it."""
-        with self._turn:
-            if self.broken or self._program.gone:
-                raise Ended
-            self._program.send(request)
-            return self._reply()
+    def _define(self) -> None:
+        for name, value in self._offers().items():
+            if self._defined.get(name) is not value:
+                self._defined[name] = value
+                self._lent.add(id(value))
+                module = value.__name__ if isinstance(value, types.ModuleType) else None
+                self.ask("define", None, (name, None if module else value, module))
 
-    def _reply(self) -> dict[str, Any]:
-        while "callback" in (message := self._believe(lambda: _as_message(self._program.receive()))):
-            function, args = self._believe(lambda message=message: self._called(message))
-            try:
-                answer = {"value": self.out(function(*args))}
-            except Exception as error:
-                answer = {"error": {"name": type(error).__name__, "text": str(error)}}
-            self._program.send(answer)
+    def ask(
+        self,
+        operation: str,
+        target: Any,
+        args: Any = (),
+        options: dict[str, Any] | None = None,
+        *,
+        may_stop: bool = False,
+    ) -> Any:
+        if operation in ("call", "special"):
+            self._define()
+        try:
+            return super().ask(operation, target, args, options, may_stop=may_stop)
+        except Unspeakable as error:
+            if operation != "special" or args[0] not in _VOUCHES:
+                self.unspeakable = str(error)
+            raise
+
+    def _note_class(self, name: str, value: Any) -> None:
+        if isinstance(value, StandInType):
+            self.belief.name(value, name)
+            if name[:1].isupper():
+                self._containers.add(value)
+
+    # Messages.
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self.broken or self._program.gone:
+            raise Ended
+        self._program.send(message)
+
+    def _exchange(self, operation: str, target: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
+        self.around.before()
+        message = super()._exchange(operation, target, args, options)
+        self.around.after()
         return message
 
-    def _called(self, message: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
-        number = message["callback"]
-        if type(number) is not int or number < 0:
-            raise ValueError("no function of the tests")
-        return self._functions[number], [self._value(arg) for arg in message["args"]]
+    def _receive(self) -> dict[str, Any]:
+        return self._believe(lambda: _as_message(self._program.receive()))
+
+    def _next(self) -> dict[str, Any]:
+        return self._believe(super()._next)
+
+    def _answer(self, message: dict[str, Any], may_stop: bool) -> Any:
+        if "error" in message:
+            raise _raisable(self._believe(lambda: self.exception(message["error"])), may_stop)
+        return self._believe(lambda: self.read(message["value"]))
+
+    def exception(self, error: dict[str, Any]) -> BaseException:
+        if "exception" in error:
+            return super().exception(error)
+        return ProgramError(f"{str(error['name'])[:100]}: {str(error['text'])[:500]}")  # it could not be described
 
     def _believe(self, read: Callable[[], Any]) -> Any:
         """Read something that the program sent; if that fails, the link is broken and stays so."""
@@ -92,81 +161,239 @@ class Link:
         except Ended:
             raise
         except Exception as error:
-            self.broken = f"the program sent no answer that can be read ({type(error).__name__}: {error})"
-            raise Ended(self.broken) from None
+            self._break(f"{type(error).__name__}: {error}")
 
-    def _refer(self, value: Any) -> Any:
-        if isinstance(value, Remote):
-            return {"ref": target_of(value)}
-        if callable(value):
-            if place := importable(value):
-                return {"import": place}
-            self._functions.append(value)
-            return {"callback": len(self._functions) - 1}
-        raise TypeError(f"a {type(value).__name__} of the tests cannot be handed to the program")
+    def _break(self, why: str) -> Any:
+        self.broken = self.broken or f"the program sent no answer that can be read ({why})"
+        raise Ended(self.broken) from None
 
-    def _value(self, data: Any) -> Any:
-        return decode(data, self._special)
+    # What the program may do with objects of the tests.
 
-    def _special(self, tag: str, target: Any) -> Remote:
-        if tag != "ref" or type(target) not in (int, str):
-            raise ValueError(f"unknown tag {tag!r}")
-        new = target not in self._seen
-        self._seen.add(target)
-        return Remote(self, target, new=new)
+    def _serve(self, request: dict[str, Any]) -> None:
+        if request["do"] not in _SERVED:
+            self._break(f"a request to {str(request['do'])[:50]!r}")
+        try:
+            self.around.after()  # what the program has printed comes before what the tests do now
+            super()._serve(request)
+        except Ended:
+            raise
+        except Exception as error:
+            self._break(f"{type(error).__name__}: {error}")
 
-    def _change(self, given: dict[str, Any], changed: dict[str, Any]) -> None:
-        """Do to arguments what the program did to its copies."""
-        for place, data in changed.items():
-            _assign(_mutable(given[place]), self._value(data))
+    def _perform(self, request: dict[str, Any]) -> Any:
+        target, args = request["of"], request.get("args", [])
+        if request["do"] in ("get", "put", "delete"):
+            name, found = args[0], self._target(target)
+            # A decorator of the program may add to a class that the tests hand to it, and not to one that they lent.
+            lent, writes = id(found) in self._lent, request["do"] != "get"
+            added = isinstance(found, type) and name in SPECIAL and writes and not lent
+            if not isinstance(name, str) or (lent and writes) or not (added or _may_use(found, name, request["do"])):
+                raise AttributeError(f"{str(name)[:100]} of the tests is not the program's to use")
+        if request["do"] in ("warn", "log"):
+            return {"warn": warn, "log": log}[request["do"]](*[self.read(arg) for arg in args])
+        return super()._perform(request)
+
+    def error(self, error: BaseException) -> dict[str, Any]:
+        if isinstance(error, Ended):
+            raise error
+        return super().error(error)
+
+    def _export(self, value: Any) -> Any:
+        if isinstance(value, _NEVER) or type(value).__module__.partition(".")[0] == "posttrain":
+            raise Unspeakable(f"a {type(value).__name__} of the tests cannot be handed to the program")
+        form = form_of(value)
+        if (form in ("class", "method") or form.endswith("function")) and (place := importable(value)):
+            return {"import": place}
+        return super()._export(value)
+
+    # What the tests do with objects of the program.
+
+    def believes(self, stand_in: Any) -> bool:
+        return self.belief.believes(stand_in)
+
+    def believes_value(self, stand_in: Any) -> bool:
+        return self.belief.believes_value(stand_in)
+
+    def get(self, stand_in: Any, name: str) -> Any:
+        value = super().get(stand_in, name)
+        if isinstance(stand_in, (StandInType, FunctionStandIn)):
+            self._note_class(name, value)
+        elif not self.believes(stand_in):
+            if name in PLAIN_NAMES and callable(value):
+                self.belief.owe(stand_in, f".{name}()")
+            self.belief.show(stand_in, name)
+        return value
+
+    def put(self, stand_in: Any, name: str, value: Any) -> None:
+        self._copies.clear()
+        super().put(stand_in, name, value)
+
+    def call(self, stand_in: Any, args: Any, options: dict[str, Any]) -> Any:
+        self._copies.clear()
+        value = super().call(stand_in, args, options)
+        if is_stand_in(value) and not isinstance(value, StandInType):
+            number = place_of(value)[1]
+            self._given_by_calls.add(number)
+            if is_container(value):
+                return new_stand_in(type(value), (self, number), "object")  # one that is not believed
+        return value
+
+    def derive(self, name: str, bases: tuple[type, ...], space: dict[str, Any], options: dict[str, Any]) -> type:
+        """A class of the tests that inherits from one of the program: it is made there, its methods run here."""
+        space = dict(space)
+        cell = space.pop("__classcell__", None)
+        members = [_member(key, value) for key, value in space.items() if key not in _OF_STATEMENT]
+        kind = self.ask("derive", None, (name, list(bases), members), options)
+        if not isinstance(kind, StandInType):
+            self._break("no class")
+        if cell is not None:
+            cell.cell_contents = kind
+        self._note_class(name, kind)
+        return kind
+
+    def construct(self, kind: Any, args: Any, options: dict[str, Any]) -> Any:
+        self._copies.clear()
+        value = super().construct(kind, args, options)
+        if is_stand_in(value) and isinstance(value, kind):
+            number = place_of(value)[1]
+            if (args or options) and number in self._given_by_calls:
+                # What a call gave before would be equal to whatever the tests construct to compare it with.
+                value = new_stand_in(type(value), (self, number), "object", value)
+            if kind in self._containers:
+                object.__setattr__(value, "_StandIn__made", True)
+        return value
+
+    def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
+        if name in ("__exit__", "__aexit__"):
+            return self._exit(stand_in, name, args, options)
+        if isinstance(stand_in, StandInType) or plain_base(type(stand_in)) is not None or self.believes(stand_in):
+            return super().special(stand_in, name, args, options)
+        if name in ("__setitem__", "__delitem__", "__call__"):
+            self._copies.clear()
+        if name == "__iter__" and not hasattr(type(stand_in), "__next__"):
+            return iter(self._copy(stand_in))
+        value = super().special(stand_in, name, args, options)
+        if name in _VOUCHES and value is not NotImplemented:
+            self.belief.owe(stand_in, name)
+        elif name in _CHECKS or (name == "__getitem__" and isinstance(args[0], slice)):
+            self._check(stand_in, name, args, value)
+        return value
+
+    def _exit(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
+        """The end of a `with` block of the tests. A program must not swallow what their assertions say."""
+        error = args[1] if len(args) > 1 else None
+        try:
+            value = super().special(stand_in, name, args, options)
+        except Unspeakable:
+            value = super().special(stand_in, name, (None, None, None), options)
+        if isinstance(error, (AssertionError, Ended)) and not is_stand_in(error):
+            return False
+        return value
+
+    def _copy(self, stand_in: Any) -> _Copy:
+        """The items of a collection, taken once: it must not have three when counted and none when compared."""
+        number = place_of(stand_in)[1]
+        if number not in self._copies:
+            self._copies[number] = _Copy(super().special(stand_in, "__iter__", (), {}))
+        return self._copies[number]
+
+    def _check(self, stand_in: Any, name: str, args: Any, value: Any) -> None:
+        """Whether an answer agrees with the items of the object; if not, or if it has none, the word is owed."""
+        kind: Any = type(stand_in)
+        iterable = (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")) and not hasattr(kind, "__next__")
+        try:
+            items = list(islice(iter(stand_in), _MANY)) if iterable else None
+            agrees = items is not None and len(items) < _MANY and _CHECKS[name](items, args, value)
+        except Ended:
+            raise
+        except Exception:
+            agrees = False
+        if not agrees:
+            self.belief.owe(stand_in, name)
 
 
-def _mutable(argument: Any) -> Any:
-    if not isinstance(argument, _MUTABLE):
-        raise TypeError("no argument that can be changed")
-    return argument
+_CHECKS: dict[str, Callable[[list[Any], Any, Any], bool]] = {
+    "__len__": lambda items, args, value: value == len(items),
+    "__bool__": lambda items, args, value: value == bool(items),
+    "__contains__": lambda items, args, value: bool(value) == (args[0] in items),
+    "__getitem__": lambda items, args, value: list(value) == items[args[0]],
+}
+"""Answers that the judge can compute by itself, over the items."""
 
 
-def _assign(old: Any, new: Any) -> None:
-    kind = next(kind for kind in _MUTABLE if isinstance(old, kind))
-    if not isinstance(new, kind):
-        raise TypeError(f"a {type(new).__name__} in place of a {kind.__name__}")
-    old.clear()
-    old.update(new) if kind in (dict, set) else old.extend(new)
+class _Copy:
+    """The items of a collection of the program's, each asked for once and kept."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._rest, self._items = iter(iterator), []
+
+    def __iter__(self) -> Iterator[Any]:
+        place = 0
+        while True:
+            if place == len(self._items):
+                try:
+                    self._items.append(next(self._rest))
+                except StopIteration:
+                    return
+            yield self._items[place]
+            place += 1
 
 
-def importable(value: Any) -> list[str] | None:
-    """Module and name of a function or class that the program can import by itself.
+def _member(name: str, value: Any) -> tuple[str, str, Any]:
+    """Part of a class of the tests: name, how it is wrapped, and the functions in it."""
+    if isinstance(value, property):
+        return name, "property", (value.fget, value.fset, value.fdel)
+    if isinstance(value, (classmethod, staticmethod)):
+        return name, type(value).__name__, (value.__func__,)
+    return name, "", (value,)
 
-    It gets its own then: with the judge's `eval` or `os.system` in its hands it would be the judge.
+
+def _may_be_defined(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return True
+    return isinstance(value, type) and not is_stand_in(value) and not issubclass(value, unittest.TestCase)
+
+
+def _may_use(target: Any, name: str, operation: str) -> bool:
+    """Whether the program may name an attribute of an object of the tests.
+
+    Nothing by which it would get at the code, the variables or the modules of the tests.
     """
-    owner = value if getattr(value, "__module__", None) else getattr(value, "__objclass__", None)  # str.upper has none
-    module, name = getattr(owner, "__module__", None), getattr(value, "__qualname__", None)
-    if module in (None, MODULE) or not isinstance(name, str) or module not in sys.modules:
-        return None
-    try:
-        same = functools.reduce(getattr, name.split("."), sys.modules[module]) == value
-    except AttributeError:
-        return None
-    return [module, name] if same is True else None
+    if isinstance(target, _RUNNING):
+        return operation == "get" and name in _OF_RUNNING
+    if name.startswith("__") and name.endswith("__"):
+        return (
+            operation == "get" and name in _OF_DUNDER and (name != "__dict__" or type(target).__module__ == "__main__")
+        )
+    return True
+
+
+def _raisable(error: BaseException, may_stop: bool) -> BaseException:
+    """What may be raised here of what the program raised: nothing that would end the process that judges.
+
+    Nor what ends a loop of the tests: `all(map(right, cases))` is true when `right` raises StopIteration.
+    """
+    if isinstance(error, GeneratorExit) or (isinstance(error, _STOPS) and not may_stop):
+        return ProgramError(f"{type(error).__name__}: {error}")
+    if isinstance(error, SystemExit) and not isinstance(error, ProgramExit):
+        return ProgramExit(*error.args)
+    return error
 
 
 def _as_message(message: Any) -> dict[str, Any]:
+    """A request, or an answer with one of `value` and `error`; nothing else is sent by an honest server."""
     if not isinstance(message, dict):
         raise TypeError("no message")
+    keys = set(message)
+    if not isinstance(message.get("changes", []), list):
+        raise TypeError("no changes")
+    if "do" in message:
+        if keys != _REQUEST or not isinstance(message["args"], list) or not isinstance(message["options"], dict):
+            raise ValueError("no request")
+        if not isinstance(message["do"], str) or type(message["of"]) not in (int, type(None)):
+            raise ValueError("no request")
+    elif keys not in ({"value", "changes"}, {"error", "changes"}, {"value"}, {"error"}):
+        raise ValueError("no answer")
+    if "error" in message and not isinstance(message["error"], dict):
+        raise TypeError("no error")
     return message
-
-
-def exception(error: dict[str, Any], may_stop: bool = False) -> Exception:
-    """The exception that a program raised, as one of ours; never one that would end the process that judges.
-
-    Nor one that ends a loop of the tests: `all(map(right, cases))` is true when `right` raises StopIteration.
-    """
-    kind = getattr(builtins, str(error.get("name")), None)
-    text = str(error.get("text"))
-    if isinstance(kind, type) and issubclass(kind, Exception) and (may_stop or not issubclass(kind, _STOPS)):
-        try:
-            return kind(text)
-        except TypeError:  # UnicodeDecodeError and its like need more than a text
-            pass
-    return ProgramError(f"{error.get('name')}: {text}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import sys
 from dataclasses import dataclass
 
-MODULE = "solution"
-"""Tests may import the program under this name."""
+from posttrain.sandbox.objects import MODULE  # tests may import the program under this name
+
 USUAL = {"np": "numpy", "pd": "pandas"}
 """Modules that tests use without importing them, as those of the standard library."""
 _WRAPPERS = {
@@ -20,6 +21,12 @@ _WRAPPERS = {
     "print", "range", "repr", "round", "set", "sorted", "str", "tuple", "type", "zip",
 }  # fmt: skip
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@functools.lru_cache(maxsize=16)
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree, in which several questions are looked up."""
+    return list(ast.walk(tree))
 
 
 @dataclass
@@ -38,9 +45,9 @@ def names_of(tree: ast.AST, entry: str | None, replaced: set[str]) -> Names:
     """Sorts the names of a test; `entry` is the name of the function under test, if the data tells,
     and `replaced` are the builtins that are under test."""
     called = called_names(tree)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, _DEFINITIONS)}
+    own = _defined_names(tree)
     program, modules = set(), set()
-    for name in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - own - {MODULE}:
+    for name in {node.id for node in nodes_of(tree) if isinstance(node, ast.Name)} - own - {MODULE}:
         if name.startswith("__") or (hasattr(builtins, name) and name not in replaced):
             continue
         if name not in called and (name in sys.stdlib_module_names or name in USUAL):
@@ -48,6 +55,12 @@ def names_of(tree: ast.AST, entry: str | None, replaced: set[str]) -> Names:
         else:
             program.add(name)
     return Names(program | ({entry} if entry else set()), _imported(tree), modules)
+
+
+def _defined_names(tree: ast.AST) -> set[str]:
+    """Functions and classes that the tests define; a method is none of them, because no name alone means it."""
+    methods = {id(one) for node in nodes_of(tree) if isinstance(node, ast.ClassDef) for one in node.body}
+    return {node.name for node in nodes_of(tree) if isinstance(node, _DEFINITIONS) and id(node) not in methods}
 
 
 def builtins_under_test(trees: list[ast.AST]) -> set[str]:
@@ -64,28 +77,28 @@ def builtins_under_test(trees: list[ast.AST]) -> set[str]:
 
 def called_names(tree: ast.AST) -> set[str]:
     """Names that are called as functions."""
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node.func for node in nodes_of(tree) if isinstance(node, ast.Call)]
     return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def loaded_names(tree: ast.AST) -> set[str]:
     """Names that are used, not only defined."""
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {node.id for node in nodes_of(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _innermost(tree: ast.AST) -> set[str]:
     """Names that are called with arguments in which nothing else is."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes_of(tree) if isinstance(node, ast.Call)]
     inner = [call for call in calls if sum(isinstance(node, ast.Call) for node in ast.walk(call)) == 1]
     return {call.func.id for call in inner if isinstance(call.func, ast.Name)}
 
 
 def _is_foreign(tree: ast.AST) -> bool:
     """Whether a test uses a name that only the program can define."""
-    bound = {node.name for node in ast.walk(tree) if isinstance(node, _DEFINITIONS)}
-    bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    bound = _defined_names(tree)
+    bound |= {node.id for node in nodes_of(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in nodes_of(tree) if isinstance(node, ast.arg)}
+    imports = [node for node in nodes_of(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     bound |= {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
     free = {name for name in loaded_names(tree) - bound if not hasattr(builtins, name)}
     return MODULE in bound or bool(_imported(tree)) or bool(free - sys.stdlib_module_names - USUAL.keys())
@@ -93,7 +106,7 @@ def _is_foreign(tree: ast.AST) -> bool:
 
 def _imported(tree: ast.AST) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and node.module == MODULE:
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == MODULE:

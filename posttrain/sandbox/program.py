@@ -1,24 +1,27 @@
 """The process that holds untrusted code: runs it as a script, or loads it and answers calls to what it defines."""
 
 from __future__ import annotations
+import __future__
 
+import builtins
 import contextlib
 import functools
 import importlib
 import io
 import linecache
+import logging
 import os
 import random
 import signal
 import sys
 import traceback
 import types
-from collections import deque
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 from posttrain.sandbox import wire
-from posttrain.sandbox.values import by_place, decode, encode
+from posttrain.sandbox.peer import Peer
+from posttrain.sandbox.stand_ins import is_stand_in
 
 _FILE = "program.py"
 
@@ -27,7 +30,7 @@ def run_source(source: str) -> int:
     """Run a script as Python would, and give its exit code."""
     _become_ordinary()
     try:
-        exec(compile(source, _FILE, "exec"), _module("__main__", source).__dict__)
+        exec(_compiled(source), _module("__main__", source).__dict__)
         code = 0
     except SystemExit as error:
         code = _exit_code(error)
@@ -50,68 +53,121 @@ def run_argv(argv: list[str]) -> int:
 def answer_calls(channel: int, source: str) -> int:
     """Load a program as a module, then do what is asked of it until the other side hangs up."""
     _become_ordinary()
-    module = _module("solution", source)
     try:
-        exec(compile(source, _FILE, "exec"), module.__dict__)
+        module, code = _load(source)
     except BaseException as error:
         _flush()
         wire.send(channel, {"error": _describe(error)})
         return 1
     _flush()
-    wire.send(channel, {"value": None})
+    wire.send(channel, {"value": _free_names(code, vars(module))})
     server = _Server(channel, module)
     with contextlib.suppress(wire.Closed):
         while True:
-            server.answer(wire.receive(channel))
+            server.serve_next()
     return 0
 
 
-class _Server:
+def _load(source: str) -> tuple[types.ModuleType, types.CodeType]:
+    """The program as a module. Annotations may name a class that only the tests define, as those of LeetCode do."""
+    module, code = _module("solution", source), _compiled(source)
+    try:
+        exec(code, module.__dict__)
+    except NameError:
+        module, code = _module("solution", source), _compiled(source, __future__.annotations.compiler_flag)
+        exec(code, module.__dict__)
+    return module, code
+
+
+def _compiled(source: str, flags: int = 0) -> types.CodeType:
+    # Not as this file, in which annotations are not evaluated: programs look at theirs.
+    return compile(source, _FILE, "exec", flags=flags, dont_inherit=True)
+
+
+class _Server(Peer):
     """Answers requests; what is no plain data stays here and travels as a number."""
 
     def __init__(self, channel: int, module: types.ModuleType) -> None:
+        super().__init__(-1)
         self._channel, self._module = channel, module
-        self._kept: dict[int, Any] = {}
+        self._replaced: dict[tuple[str, str], Any] = {}
+        self._defined: set[str] = set()
 
-    def answer(self, request: dict[str, Any]) -> None:
-        try:
-            reply = self._do(request)
-        except BaseException as error:
-            reply = {"error": _describe(error)}
+    def serve_next(self) -> None:
+        """Wait for a request, and do what it says."""
+        self._serve(self._next())
+
+    def _send(self, message: dict[str, Any]) -> None:
         _flush()
-        wire.send(self._channel, reply)
+        wire.send(self._channel, message)
 
-    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
-        operation = request["do"]
-        if operation == "names":
-            known = vars(self._module)
-            wanted = {name: known[name] for name in request["names"] if name in known}
-            return {"value": {"dict": [[name, self._out(value)] for name, value in wanted.items()]}}
-        target = self._find(request["of"])
-        args = [self._in(arg) for arg in request.get("args", [])]
-        if operation == "call":
-            options = {name: self._in(value) for name, value in request.get("options", {}).items()}
-            return self._call(target, args, options)
-        return {"value": self._out(_OPERATIONS[operation](target, *args))}
+    def _receive(self) -> dict[str, Any]:
+        return wire.receive(self._channel)
 
-    def _call(self, target: Any, args: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-        """The value or error of a call, what became of arguments, and which of them the value is, if it is one."""
-        given = {place: arg for place, arg in by_place(args, options).items() if isinstance(arg, _MUTABLE)}
-        before = {place: self._out(arg) for place, arg in given.items()}
-        same = None
-        try:
-            value = target(*args, **options)
-            same = next((place for place, arg in given.items() if arg is value), None)
-            reply: dict[str, Any] = {"value": self._out(value)}
-        except BaseException as error:
-            reply = {"error": _describe(error)}
-        after = {place: self._out(arg) for place, arg in given.items()}
-        changed = {place: new for place, new in after.items() if new != before[place]}
-        return {**reply, "changed": changed, "same": same}
+    def _perform(self, request: dict[str, Any]) -> Any:
+        own = {
+            "names": self._names,
+            "define": self._define,
+            "derive": self._derive,
+            "replace": self._replace,
+            "environment": _set_environment,
+            "report": self._report,
+        }
+        if request["do"] in own:
+            options = {name: self.read(value) for name, value in request["options"].items()}
+            return own[request["do"]](*[self.read(arg) for arg in request["args"]], **options)
+        if request["do"] == "super":
+            one, name = (self.read(arg) for arg in request["args"])
+            return getattr(super(self._target(request["of"]), one), name)
+        return super()._perform(request)
 
-    def _find(self, target: int | str) -> Any:
-        if isinstance(target, int):
-            return self._kept[target]
+    def _names(self, *wanted: str) -> dict[str, Any]:
+        known = vars(self._module)
+        return {name: known[name] for name in wanted if name in known}
+
+    def _define(self, name: str, value: Any, module: str | None) -> None:
+        """A class or a module of the tests that the program uses and does not define, as in one file with them."""
+        if name in self._defined or name not in vars(self._module):
+            self._defined.add(name)
+            vars(self._module)[name] = importlib.import_module(module) if module else value
+
+    def _derive(self, name: str, bases: list[Any], members: list[Any], /, **options: Any) -> type:
+        """A class of the tests that inherits from one of the program's; the functions in it are theirs."""
+        wraps: dict[str, Any] = {"property": property, "classmethod": classmethod, "staticmethod": staticmethod}
+        space = {key: wraps[how](*parts) if how else parts[0] for key, how, parts in members}
+        return types.new_class(name, tuple(bases), options, lambda own: own.update(space, __module__="__main__"))
+
+    def _replace(self, module: str, name: str, back: bool, value: Any) -> None:
+        """What tests patch in their own process is patched here too."""
+        owner = self._module if module == self._module.__name__ else importlib.import_module(module)
+        if back:
+            value = self._replaced.pop((module, name), _NOTHING)
+        else:
+            self._replaced.setdefault((module, name), getattr(owner, name, _NOTHING))
+        if value is not _NOTHING:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)
+
+    def _report(self, what: str) -> None:
+        """Let the tests have the warnings, or the log, of the program."""
+        if what == "warn":
+
+            def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
+                self.ask("warn", None, (category, str(message)))
+
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+        elif not any(type(handler).__name__ == "_Reports" for handler in logging.getLogger().handlers):
+            logging.getLogger().addHandler(_Reports(self))
+            logging.getLogger().setLevel(1)
+
+    def _target(self, target: Any) -> Any:
+        if isinstance(target, list):
+            return _imported(target)
+        return self._find(target) if isinstance(target, str) else super()._target(target)
+
+    def _find(self, target: str) -> Any:
         found: Any = self._module
         for name in target.split("."):
             found = getattr(found, name, None)
@@ -121,52 +177,44 @@ class _Server:
                 raise NameError(f"the program defines no {target}")
         return found
 
-    def _out(self, value: Any) -> Any:
-        return encode(value, self._keep)
-
-    def _keep(self, value: Any) -> Any:
-        self._kept[id(value)] = value
-        return {"ref": id(value)}
-
-    def _in(self, data: Any) -> Any:
-        return decode(data, self._special)
-
     def _special(self, tag: str, content: Any) -> Any:
-        if tag == "ref":
-            return self._kept[content]
-        if tag == "import":
-            return functools.reduce(getattr, content[1].split("."), importlib.import_module(content[0]))
-        return lambda *args: self._call_back(content, args)
+        return _imported(content) if tag == "import" else super()._special(tag, content)
 
-    def _call_back(self, number: int, args: tuple[Any, ...]) -> Any:
-        """A function of the tests was handed to the program, and it calls it."""
-        wire.send(self._channel, {"callback": number, "args": [self._out(arg) for arg in args]})
-        while True:
-            message = wire.receive(self._channel)
-            if "do" not in message:
-                break
-            self.answer(message)
-        if message.get("error"):
-            raise RuntimeError(message["error"]["text"])
-        return self._in(message["value"])
+    def _class_space(self, told: dict[str, Any]) -> dict[str, Any]:
+        """Tests and program may each define the class of a node; to the program both are the same."""
+        own = vars(self._module).get(told["name"])
+        return {"__class__": property(lambda _: own)} if isinstance(own, type) and not is_stand_in(own) else {}
 
 
-_MUTABLE = (list, dict, set, bytearray, deque)
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "get": getattr,
-    "set": setattr,
-    "item": lambda target, key: target[key],
-    "put": lambda target, key, value: target.__setitem__(key, value),
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "in": lambda target, value: value in target,
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "enter": lambda target: type(target).__enter__(target),
-    "exit": lambda target: type(target).__exit__(target, None, None, None),
-}
+class _Reports(logging.Handler):
+    def __init__(self, server: _Server) -> None:
+        super().__init__()
+        self._server = server
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._server.ask("log", None, (record.name, record.levelno, record.getMessage()))
+
+
+_NOTHING = object()
+
+
+def _imported(place: list[str]) -> Any:
+    return functools.reduce(getattr, place[1].split("."), importlib.import_module(place[0]))
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _free_names(code: types.CodeType, known: dict[str, Any]) -> list[str]:
+    """Names that a program uses and does not define; among them are names of attributes."""
+    found, left = set(), [code]
+    while left:
+        one = left.pop()
+        found.update(one.co_names)
+        left += [inner for inner in one.co_consts if isinstance(inner, types.CodeType)]
+    return sorted(name for name in found if name not in known and not hasattr(builtins, name))
 
 
 def _become_ordinary() -> None:

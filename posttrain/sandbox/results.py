@@ -47,4 +47,6 @@ class TestReport(Result):
     """Whether the program could be imported; if not, `load_error` says why."""
     load_error: dict[str, Any] | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """By test: `{"passed": bool, "error": text}`, or `{"value": encoded}` for a call; fewer if the program ended."""
+    """By test: `{"passed": bool, "error": text}`, or `{"value": encoded}` for a call; fewer if the program ended.
+
+    `unjudged` is set where no program could pass, `unproven` where one passed by the word of an object of its own."""

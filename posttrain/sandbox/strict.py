@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.sandbox.names import nodes_of
+
 _TRUTHS = ("allclose", "array_equiv", "isclose")
 _ASSERTIONS = (
     "assert_allclose", "assert_almost_equal", "assert_array_almost_equal", "assert_array_almost_equal_nulp",
@@ -25,7 +27,7 @@ _done: set[str] = set()
 def make_strict(tree: ast.AST, modules: set[str]) -> None:
     """Prepare those of the two packages that the test code imports, or uses under the names of `modules`."""
     for name, prepare in (("numpy", _prepare_numpy), ("pytest", _prepare_pytest)):
-        if name in _imports(tree) | modules and name not in _done:
+        if name in imported_packages(tree) | modules and name not in _done:
             try:
                 module = importlib.import_module(name)
             except ImportError:
@@ -34,10 +36,10 @@ def make_strict(tree: ast.AST, modules: set[str]) -> None:
             _done.add(name)
 
 
-def _imports(tree: ast.AST) -> set[str]:
+def imported_packages(tree: ast.AST) -> set[str]:
     """The packages that are imported anywhere in the code."""
-    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    found |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    found = {alias.name for node in nodes_of(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in nodes_of(tree) if isinstance(node, ast.ImportFrom)}
     return {name.partition(".")[0] for name in found}
 
 

@@ -42,6 +42,7 @@ class Program:
             os.close(fd)
         self._pidfd = os.pidfd_open(self._pid)
         self._written: dict[int, list[bytes]] = {out[0]: [], err[0]: []}
+        self._taken = [0, 0]
         self._poll = select.poll()
         for fd in (*self._written, self._pidfd):
             os.set_blocking(fd, False)
@@ -60,6 +61,17 @@ class Program:
             return wire.receive(self._channel, LONGEST_REPLY, lambda: self._listen(self._channel))
         except wire.Closed:
             self._give_up()
+
+    def take_written(self) -> tuple[str, str]:
+        """What it has written to standard output and error since this was last asked."""
+        found = []
+        for place, (fd, chunks) in enumerate(self._written.items()):
+            while self._take(fd):
+                pass
+            data = b"".join(chunks)
+            found.append(data[self._taken[place] :].decode(errors="replace"))
+            self._taken[place], chunks[:] = len(data), [data]
+        return found[0], found[1]
 
     def _give_up(self) -> NoReturn:
         select.select([self._pidfd], [], [], 0.2)  # most often it is about to end, and its exit code says more

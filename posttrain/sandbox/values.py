@@ -1,15 +1,16 @@
-"""Python values as JSON and back, so that nothing but plain data crosses between a program and those who judge it.
+"""Python values as JSON and back: what both processes of a test rebuild from its content, and never from code.
 
-Subclasses lose what they add: a list whose `==` always says yes arrives as the list that it holds. What is no plain
-data is handed to `unknown`, which may refuse it or put a reference in its place.
+A subclass of one of these types is encoded as what it holds, unless `held` says more of it. What is no plain data is
+handed to `unknown`, which may refuse it or put a reference in its place. Lists and other containers that can be changed
+are handed to `shared`, if there is one, with a function that gives their content.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -17,17 +18,13 @@ from typing import Any
 
 _BIG = 10**1000  # json refuses integers of more digits than Python prints
 _DTYPE = re.compile(r"[<>|=]?[biufcUS]\d*")
-_SEQUENCES: tuple[tuple[str, type], ...] = (
-    ("tuple", tuple),
-    ("set", set),
-    ("frozenset", frozenset),
-    ("deque", deque),
-    ("keys", type({}.keys())),
-    ("values", type({}.values())),
-    ("items", type({}.items())),
-)
-_MAPPINGS: tuple[tuple[str, type], ...] = (("counter", Counter), ("ordered", OrderedDict))
-_TIMES: tuple[tuple[str, type], ...] = (("datetime", datetime), ("date", date), ("time", time))
+_MAX_SIZE = 1 << 26
+"""Members that an array may have: its shape alone must not make the reader allocate memory."""
+_Encode = Callable[[Any], Any]
+
+MUTABLE: tuple[type, ...] = (list, dict, set, bytearray, deque)
+SHARED = {list, dict, set, bytearray, deque, Counter, OrderedDict, defaultdict}
+"""Types of plain data that can be changed; both processes see the change."""
 
 
 def refuse(value: Any) -> Any:
@@ -35,54 +32,90 @@ def refuse(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def encode(value: Any, unknown: Callable[[Any], Any] = refuse) -> Any:
+def encode(
+    value: Any,
+    unknown: Callable[[Any], Any] = refuse,
+    held: Callable[[Any, Callable[[], Any]], Any] | None = None,
+    shared: Callable[[Any, Callable[[], Any]], Any] | None = None,
+) -> Any:
     """A value as JSON types; other types than None, bool, int, float, str and list as `{tag: content}`."""
-    if value is None or value is True or value is False:
+    # By its type and never by isinstance: an object may claim any `__class__`.
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__add__(value, 0) if -_BIG < int.__add__(value, 0) < _BIG else {"int": hex(int.__add__(value, 0))}
-    if isinstance(value, float):
-        return float.__pos__(value)
-    if isinstance(value, list):
-        return [encode(one, unknown) for one in list.__iter__(value)]
-    if isinstance(value, dict):
-        tag = next((tag for tag, kind in _MAPPINGS if isinstance(value, kind)), "dict")
-        return {tag: [[encode(key, unknown), encode(one, unknown)] for key, one in dict.items(value)]}
-    for tag, kind in _SEQUENCES:
-        if isinstance(value, kind):
-            return {tag: [encode(one, unknown) for one in kind.__iter__(value)]}
-    return _encode_rarer(value, unknown)
+    base = kind if kind in _ENCODERS else plain_base(kind)
+    if base is None or kind.__module__ == "numpy":  # numpy.float64 is a float, and says nothing that a float does not
+        return _encode_array(value, unknown)
+
+    def content() -> Any:
+        return _ENCODERS[base](value, lambda one: encode(one, unknown, held, shared))
+
+    if kind is not base and held is not None:
+        return held(value, content)
+    return shared(value, content) if shared is not None and base in SHARED else content()
 
 
-def _encode_rarer(value: Any, unknown: Callable[[Any], Any]) -> Any:
-    if isinstance(value, bytes | bytearray):
-        return {"bytes" if isinstance(value, bytes) else "bytearray": bytes(value).hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, Decimal):
-        return {"decimal": str(value)}
-    if isinstance(value, Fraction):
-        return {"fraction": [encode(value.numerator), encode(value.denominator)]}
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
-    for tag, kind in _TIMES:
-        if isinstance(value, kind):
-            return {tag: value.isoformat()}
-    if isinstance(value, timedelta):
-        return {"timedelta": [value.days, value.seconds, value.microseconds]}
+def encode_content(value: Any, inner: _Encode) -> Any:
+    """What a container of plain data holds; `inner` encodes its members."""
+    return _ENCODERS[plain_base(type(value)) or list](value, inner)
+
+
+def plain_base(kind: type) -> type | None:
+    """The type of plain data that a class is, or inherits from."""
+    return next((base for base in kind.__mro__ if base in _ENCODERS), None)
+
+
+def _whole(value: int, _: _Encode) -> Any:
+    value = int.__add__(value, 0)
+    return value if -_BIG < value < _BIG else {"int": hex(value)}
+
+
+def _sequence(tag: str, kind: Any) -> Callable[[Any, _Encode], Any]:
+    return lambda value, inner: {tag: [inner(one) for one in kind.__iter__(value)]}
+
+
+def _mapping(tag: str) -> Callable[[Any, _Encode], Any]:
+    return lambda value, inner: {tag: [[inner(key), inner(one)] for key, one in dict.items(value)]}
+
+
+_AS_THEY_ARE = {type(None), bool, str, float}
+_ENCODERS: dict[type, Callable[[Any, _Encode], Any]] = {
+    str: lambda value, _: str.__str__(value),
+    int: _whole,
+    float: lambda value, _: float.__pos__(value),
+    list: lambda value, inner: [inner(one) for one in list.__iter__(value)],
+    dict: _mapping("dict"),
+    Counter: _mapping("counter"),
+    OrderedDict: _mapping("ordered"),
+    defaultdict: _mapping("default"),
+    tuple: _sequence("tuple", tuple),
+    set: _sequence("set", set),
+    frozenset: _sequence("frozenset", frozenset),
+    deque: _sequence("deque", deque),
+    type({}.keys()): _sequence("keys", type({}.keys())),
+    type({}.values()): _sequence("values", type({}.values())),
+    type({}.items()): _sequence("items", type({}.items())),
+    bytes: lambda value, _: {"bytes": bytes.hex(value)},
+    bytearray: lambda value, _: {"bytearray": bytearray.hex(value)},
+    complex: lambda value, _: {"complex": [value.real, value.imag]},
+    Decimal: lambda value, _: {"decimal": Decimal.__str__(value)},
+    Fraction: lambda value, inner: {"fraction": [inner(value.numerator), inner(value.denominator)]},
+    range: lambda value, inner: {"range": [inner(value.start), inner(value.stop), inner(value.step)]},
+    slice: lambda value, inner: {"slice": [inner(value.start), inner(value.stop), inner(value.step)]},
+    datetime: lambda value, _: {"datetime": datetime.isoformat(value)},
+    date: lambda value, _: {"date": date.isoformat(value)},
+    time: lambda value, _: {"time": time.isoformat(value)},
+    timedelta: lambda value, _: {"timedelta": [value.days, value.seconds, value.microseconds]},
+}
+
+
+def _encode_array(value: Any, unknown: Callable[[Any], Any]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and _DTYPE.fullmatch(value.dtype.str):
-        return {"array": [value.dtype.str, encode(value.tolist())]}
-    if numpy is not None and isinstance(value, numpy.generic):
-        return encode(value.item(), refuse)
+        return {"array": [value.dtype.str, list(value.shape), encode(value.ravel().tolist())]}
+    if numpy is not None and isinstance(value, numpy.generic) and _DTYPE.fullmatch(value.dtype.str):
+        return encode(value.item())
     return unknown(value)
-
-
-def by_place(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by what both sides call them."""
-    return {str(place): arg for place, arg in enumerate(args)} | {f"={name}": arg for name, arg in options.items()}
 
 
 def no_reference(tag: str, content: Any) -> Any:
@@ -111,18 +144,24 @@ def decode(data: Any, special: Callable[[str, Any], Any] = no_reference) -> Any:
 def _array(content: Any) -> Any:
     import numpy
 
-    dtype, values = content
-    if not _DTYPE.fullmatch(dtype):
-        raise ValueError(f"dtype {dtype!r}")
-    return numpy.array(decode(values), dtype=dtype)
+    dtype, shape, values = content
+    if not _DTYPE.fullmatch(dtype) or not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in shape):
+        raise ValueError(f"dtype {dtype!r}, shape {shape!r}")
+    return numpy.array(decode(values), dtype=dtype).reshape(shape)
 
 
-_PAIRS: dict[str, Callable[[dict[Any, Any]], Any]] = {"dict": dict, "counter": Counter, "ordered": OrderedDict}
+_PAIRS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "dict": dict,
+    "default": dict,  # what makes its members stays where it is
+    "counter": Counter,
+    "ordered": OrderedDict,
+}
 _ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "deque": deque,
+    "slice": lambda items: slice(*items),
     "keys": lambda items: dict.fromkeys(items).keys(),
     "values": lambda items: dict(enumerate(items)).values(),
     "items": lambda items: dict(items).items(),
@@ -134,7 +173,7 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "complex": lambda content: complex(*content),
     "decimal": Decimal,
     "fraction": lambda content: Fraction(*map(decode, content)),
-    "range": lambda content: range(*content),
+    "range": lambda content: range(*map(decode, content)),
     "array": _array,
     "datetime": datetime.fromisoformat,
     "date": date.fromisoformat,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -234,6 +235,36 @@ def test_texts_are_compared_by_words_and_numbers_by_value():
     assert not same_text("1\n2", "1 2") and not same_text("12345678", "12345679") and not same_text("", "1")
 
 
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        ("inf", str(math.factorial(1000))),
+        ("1000000009.0", "1000000007"),
+        ("1000000007.0000001", "1000000007"),
+        (str(2.0**200), str(2**200 + 1)),
+        ("1e999999999", "1"),
+        ("nan", "0"),
+        ("-5", "5"),
+        ("1_0", "10"),
+        ("\u0665", "5"),
+    ],
+)
+def test_whole_numbers_are_never_rounded(got, expected):
+    assert not same_text(got, expected)
+    assert same_text(expected, expected) and same_text(f"+{expected}.0", expected)
+
+
+def test_whole_numbers_of_values_are_never_rounded():
+    for got, expected in (
+        (math.inf, math.factorial(1000)), (1000000009.0, 1000000007), (2.0**200, 2**200 + 1), (1.0000001, 1),
+        ([1, 1e9 + 9], [1, 10**9 + 7]), ({"a": 2.0**60}, {"a": 2**60 + 1}),
+    ):  # fmt: skip
+        assert not same_value(got, expected), (got, expected)
+    assert same_value(2.0**200, 2**200) and same_value(7.0, 7) and same_value(7, 7.0) and same_value(7.0000001, 7.0)
+    assert same_text("7", "7.0") and same_text("7.0000001", "7.0") and same_text("1e999", "inf")
+    assert not same_value(10**400, 1.5) and not same_value(math.inf, 1e308)
+
+
 def test_values_are_compared_as_json_knows_them():
     assert same_value((1, (2,)), [1, [2]]) and same_value({1: "a"}, {"1": "a"}) and same_value({1, 2}, [2, 1])
     assert same_value(0.1 + 0.2, 0.3) and same_value(5, [5]) and same_value([5], [5]) and same_value(2.0, 2)
@@ -278,6 +309,93 @@ def test_a_run_is_told_whether_programs_are_isolated():
 def test_a_program_ends_before_its_score_does():
     assert code_settings(RewardConfig(timeout_s=5.0))["sandbox"]["timeout_s"] == 4.0
     assert code_settings(RewardConfig(timeout_s=60.0))["sandbox"]["timeout_s"] == 5.0
+
+
+OBJECTS = """
+class Empty(LookupError): pass
+class Stack:
+    def __init__(self, *items): self.items = list(items)
+    def push(self, item): self.items.append(item); return self
+    def pop(self):
+        if not self.items: raise Empty("stack is empty")
+        return self.items.pop()
+    def __eq__(self, other): return isinstance(other, Stack) and self.items == other.items
+    def __len__(self): return len(self.items)
+async def drain(stack): return [stack.pop() for _ in range(len(stack))]
+def show(stack): print(*stack.items)
+"""
+OBJECT_TESTS = """
+import asyncio, contextlib, io, unittest
+class TestStack(unittest.TestCase):
+    def test(self):
+        self.assertEqual(Stack(1).push(2), Stack(1, 2))
+        self.assertEqual(asyncio.run(drain(Stack(1, 2))), [2, 1])
+        with self.assertRaises(Empty): Stack().pop()
+        with self.assertRaises(LookupError): Stack().pop()
+        with contextlib.redirect_stdout(io.StringIO()) as out: show(Stack(1, 2))
+        self.assertEqual(out.getvalue(), "1 2\\n")
+"""
+
+
+def test_programs_of_classes_exceptions_coroutines_and_streams_are_scored():
+    assert score(OBJECTS, OBJECT_TESTS)["score"] == 1.0
+    for right, wrong in (
+        ("self.items.pop()", "self.items.pop(0)"),
+        ("raise Empty", "raise OSError"),
+        ("*stack", "stack"),
+    ):
+        assert score(OBJECTS.replace(right, wrong), OBJECT_TESTS)["score"] == 0.0, right
+
+
+UNJUDGED = {
+    "the tests need not_installed_here, which is not installed": "import not_installed_here\nassert f(1) == 1",
+    "test_f takes arguments (request), which nobody gives here": "def test_f(request):\n    assert f(1) == 1",
+    "a module of the tests cannot be handed to the program": "import math\nassert f(math) == 1",
+}
+
+
+@pytest.mark.parametrize("why", UNJUDGED)
+def test_tests_that_no_program_could_pass_are_an_error_with_its_reason(why):
+    with pytest.raises(RewardError, match=f"cannot be judged: {re.escape(why)}"):
+        score("def f(x): return 1", UNJUDGED[why])
+
+
+def test_a_package_that_both_need_and_that_is_missing_is_an_error_and_one_of_the_program_alone_is_not():
+    program = "import not_installed_here\ndef f(x): return 1"
+    with pytest.raises(RewardError, match="the tests need not_installed_here, which is not installed"):
+        score(program, "import not_installed_here\nassert f(1) == 1")
+    assert score(program, "assert f(1) == 1")["failure"].startswith("error: ModuleNotFoundError")
+    claim = "raise ModuleNotFoundError(\"No module named 'math'\")"
+    assert score(claim, "import math\nassert f(1) == 1")["score"] == 0.0  # it is there
+
+
+def test_what_is_wrong_before_a_test_that_cannot_be_judged_is_wrong():
+    tests = ["assert f(1) == 1", "import not_installed_here"]
+    assert score("def f(x): return 2", tests)["failure"].startswith("wrong answer: test 1 of 2")
+    with pytest.raises(RewardError):
+        score("def f(x): return 1", tests)
+
+
+def test_an_object_in_place_of_plain_data_is_named():
+    found = score("class Yes:\n    def __eq__(self, o): return True\ndef f(x): return Yes()", ["assert f(1) == 1"])
+    assert found["score"] == 0.0
+    assert found["failure"].startswith(
+        "not accepted: test 1 of 1: an object of the program's class Yes answered for __eq__"
+    )
+
+
+def test_runs_and_reward_try_count_tests_that_cannot_be_judged():
+    row = {
+        "data_source": "code",
+        "ground_truth": ["import not_installed_here"],
+        "response": fenced("def f(x): return 1"),
+    }
+    text = try_reward([row, row], num_workers=1)
+    assert "calls failed: " in text and "cannot be judged: the tests need not_installed_here" in text
+    with RewardPool(RewardSpec(code=code_settings(RewardConfig())), num_workers=1) as pool:
+        pool.submit("row", RewardItem("code", row["response"], row["ground_truth"]))
+        result = pool.wait_all()["row"]
+    assert result.score == 0.0 and "cannot be judged" in result.error
 
 
 def test_reward_try_shows_why_programs_failed():

@@ -116,8 +116,7 @@ LIMIT = 7
     assert verdicts(box, program, *bad) == [False] * len(bad)
 
 
-def test_objects_of_the_program_can_be_used_but_never_compared(box):
-    program = """
+STACK = """
 class Stack:
     def __init__(self): self.items = []
     def push(self, x): self.items.append(x); return self
@@ -126,12 +125,35 @@ class Stack:
     def __eq__(self, other): return True
     def __getitem__(self, i): return self.items[i]
     def __contains__(self, x): return x in self.items
+def make(): return Stack()
 """
-    good = (
-        "s = Stack()\ns.push(1).push(2)\nassert len(s) == 2 and s[0] == 1 and 2 in s\nassert s.pop() == 2\n"
-        "s.items = [9]\nassert s.items == [9]\nassert s == s"
+USED = (
+    "s = Stack()\ns.push(1).push(2)\nassert len(s) == 2 and s[0] == 1 and 2 in s\nassert s.pop() == 2\n"
+    "s.items = [9]\nassert s.items == [9]\nassert s == s"
+)
+
+
+def test_objects_of_the_program_can_be_used_but_never_compared(box):
+    """Not with plain data, as long as the tests do not show that they mean an object."""
+    assert verdicts(box, STACK, "assert make() == 5", "assert make() == [1, 2]") == [False, False]
+    assert verdicts(box, STACK, USED.replace("Stack()", "make()")) == [True]
+
+
+def test_objects_whose_class_the_tests_name_answer_for_themselves(box):
+    # As in plain Python: the class is what is tested, and its `==` with it.
+    assert verdicts(box, STACK, USED, "assert Stack() == Stack()", "assert Stack() == 5") == [True, True, True]
+    wrong = STACK.replace("return True", "return False")
+    assert verdicts(box, wrong, "assert Stack() == Stack()", "assert Stack() == 5") == [False, False]
+
+
+def test_annotations_may_name_a_class_that_only_the_tests_define(box):
+    program = "class Solution:\n    def last(self, head: Optional[ListNode]) -> ListNode:\n        return head.next"
+    test = (
+        "from typing import Optional\nclass ListNode:\n    def __init__(self, val, next=None): "
+        "self.val, self.next = val, next\nassert Solution().last(ListNode(1, ListNode(2))).val == 2"
     )
-    assert verdicts(box, program, good, "assert Stack() == 5", "assert Stack() == Stack()") == [True, False, False]
+    assert verdicts(box, program, test, test.replace("== 2", "== 1")) == [True, False]
+    assert box.test("x = not_defined", [{"code": "pass"}]).load_error["name"] == "NameError"
 
 
 OBJECTS = """
@@ -212,7 +234,7 @@ def test_objects_of_honest_programs_serve_as_they_would_in_one_process(box, test
     ("test", "error"),
     [
         ("def check(candidate): assert candidate(1) == 1", "names no entry_point"),
-        ("def test_f(tmp_path): assert f(1) == 1", "test_f takes arguments (tmp_path)"),
+        ("def test_f(request): assert f(1) == 1", "test_f takes arguments (request)"),
         ("def test_f():\n    yield f(1)", "test_f is a generator"),
         ("class TestF:\n    def test_f(self, value): assert f(1) == 1", "TestF.test_f takes arguments (value)"),
         ("import sys\ndef test_f(): assert f(1) == 2\nsys.exit(0)", "AssertionError"),

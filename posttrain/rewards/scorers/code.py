@@ -8,6 +8,8 @@ returned values are compared here, and test code runs in a process that the prog
 from __future__ import annotations
 
 import atexit
+import importlib.util
+import re
 import threading
 import zlib
 from typing import Any
@@ -16,6 +18,7 @@ from posttrain.config.sandbox import SandboxConfig
 from posttrain.rewards.scorers.code_compare import same_text, same_value
 from posttrain.rewards.scorers.code_tests import Tests, read_tests
 from posttrain.rewards.scorers.code_text import complete, extract_program
+from posttrain.rewards.types import RewardError
 from posttrain.sandbox.results import LIMITS, Result, TestReport
 from posttrain.sandbox.sandbox import Sandbox
 from posttrain.sandbox.values import decode
@@ -70,7 +73,9 @@ def _judge(program: str, tests: Tests) -> tuple[int, str]:
     else:
         report = _open().test(program, tests.for_sandbox(), until_failure=not all_of_them)
         if report.load_error:
+            _refuse_missing_module(report.load_error, tests)
             return 0, "error: " + _error_text(report.load_error)
+        _refuse_unjudged(report)
         verdicts = [_test_verdict(outcome, tests) for outcome in report.outcomes]
         rest = _why_it_ended(report) if len(verdicts) < len(tests) else ""
     wrong = [(number, why) for number, why in enumerate(verdicts, 1) if why]
@@ -105,7 +110,38 @@ def _test_verdict(outcome: dict[str, Any], tests: Tests) -> str:
         expected = tests.outputs[outcome["test"]]
         return "" if same_value(value, expected) else f"wrong answer: gave {_short(value)}, not {_short(expected)}"
     error = str(outcome.get("error", "no verdict"))
+    if outcome.get("unproven"):
+        return f"not accepted: {error}"
     return f"{'wrong answer' if error.startswith('AssertionError') else 'error'}: {error}"
+
+
+def _refuse_unjudged(report: TestReport) -> None:
+    """A test that no program could pass here is no reason for a score: it is an error, which runs count and show."""
+    for outcome in report.outcomes:
+        if outcome.get("unjudged"):
+            raise _unjudged(str(outcome["error"]))
+        if outcome.get("passed") is False:
+            return  # the program is wrong before that
+
+
+def _refuse_missing_module(error: dict[str, Any], tests: Tests) -> None:
+    """Where tests and program need a package that is not installed, a right program cannot be told from a wrong one."""
+    found = re.fullmatch(r"No module named '([\w.]+)'", str(error.get("text")))
+    if error.get("name") != "ModuleNotFoundError" or found is None:
+        return
+    module = found[1].partition(".")[0]
+    used = any(re.search(rf"^\s*(?:import|from)\s+{module}\b", code, re.MULTILINE) for code in tests.codes)
+    # Looked for here, in the same environment: a program cannot claim that something is missing.
+    if used and importlib.util.find_spec(module) is None:
+        raise _unjudged(f"the tests need {module}, which is not installed")
+
+
+def _unjudged(why: str) -> RewardError:
+    return RewardError(
+        f"the tests of a coding task cannot be judged: {why}",
+        "ground_truth of the data",
+        "install what is missing, write the test in a form that docs/sandbox.md lists, or leave the row out",
+    )
 
 
 def _why_it_ended(report: TestReport) -> str:

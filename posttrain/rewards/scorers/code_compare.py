@@ -1,14 +1,22 @@
-"""Whether what a program gave is what its test expects: texts but for spaces, numbers but for rounding."""
+"""Whether what a program gave is what its test expects: texts but for spaces, numbers but for rounding.
+
+Only a number that is expected with a fraction (`0.5`, `3.0`, `1e-7`) may be rounded. Where a whole number is expected
+the value must be exactly that one: as floats 1000000007 and 1000000009 differ by less than the tolerance.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
 import math
+import re
+from decimal import Decimal
 from typing import Any
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
 _PRINTED = 10**4000
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
 
 
 def same_text(got: str, expected: str) -> bool:
@@ -40,7 +48,8 @@ def _same(got: Any, expected: Any) -> bool:
     if isinstance(got, bool) or isinstance(expected, bool):
         return type(got) is type(expected) and got == expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
-        return got == expected or _close(got, expected)
+        # Python compares an int with a float exactly, however large they are.
+        return got == expected or (isinstance(expected, float) and _close(got, expected))
     if isinstance(got, set | frozenset) and isinstance(expected, list):
         return len(got) == len(expected) and _same_members(list(got), expected)
     if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
@@ -72,21 +81,19 @@ def _same_members(got: list[Any], expected: list[Any]) -> bool:
     return True
 
 
-def _same_word(left: str, right: str) -> bool:
-    if left == right:
+def _same_word(got: str, expected: str) -> bool:
+    if got == expected:
         return True
-    if left.lstrip("+-").isdigit() and right.lstrip("+-").isdigit():
-        return left.lstrip("+") == right.lstrip("+")  # whole numbers are not rounded
+    if _WHOLE.fullmatch(expected):
+        return _NUMBER.fullmatch(got) is not None and Decimal(got) == Decimal(expected)
     try:
-        return _close(float(left), float(right))
+        return _close(float(got), float(expected))
     except ValueError:
         return False
 
 
-def _close(left: float, right: float) -> bool:
-    if isinstance(left, int) and isinstance(right, int):
-        return left == right
+def _close(got: float, expected: float) -> bool:
     try:
-        return math.isclose(left, right, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+        return math.isclose(got, expected, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
     except OverflowError:  # an integer beyond all floats
         return False

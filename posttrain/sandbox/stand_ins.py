@@ -1,0 +1,322 @@
+"""Stand-ins: what one process of a test has in place of an object that lives in the other.
+
+A class of the other side gets a class here, with the same name, the same bases and the special methods that it says it
+has, each of which asks the other side. So `isinstance`, `except`, `with`, `await`, operators and pattern matching work
+by Python's own rules. A class that inherits from plain data (`class Point(tuple)`, `class Stack(list)`) gets one that
+does so too: its content is here, and what it did not redefine is computed here.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from posttrain.sandbox.values import plain_base
+
+if TYPE_CHECKING:
+    from posttrain.sandbox.peer import Peer
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
+COMPARISONS = frozenset(f"__{name}__" for name in ["eq", "ne", "lt", "le", "gt", "ge"])
+ARITHMETIC = frozenset(f"__{kind}{name}__" for name in _BINARY.split() for kind in ("", "r", "i"))
+_REST = """
+    neg pos abs invert bool int float complex index round trunc floor ceil hash len length_hint getitem setitem delitem
+    contains iter next reversed missing call enter exit aenter aexit aiter anext await str repr format bytes fspath dir
+    get set delete set_name
+"""
+SPECIAL = COMPARISONS | ARITHMETIC | frozenset(f"__{name}__" for name in _REST.split())
+"""Special methods that may be asked of the other side."""
+_ATTRIBUTE_NAMES = """
+    name qualname module doc dict annotations wrapped self func slots members match_args dataclass_fields
+    dataclass_params defaults kwdefaults cause context notes init post_init orig_class origin args version all
+    abstractmethods isabstractmethod
+"""
+_ATTRIBUTES = frozenset(f"__{name}__" for name in _ATTRIBUTE_NAMES.split())
+_NOT_FORWARDED = frozenset({"__code__", "__signature__", "__traceback__", "__suppress_context__", "__class__"})
+
+
+def may_be_asked(name: str) -> bool:
+    """Whether an attribute is the other side's to give.
+
+    Not a protocol as `__array_interface__`, by which memory of this process could be named.
+    """
+    return not name.startswith("__") or not name.endswith("__") or name in _ATTRIBUTES or name in SPECIAL
+
+
+class StandInType(type):
+    """The class of classes that stand for one of the other side."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any], **options: Any) -> Any:
+        # A `class` statement of this side; stand_in_class goes round it.
+        placed = [base for base in bases if type(base) is StandInType and "_place" in vars(base)]
+        if not placed:
+            return type.__new__(cls, name, bases, space)
+        return place_of(placed[0])[0].derive(name, bases, space, options)
+
+    def __init__(cls, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(cls, /, *args: Any, **options: Any) -> Any:
+        peer, _ = place_of(cls)
+        return peer.construct(cls, args, options)
+
+    def __getattr__(cls, name: str) -> Any:
+        if not may_be_asked(name) or "_place" not in vars(cls):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        return place_of(cls)[0].get(cls, name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if "_place" not in vars(cls) or not may_be_asked(name):
+            return type.__setattr__(cls, name, value)
+        place_of(cls)[0].put(cls, name, value)
+        if name in SPECIAL:
+            type.__setattr__(cls, name, _special(name))
+
+    def __delattr__(cls, name: str) -> None:
+        place_of(cls)[0].delete(cls, name)
+
+    def __iter__(cls) -> Any:
+        return place_of(cls)[0].special(cls, "__iter__", (), {})
+
+    def __len__(cls) -> int:
+        return place_of(cls)[0].special(cls, "__len__", (), {})
+
+    def __getitem__(cls, key: Any) -> Any:
+        return place_of(cls)[0].item_of_class(cls, key)
+
+    def __contains__(cls, value: Any) -> bool:
+        return place_of(cls)[0].special(cls, "__contains__", (value,), {})
+
+    def __bool__(cls) -> bool:
+        return True
+
+    def __repr__(cls) -> str:
+        return place_of(cls)[0].special(cls, "__repr__", (), {}) if "_place" in vars(cls) else type.__repr__(cls)
+
+    def __dir__(cls) -> Any:
+        return place_of(cls)[0].special(cls, "__dir__", (), {})
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if type.__instancecheck__(cls, instance):
+            return True
+        # A class may know others as its own (abc.ABC.register); about plain data of ours it is not asked.
+        asked = "_place" in vars(cls) and is_stand_in(instance) and plain_base(type(instance)) is None
+        return asked and place_of(cls)[0].is_instance(cls, instance)
+
+    def __subclasscheck__(cls, other: Any) -> bool:
+        if type.__subclasscheck__(cls, other):
+            return True
+        return "_place" in vars(cls) and is_stand_in(other) and place_of(cls)[0].is_subclass(cls, other)
+
+
+class StandIn(metaclass=StandInType):
+    """An object of the other side."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if not may_be_asked(name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return place_of(self)[0].get(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _NOT_FORWARDED or name in ("__cause__", "__context__", "__notes__"):
+            object.__setattr__(self, name, value)
+        else:
+            place_of(self)[0].put(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        place_of(self)[0].delete(self, name)
+
+    def __repr__(self) -> str:
+        return place_of(self)[0].special(self, "__repr__", (), {})
+
+    def __str__(self) -> str:
+        return place_of(self)[0].special(self, "__str__", (), {})
+
+    def __format__(self, form: str) -> str:
+        return place_of(self)[0].special(self, "__format__", (form,), {})
+
+    def __dir__(self) -> Any:
+        return place_of(self)[0].special(self, "__dir__", (), {})
+
+    def __copy__(self) -> Any:
+        return place_of(self)[0].ask_import("copy", "copy", self)
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return place_of(self)[0].ask_import("copy", "deepcopy", self)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} of the other process cannot be pickled")
+
+
+def _asked(name: str) -> property:
+    return property(lambda self: place_of(self)[0].get(self, name))
+
+
+_CODES: dict[str, Any] = {}
+
+
+def _template() -> None:
+    def plain(*args: Any, **options: Any) -> None: ...
+    def generates(*args: Any, **options: Any) -> Generator[Any, Any, Any]:
+        yield
+
+    async def waits(*args: Any, **options: Any) -> None: ...
+    async def flows(*args: Any, **options: Any) -> Any:
+        yield
+
+    for form, function in (("", plain), ("generator ", generates), ("async ", waits), ("async generator ", flows)):
+        _CODES[f"{form}function"] = function.__code__
+
+
+_template()
+
+
+class FunctionStandIn(StandIn):
+    """A function, a method or a builtin of the other side; in a class body it is a method."""
+
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
+        return place_of(self)[0].call(self, args, options)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None or "method" in self._StandIn__form else types.MethodType(self, instance)
+
+    @property
+    def __code__(self) -> Any:
+        """For `inspect.iscoroutinefunction` and its like, which look at its flags."""
+        return _CODES.get(self._StandIn__form, _CODES["function"])
+
+    __doc__ = _asked("__doc__")  # pyright: ignore
+    __module__ = _asked("__module__")  # pyright: ignore
+    __dict__ = _asked("__dict__")  # pyright: ignore
+
+
+def stand_in_class(
+    peer: Peer, number: int, name: str, bases: tuple[type, ...], said: dict[str, Any], space: dict[str, Any]
+) -> type:
+    """The class that stands for one of the other side. `said` is what `objects.describe` says of it."""
+    bases = tuple(dict.fromkeys(StandIn if base is object else base for base in bases))
+    if not any(issubclass(base, StandIn) for base in bases):
+        bases = (StandIn, *bases)
+    space = {**space, "_place": (peer, number), "__qualname__": said["qualname"], "__module__": said["module"]}
+    space["__doc__"] = _Doc(said["doc"])
+    base = next((kind for one in bases if (kind := plain_base(one)) is not None), None)
+    for special in said["special"]:
+        if special in SPECIAL:
+            space[special] = _awaits if special == "__await__" else _special(special)
+    for special in said["none"]:
+        if special in SPECIAL:
+            space[special] = None
+    if base is not None:
+        for attribute in ("__repr__", "__str__", "__format__", "__copy__", "__deepcopy__"):
+            # Of StandIn, which comes before the type of the content: for what was not redefined, the content speaks.
+            if attribute not in space and StandIn in bases and hasattr(base, attribute):
+                space[attribute] = getattr(base, attribute)
+        for attribute in said["redefined"]:
+            if hasattr(base, attribute) and not attribute.startswith("__"):
+                space[attribute] = _redefined(attribute, base)
+    else:
+        space.setdefault("__dict__", _asked("__dict__"))
+    return type.__new__(StandInType, name, bases, space)
+
+
+class _Doc:
+    """The documentation of a class, and that of an object, which may have one of its own."""
+
+    def __init__(self, of_class: str | None) -> None:
+        self._of_class = of_class
+
+    def __get__(self, stand_in: Any, owner: Any) -> Any:
+        return self._of_class if stand_in is None else place_of(stand_in)[0].get(stand_in, "__doc__")
+
+
+class Super:
+    """`super()` in a method of the tests, of a class that inherits from one of the program."""
+
+    def __init__(self, kind: Any, stand_in: Any) -> None:
+        object.__setattr__(self, "_bound", (kind, stand_in))
+
+    def __getattribute__(self, name: str) -> Any:
+        kind, stand_in = object.__getattribute__(self, "_bound")
+        peer, number = place_of(kind)
+        return peer.ask("super", number, (stand_in, name))
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: Any, /, *args: Any, **options: Any) -> Any:
+        return place_of(self)[0].special(self, name, args, options)
+
+    method.__name__ = name
+    return method
+
+
+def _awaits(self: Any) -> Any:
+    return place_of(self)[0].waits(self)
+
+
+def _redefined(name: str, base: type) -> property:
+    """A method that the other side's class has in place of the one of plain data."""
+
+    def read(self: Any) -> Any:
+        peer, _ = place_of(self)
+        return peer.get(self, name) if peer.believes_value(self) else getattr(base, name).__get__(self)
+
+    return property(read)
+
+
+def place_of(stand_in: Any) -> tuple[Peer, int]:
+    """The other side, and what it knows the object by."""
+    if isinstance(stand_in, StandInType):
+        return vars(stand_in)["_place"]
+    return object.__getattribute__(stand_in, "_StandIn__place")
+
+
+def form_of_stand_in(stand_in: Any) -> str:
+    return object.__getattribute__(stand_in, "_StandIn__form")
+
+
+def is_stand_in(value: Any) -> bool:
+    kind = type(value)
+    return kind is StandInType or (type(kind) is StandInType and kind is not StandIn)
+
+
+def new_stand_in(kind: Any, place: tuple[Peer, int], form: str, content: Any = None) -> Any:
+    """An object of a class that stands for one of the other side."""
+    base = plain_base(kind)
+    if base is None:
+        made = kind.__new__(kind)
+    elif base.__new__ in (list.__new__, dict.__new__, set.__new__, bytearray.__new__) or base.__name__ == "deque":
+        made: Any = base.__new__(kind)  # pyright: ignore
+        base.__init__(made, content)  # pyright: ignore
+    else:
+        made = _immutable(kind, base, content)
+    for name, value in (("place", place), ("form", form), ("made", False)):
+        object.__setattr__(made, f"_StandIn__{name}", value)
+    return made
+
+
+def _immutable(kind: Any, base: Any, content: Any) -> Any:
+    name = base.__name__
+    if name in ("datetime", "date", "time", "timedelta"):
+        fields = {"timedelta": "days seconds microseconds"}.get(
+            name, "year month day hour minute second microsecond tzinfo"
+        )
+        return base.__new__(kind, **{one: getattr(content, one) for one in fields.split() if hasattr(content, one)})
+    if name == "Fraction":
+        return base.__new__(kind, content.numerator, content.denominator)
+    if name == "range" or name.startswith("dict_"):
+        raise TypeError(f"a {name} cannot be inherited from")
+    return base.__new__(kind, content)
+
+
+def generator_of(source: Any) -> Generator[Any, Any, Any]:
+    """A generator of ours that draws from one of the other side."""
+    return (yield from source)
+
+
+async def coroutine_of(source: Any) -> Any:
+    """A coroutine of ours that waits for one of the other side."""
+    return await source
