@@ -27,7 +27,7 @@ from posttrain.sandbox.stand_ins import (
     place_of,
     stand_in_class,
 )
-from posttrain.sandbox.values import MUTABLE, decode, encode, encode_content, plain_base
+from posttrain.sandbox.values import MUTABLE, decode, encode, encode_content, pairs_of, plain_base
 
 _WATCHED = 256
 _LARGE = 1000
@@ -470,6 +470,11 @@ def assign(container: Any, content: Any) -> None:
     kind = next((kind for kind in MUTABLE if isinstance(container, kind)), None)
     if kind is None or not isinstance(content, kind):
         raise TypeError(f"a {type(content).__name__} in place of a {type(container).__name__}")
+    if isinstance(container, OrderedDict):  # methods of dict would change its members and not its order
+        OrderedDict.clear(container)
+        for key, value in pairs_of(content):
+            OrderedDict.__setitem__(container, key, value)
+        return
     kind.clear(container)
     if kind in (dict, set):
         kind.update(container, content)
@@ -503,7 +508,7 @@ def _number(number: Any) -> int:
 
 def _members(container: Any) -> list[Any] | bytes:
     if isinstance(container, dict):
-        return [one for pair in dict.items(container) for one in pair]
+        return [one for pair in pairs_of(container) for one in pair]
     if isinstance(container, bytearray):
         return bytes(container)
     base = plain_base(type(container)) or list

@@ -75,7 +75,12 @@ def _sequence(tag: str, kind: Any) -> Callable[[Any, _Encode], Any]:
 
 
 def _mapping(tag: str) -> Callable[[Any, _Encode], Any]:
-    return lambda value, inner: {tag: [[inner(key), inner(one)] for key, one in dict.items(value)]}
+    return lambda value, inner: {tag: [[inner(key), inner(one)] for key, one in pairs_of(value)]}
+
+
+def pairs_of(value: dict[Any, Any]) -> Any:
+    """The members of a mapping, read without a subclass's own methods. An OrderedDict keeps its order beside the dict."""
+    return OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)
 
 
 _AS_THEY_ARE = {type(None), bool, str, float}

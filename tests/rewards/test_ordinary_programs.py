@@ -38,11 +38,9 @@ def settings(sandboxed):
 
 def passes_under_plain_python(program: str, tests: object) -> bool:
     if isinstance(tests, dict):
-        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-        return all(
-            subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, text=True).stdout == expected
-            for text, expected in pairs
-        )
+        run = [sys.executable, "-c", program]
+        printed = [subprocess.run(run, input=text, capture_output=True, text=True).stdout for text in tests["inputs"]]
+        return printed == tests["outputs"]
     return subprocess.run([sys.executable, "-c", PLAIN, program, tests], capture_output=True).returncode == 0
 
 
