@@ -65,7 +65,8 @@ def to_json(value: Any) -> Any:
         return {TAG: name, "value": _WAYS[name].save(value)}
     if isinstance(value, np.generic):  # before `float` and `str`, from which some of these derive
         return {TAG: "numpy", "value": _array(np.asarray(value))}
-    for base in (str, int, float, list, tuple, dict):
+    plain: tuple[Any, ...] = (str, int, float, list, tuple, dict)
+    for base in plain:
         if isinstance(value, base):
             return to_json(base(value))
     raise Unsavable(f"a {kind.__name__}")

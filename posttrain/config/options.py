@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from posttrain.config.closest import closest
 
@@ -25,10 +25,11 @@ class OptionParser(argparse.ArgumentParser):
         known = self._option_string_actions
         if not name.startswith("--") or name in known:
             return argument
-        other = next((one for one in (f"--{name[2:].replace(*pair)}" for pair in ("_-", "-_")) if one in known), name)
+        others = (f"--{name[2:].replace(a, b)}" for a, b in (("_", "-"), ("-", "_")))
+        other = next((one for one in others if one in known), name)
         return f"{other}{equals}{value}"
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         """Names the nearest option for each that there is not."""
         if message.startswith(_UNKNOWN):
             words = message.removeprefix(_UNKNOWN).split()

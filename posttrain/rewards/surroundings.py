@@ -19,7 +19,7 @@ import contextlib
 import operator
 import signal
 import sys
-from _signal import getsignal  # ten times as quick as that of `signal`, which makes it an enum's member
+from _signal import getsignal  # pyright: ignore[reportMissingImports]  # ten times as quick as that of `signal`, which makes it an enum's member
 from collections.abc import Iterable
 from os import chdir, fstat, getcwd
 from typing import Any, NamedTuple
@@ -88,7 +88,10 @@ class Surroundings:
     def __init__(self, out: Any) -> None:
         """`out` is what sys.stdout and sys.stderr are."""
         top = [name for name in sys.modules if "." not in name]
-        self._tables = [_Table("builtins.", vars(builtins), vars(builtins)), _Table("sys.modules: ", sys.modules, top)]
+        self._tables = [
+            _Table("builtins.", builtins.__dict__, builtins.__dict__),
+            _Table("sys.modules: ", sys.modules, top),
+        ]
         for name, guarded in _GUARDED.items():
             if name in sys.modules:
                 self._tables.append(_Table(f"{name}.", vars(sys.modules[name]), guarded.split()))

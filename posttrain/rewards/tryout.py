@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from posttrain.rewards.answers import explicit_answer, extract_final_answer, is_prose
 from posttrain.rewards.findings import EMPTY, LISTED, REPEATED, Findings, report
@@ -97,7 +97,8 @@ def examine(
             pool.submit_many(list(asked.items()))
             _note_flaky(found, results, pool.wait_all())
     by_row: dict[int, dict[str, RewardResult]] = defaultdict(dict)
-    for (i, form), result in results.items():
+    for key, result in results.items():
+        i, form = cast(tuple[int, str], key)
         by_row[i][form] = result
     for i, row in usable:
         note = _note_task if _is_code(row, default_source) else _note_truth

@@ -79,7 +79,7 @@ def _mapping(tag: str) -> Callable[[Any, _Encode], Any]:
 
 
 def pairs_of(value: dict[Any, Any]) -> Any:
-    """The members of a mapping, read without a subclass's own methods. An OrderedDict keeps its order beside the dict."""
+    """The members of a mapping, without a subclass's own methods; an OrderedDict keeps its order beside the dict."""
     return OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)
 
 

@@ -103,9 +103,8 @@ def _results(lines: list[dict[str, Any]], metric: str | None) -> str:
     if metric is None:
         return ""
     watched = [name for name in dict.fromkeys(key for line in lines for key in line) if name.startswith("val/")]
-    names = list(
-        dict.fromkeys([metric, *watched, *(["reward_mean"] if any("reward_mean" in x for x in lines) else [])])
-    )
+    known: list[str] = [metric, *watched, *(["reward_mean"] if any("reward_mean" in x for x in lines) else [])]
+    names: list[str] = list(dict.fromkeys(known))
     rows = []
     for name in names[:8]:
         found = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
