@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2-7B-Instruct on eight GPUs.
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them) and 8 CUDA GPUs of 80 GB on one
-#            machine: about 56 GiB each (`posttrain plan`). On one GPU of 80 GB add these four (35 GiB):
+#            machine: about 56 GiB each (`posttrain plan`). On one GPU of 80 GB add these five (35 GiB):
+#              actor_rollout_ref.actor.optim.lr=2e-5
 #              trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1
 #              actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.rollout.max_num_seqs=256
 #            wandb is used if it is installed (`pip install wandb`) and WANDB_API_KEY is set; otherwise a note says so.

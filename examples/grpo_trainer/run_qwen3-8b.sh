@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen3-8B on eight GPUs.
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them) and 8 CUDA GPUs of 80 GB on one
-#            machine (`posttrain plan` says how much of them). On one GPU of 141 GB add these five (62 GiB):
+#            machine (`posttrain plan` says how much of them). On one GPU of 141 GB add these six (62 GiB):
 #              trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1
 #              actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.rollout.max_num_seqs=256
-#              actor_rollout_ref.model.enable_gradient_checkpointing=True
+#              actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.optim.lr=2e-5
 #   expect   105 steps (15 epochs of 7); each answers 1024 prompts 5 times and makes 4 optimizer steps. Metrics, samples
 #            and the last checkpoint lie in outputs/verl_grpo_example/qwen3_8b_grpo
 #   small    SMOKE=1 bash examples/grpo_trainer/run_qwen3-8b.sh: two steps of the embedded model, seconds on a CPU

@@ -4,7 +4,7 @@
 #            which two are trained: about 344 GiB (`posttrain plan`). On one GPU of 141 GB adapters for the actor and a
 #            smaller critic with the same tokens take 87 GiB:
 #              actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.enable_gradient_checkpointing=True
-#              critic.model.path=Qwen/Qwen2-1.5B-Instruct
+#              critic.model.path=Qwen/Qwen2-1.5B-Instruct actor_rollout_ref.actor.optim.lr=2e-5
 #   expect   7 steps (1 epoch of 1024 questions each). The reward model's score is the reward; whether answers are right is
 #            recorded beside it and is what validation shows. The first 10 steps train the critic only, so that one epoch
 #            changes the critic alone (the run says so): raise trainer.total_epochs for more.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # RLOO on GSM8K with Qwen2-7B-Instruct: each answer against the mean of the others to the same question, KL in the reward.
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them) and 8 CUDA GPUs of 80 GB on one
-#            machine: about 54 GiB each (`posttrain plan`). On one GPU of 80 GB add these three (34 GiB):
+#            machine: about 54 GiB each (`posttrain plan`). On one GPU of 80 GB add these four (34 GiB):
+#              actor_rollout_ref.actor.optim.lr=2e-5
 #              trainer.n_gpus_per_node=1 actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.rollout.max_num_seqs=256
 #   expect   105 steps (15 epochs of 7); each answers 1024 questions 5 times and makes 4 optimizer steps. Everything lies
 #            in outputs/verl_rloo_example/qwen2_7b
