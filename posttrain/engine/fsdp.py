@@ -56,6 +56,9 @@ class FSDPEngine(TrainEngine):
     pairs = False
     """Whether rows come in pairs."""
 
+    progress: LayerProgress | None = None
+    """Counts layers inside a pass, where one process computes on a CPU; None counts whole passes."""
+
     def __init__(self, module: torch.nn.Module, settings: EngineSettings) -> None:
         self.module, self.settings = module, settings
         self.way = way_of(module)
@@ -72,8 +75,8 @@ class FSDPEngine(TrainEngine):
         )
         check_heads(module.config, self._facts.sequence_parallel, packed=self.packed)
         self.forward_pass = self._forward_pass(module)
-        inside = settings.ranks is None and settings.device.type == "cpu"
-        self.progress = LayerProgress(module) if inside else None
+        if settings.ranks is None and settings.device.type == "cpu":
+            self.progress = LayerProgress(module)
         if settings.optim is None:
             module.requires_grad_(False)
         if settings.ranks is not None:
