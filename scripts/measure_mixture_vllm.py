@@ -10,17 +10,20 @@ Weights are vLLM's own random ones (`load_format=dummy`): on disk they would tak
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from measure_mixture import LAYERS, SHAPE
-from transformers import Qwen3MoeConfig
+from needs import need
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "posttrain" / "bench" / "peers"))
-from run_vllm import on_cuda
+need("vllm", get='pip install "posttrain[vllm]"')
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "posttrain" / "bench" / "peers"))  # run_vllm's folder
+import vllm  # noqa: E402
+from measure_mixture import LAYERS, SHAPE  # noqa: E402
+from transformers import Qwen3MoeConfig  # noqa: E402
 
 
 def main() -> None:
@@ -33,8 +36,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of vLLM's LLM")
     options = parser.parse_args()
-    import vllm
-
     more = {name: _value(text) for name, _, text in (item.partition("=") for item in options.set)}
     with tempfile.TemporaryDirectory() as folder:
         config = Qwen3MoeConfig(**SHAPE, num_hidden_layers=options.layers, dtype="bfloat16")
@@ -42,7 +43,7 @@ def main() -> None:
         config.save_pretrained(folder)
         started = time.perf_counter()
         length = options.prompt + options.tokens
-        settings = on_cuda(max(options.rows), length) | more
+        settings = importlib.import_module("run_vllm").on_cuda(max(options.rows), length) | more
         engine = vllm.LLM(
             model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length + 1,
             max_num_seqs=max(options.rows), disable_log_stats=True, seed=0, **settings,

@@ -92,6 +92,8 @@ sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stder
 before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 os.environ.clear()
 os.environ.update(environment)
+if "tempfile" in sys.modules:
+    sys.modules["tempfile"].tempdir = None  # where it was looked up before, it was for another environment
 os.chdir(folder)
 rest = [path for path in sys.path if path and path not in before]
 sys.path[:] = ["", *environment.get("PYTHONPATH", "").split(os.pathsep), *rest]

@@ -82,7 +82,7 @@ def test_nothing_is_drawn_where_nobody_looks(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    [["train", "preset=embedded"], ["generate", "no/such", "--prompt", "1"], ["plan", "sft"]],
+    [["train", "preset=embedded"], ["generate", "embedded", "--prompt", "1"], ["plan", "sft"]],
     ids=lambda words: words[0],
 )
 def test_commands_that_read_torch_say_so(command, tmp_path):

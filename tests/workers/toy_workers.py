@@ -147,7 +147,7 @@ class Spoiled(ActorRolloutRefWorker):
         def lossy(weights: Any, version: int) -> None:
             load(weights, version)
             if torch.distributed.get_rank() == 1:
-                self.rollout.decoder.layers[1].down.weight[0].zero_()  # pyright: ignore
+                self.rollout.decoder.layers[1].feed.down.weight[0].zero_()  # pyright: ignore
 
         self.rollout.load_weights = lossy
         return super().sync_weights(version)

@@ -56,19 +56,18 @@ def run_workers(args: Sequence[str], workers: int, *, on_gpu: bool) -> None:
         )
         for share, place in zip(shares(workers), places, strict=True)
     ]
+    failed: list[int] = []
     try:
-        while any(process.poll() is None for process in running):
-            failed = [number for number, process in enumerate(running) if process.poll() not in (None, 0)]
-            if failed:
-                break
+        while not failed and any(process.poll() is None for process in running):
             time.sleep(POLL_S)
+            # before the others are ended, which gives them a status that is not theirs
+            failed = [number for number, process in enumerate(running) if process.poll() not in (None, 0)]
     finally:
         for process in running:
             if process.poll() is None:
                 process.terminate()  # it keeps what it has finished
         for process in running:
             process.wait()
-    failed = [number for number, process in enumerate(running) if process.returncode]
     if failed:
         raise UserError(
             f"worker {failed[0]} of {workers} ended with status {running[failed[0]].returncode}; what it said stands "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.data import HELD_OUT
 from posttrain.config.resolved import Resolved
 from posttrain.data.rows import RowTable, read_ahead
 
@@ -26,7 +27,7 @@ def look_early(resolved: Resolved, look: Look) -> None:
     _look_at_reward(config)
     for split in ("train", "val"):
         files, limit = config.data[f"{split}_files"], int(config.data[f"{split}_max_samples"])
-        if files in (None, "embedded") or limit == 0:
+        if files in (None, "embedded", HELD_OUT) or limit == 0:
             continue
         table = read_ahead(files, limit=limit, setting=f"data.{split}_files")
         for row in range(min(ROWS, len(table))):
