@@ -73,7 +73,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _base(settings: Mapping[str, Any]) -> str | None:
-    """The model that was trained: a name on the hub, or the last part of a path, which is nobody else's business."""
+    """The model that was trained: a name on the hub, or the last part of a local path: the rest is private."""
     flat = _flat(settings)
     path = next((str(flat[key]) for key in _MODEL_KEYS if flat.get(key)), None)
     return None if path is None else path if _is_hub_name(path) else Path(path).name

@@ -107,7 +107,7 @@ def _hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     }
-    torch = sys.modules.get("torch")  # a process that trains has it; nobody else need load it
+    torch = sys.modules.get("torch")  # a process that trains has imported it; others need not
     if torch is not None and torch.cuda.is_available():
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         found["gpus"] = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus]
