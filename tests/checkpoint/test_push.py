@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain import cli
 from posttrain.checkpoint import CheckpointManager
 from posttrain.tracking.model_card import write_card
 from posttrain.trainer.push import main
@@ -112,42 +113,44 @@ def checkpoint(tmp_path) -> Path:
     return manager.path_of(STEP)
 
 
-def push(checkpoint: Path, hub: Hub, *more: str, token: str = "hf_secret") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_TOKEN": token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    env |= {
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(checkpoint.parents[3] / "hf"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    if not token:
-        del env["HF_TOKEN"]
-    command = [sys.executable, "-m", "posttrain", "push", str(checkpoint), "me/sums", *more]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> Hub:
+    """The one that huggingface_hub talks to, signed in."""
+    import huggingface_hub.constants as constants
+
+    found = Hub()
+    monkeypatch.setattr(constants, "ENDPOINT", found.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    yield found
+    found.shutdown()
 
 
-def test_the_hub_gets_the_model_its_card_its_curve_and_its_settings(checkpoint):
-    hub = Hub()
-    ran = push(checkpoint, hub, "--private")
-    assert ran.returncode == 0, ran.stderr
-    assert f"published: {hub.address}/me/sums" in ran.stdout
+def push(checkpoint: Path, *more: str) -> int:
+    return cli.main(["push", str(checkpoint), "me/sums", *more])
+
+
+def test_the_hub_gets_the_model_its_card_its_curve_and_its_settings(checkpoint, hub, capsys):
+    assert push(checkpoint, "--private") == 0
+    assert f"published: {hub.address}/me/sums" in capsys.readouterr().out
     assert hub.made["name"] == "sums" and hub.made["organization"] == "me"
     assert hub.made.get("visibility") == "private" or hub.made.get("private") is True
     assert hub.files["model.safetensors"] == b"weights" and hub.files["config.json"] == b"{}"
     assert set(hub.files) >= {"README.md", "curve.svg", "posttrain_config.yaml", "tokenizer.json"}
 
 
-def test_what_the_hub_rejects_is_said_with_its_reason(checkpoint):
-    hub = Hub()
+def test_what_the_hub_rejects_is_said_with_its_reason(checkpoint, hub, capsys):
     hub.refuses = True
-    ran = push(checkpoint, hub)
-    assert ran.returncode == 2 and "The hub did not take me/sums" in ran.stderr and "403" in ran.stderr
-    assert "Traceback" not in ran.stderr and hub.files == {}
+    assert push(checkpoint) == 2
+    said = capsys.readouterr().err
+    assert "The hub did not take me/sums" in said and "403" in said and "Traceback" not in said and hub.files == {}
 
 
-def test_without_a_token_nothing_is_sent(checkpoint):
-    hub = Hub()
-    ran = push(checkpoint, hub, token="")
-    assert ran.returncode == 2 and "hf auth login" in ran.stderr and hub.asked == []
+def test_without_a_token_nothing_is_sent(checkpoint, hub, capsys, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    assert push(checkpoint) == 2
+    assert "hf auth login" in capsys.readouterr().err and hub.asked == []
 
 
 def test_the_card_has_curve_results_command_and_settings_but_no_private_paths(checkpoint, tmp_path):
