@@ -141,7 +141,7 @@ class _Exchange:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Nobody waits any more: a thread that reads from a socket is woken up by its end."""
+        """The caller has given up: a thread that reads from a socket is woken up by its end."""
         self.late.set()
         for one in self.sockets:
             with suppress(OSError):  # closed by the thread meanwhile

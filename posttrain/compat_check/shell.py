@@ -48,7 +48,7 @@ class Script:
 
     @property
     def _may_count(self) -> bool:
-        """Whether only unknown conditions speak against this branch: it then sets what no other branch has set."""
+        """Whether only unknown conditions rule this branch out: it then sets what no other branch has set."""
         return all(block.takes or not block.is_sure for block in self._blocks)
 
     def _pattern(self) -> None:

@@ -54,7 +54,7 @@ def wrong_secret(address: str, given: bool) -> NoRayThere:
 
 
 def asks_for_a_secret(error: BaseException | None) -> bool:
-    """Whether Ray was not let in, by the words of its error or of what caused that."""
+    """Whether Ray rejected the token, by the words of its error or of what caused that."""
     while error is not None:
         if any(word in f"{type(error).__name__} {error}" for word in ("Unauthenticated", "AuthToken", "Authenticat")):
             return True

@@ -41,7 +41,7 @@ class _Stop:
 class Standstill:
     """Give it the states of all workers' processes by their names, every `EVERY_S` seconds or so.
 
-    Only time between looks counts, so a driver that was stopped too (Ctrl-Z of the whole run) blames nobody for it.
+    Only time between looks counts, so a driver that was stopped too (Ctrl-Z of the whole run) blames no worker for it.
     """
 
     def __init__(

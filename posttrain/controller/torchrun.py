@@ -52,7 +52,7 @@ def tell_address(address: str, token: str, shared: Path | None) -> None:
         secret = token or OWN
         file = _secret_file(shared)
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name)  # nobody else may read it
+        handle, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name)  # readable by its owner only
         with os.fdopen(handle, "w") as written:
             written.write(secret)
         os.replace(partial, file)

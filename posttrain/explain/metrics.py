@@ -150,7 +150,7 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
 
 
 def family_text(metric: str) -> str | None:
-    """What a metric is, by the first family that it belongs to; None if nobody has said."""
+    """What a metric is, by the first family that it belongs to; None without an explanation."""
     return next((text for pattern, text in _patterns() if pattern.fullmatch(metric)), None)
 
 

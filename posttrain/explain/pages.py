@@ -234,7 +234,7 @@ def _sentence(leaf: Leaf, commands: Sequence[str] = ()) -> str:
 
 
 def metric_text(name: str) -> str | None:
-    """What a metric is and what to make of it, in a sentence or two; None if nobody has said."""
+    """What a metric is and what to make of it, in a sentence or two; None without an explanation."""
     return METRICS.get(name) or SUPERVISED_METRICS.get(name) or family_text(name)
 
 

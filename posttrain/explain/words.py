@@ -78,7 +78,7 @@ Settings: actor_rollout_ref.actor.use_kl_loss, algorithm.use_kl_in_reward,
 actor_rollout_ref.ref.fsdp_config.param_offload. More: `posttrain explain kl`.""",
     "checkpoint": """\
 All that a run needs to go on: weights, optimizer, place in the data, random numbers. Checkpoints lie in the run
-directory as checkpoints/global_step_N; the same command goes on from the last one. `saved` in the console is one
+directory as checkpoints/global_step_N; the same command continues from the last one. `saved` in the console is one
 that was written, `best checkpoint` the one with the best validation. `posttrain export` writes one as a Hugging
 Face folder.
 

@@ -154,7 +154,7 @@ def _watched(render: Callable[[], Any]) -> Any:
         try:
             return render()
         finally:
-            with _lock:  # nobody stops it from here on
+            with _lock:  # it can no longer be stopped
                 _renderings.pop(mine.thread, None)
             _raise_if_stopped(mine)
     except _Stopped:

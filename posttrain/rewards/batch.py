@@ -32,7 +32,7 @@ class BatchFacts:
     """What a function of this form may be given of a response besides the fields of all forms."""
 
     prompt: Any = None
-    """Messages or a text, as the row has it; None where nobody knows."""
+    """Messages or a text, as the row has it; None where it is unknown."""
     progress: tuple[int, int] | None = None
     """Steps that are done, and steps of the run."""
     token_ids: Sequence[int] | None = None

@@ -33,7 +33,7 @@ MOST_STARTS = 20
 
 
 def write_origin(folder: Path, step: int) -> None:
-    """Add this start, which goes on from `step`, to the run's `run.json`."""
+    """Add this start, which continues from `step`, to the run's `run.json`."""
     starts = [*read_origin(folder), {"step": step, **origin()}]
     kept = starts if len(starts) <= MOST_STARTS else [starts[0], *starts[1 - MOST_STARTS :]]
     replace_file(folder / NAME, (json.dumps({"starts": kept}, indent=1, ensure_ascii=False) + "\n").encode())

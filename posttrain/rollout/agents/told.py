@@ -2,7 +2,7 @@
 
 The tokens that the model wrote stay as they are: only what the chat template puts behind a turn is rendered, behind a
 stand-in for that turn. A template that would write earlier turns in another way (without their thinking, say) is not
-asked to: the model goes on from what it has read and written itself. Messages are plain text, whatever they spell
+asked to: the model continues from what it has read and written itself. Messages are plain text, whatever they spell
 (`turns/outside_text.py`).
 """
 
