@@ -1,10 +1,10 @@
 """Who imports whom in a package: every form of import, read from source without running it.
 
-    graph = read_graph(Path("posttrain"))      # [Import(source="posttrain.cli", target="posttrain.config", line=12, ...), ...]
-    cycles({edge.source: {...}})               # groups of names that need each other
+    edges = read_graph(Path("posttrain"))  # Import(source="posttrain.cli", target="posttrain.config", line=12), ...
+    cycles(as_mapping(edges))              # groups of modules that need each other
 
 Forms: `import a.b`, `from a import b`, relative imports, imports inside functions and under TYPE_CHECKING,
-`importlib.import_module("a.b")` and `__import__`, the tables of lazy loaders (`import_module(f"{__name__}.{_HOMES[name]}")`
+`importlib.import_module("a.b")` and `__import__`, lazy loaders (`import_module(f"{__name__}.{_HOMES[name]}")`
 with `_HOMES = {"Name": "module"}`), and any other string that is the whole name of a module (`python -m a.b`).
 """
 
@@ -101,7 +101,7 @@ def _base_of(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def _lazily_loaded(tree: ast.Module, module: str, is_package: bool) -> list[str]:
-    """What `import_module(f"{__name__}.{table[name]}")` can load: every string of the file that completes the prefix."""
+    """What `import_module(f"{__name__}.{table[name]}")` can load: strings of the file that complete the prefix."""
     own_package = module if is_package else module.rpartition(".")[0]
     prefixes: set[str] = set()
     relative = False
