@@ -13,9 +13,9 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 from posttrain.config.tree import Tree
 from posttrain.doctor.finding import Report
-from posttrain.doctor.memory import Device, ModelCounter, find_device
-from posttrain.doctor.plan import Counter
-from posttrain.doctor.supervised import SupervisedCounter
+from posttrain.planning.memory_plan import Device, ModelCounter, find_device
+from posttrain.planning.rl import Counter
+from posttrain.planning.supervised import SupervisedCounter
 from posttrain.rewards.pool import pool_size
 
 SPLITS = ("train", "val")
@@ -87,7 +87,7 @@ class Case:
     @cached_property
     def model_config(self) -> Any:
         """The model's config.json as transformers reads it."""
-        from posttrain.doctor.meta_models import _model_settings
+        from posttrain.planning.meta_models import _model_settings
 
         return _model_settings(self.model, self.model.path)
 

@@ -16,14 +16,15 @@ from posttrain.config.megatron import megatron_settings
 from posttrain.config.parallel import workers_of
 from posttrain.config.problem import ConfigError
 from posttrain.config.resolved import Resolved
-from posttrain.doctor.memory import Device, ModelCounter
-from posttrain.doctor.supervised import ROLE
 from posttrain.engine.ranks import check_heads
 from posttrain.models import cut
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
+from posttrain.planning.batch_sizes import check_group_size
+from posttrain.planning.memory_plan import Device, ModelCounter
+from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engines import check_engine_name
-from posttrain.rollout.native.build import _check_can_cut
+from posttrain.rollout.native.build import check_can_cut
 
 
 def refuse_what_the_run_refuses(resolved: Resolved, device: Device, counter: ModelCounter) -> None:
@@ -42,8 +43,6 @@ def refuse_what_the_run_refuses(resolved: Resolved, device: Device, counter: Mod
         size, packed = config.critic.ulysses_sequence_parallel_size, config.critic.model.use_remove_padding
         counter(config, device, "critic", _check_heads, size, packed)
     if estimator.compares_group:
-        from posttrain.trainer.ppo.sizes import check_group_size
-
         check_group_size(config, resolved.explicit)
 
 
@@ -74,6 +73,6 @@ class _Refusals:
             packed = self.config.actor_rollout_ref.model.use_remove_padding
             check_heads(module.config, actor.ulysses_sequence_parallel_size, packed=packed)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
-            _check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
+            check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
             cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
         check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)

@@ -15,14 +15,14 @@ from posttrain import cores
 from posttrain.config.loggers import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
-from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
-from posttrain.doctor.memory import Plan, shown
 from posttrain.doctor.packages import check_packages
-from posttrain.doctor.remedies import RL, find_remedies
-from posttrain.doctor.settling import settle
-from posttrain.doctor.supervised import LEVERS, ROLE
 from posttrain.errors import UserError
+from posttrain.planning.budgets import apply_plan
+from posttrain.planning.counting import ModelBytes
+from posttrain.planning.memory_plan import Plan, shown
+from posttrain.planning.remedies import RL, find_remedies
+from posttrain.planning.supervised import LEVERS, ROLE
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status
 
@@ -45,12 +45,12 @@ def check_memory(case: Case) -> Iterator[Finding]:
     """The memory plan, and what would lower it."""
     levers = RL if case.is_rl else LEVERS
     try:
-        settled = settle(case.config, case.device, case.resolved.explicit, levers, case.counter)
+        chosen = apply_plan(case.config, case.device, case.resolved.explicit, levers, case.counter)
         plan: Plan = levers.plan(case.config, case.device, case.counter)
     except UserError as error:
         yield Finding(ERROR, "memory", str(error))
         return
-    case.report.fact("memory", plan.verdict(), *settled)
+    case.report.fact("memory", plan.verdict(), *chosen)
     if not plan.fits:
         remedies = find_remedies(case.config, plan, case.counter, levers)
         do = "; ".join(remedy.words() for remedy in remedies[:3]) or "take a smaller model"

@@ -14,13 +14,13 @@ from posttrain.config.problem import ConfigError
 from posttrain.config.schema import lookup, using
 from posttrain.config.supervised_tree import command_tree
 from posttrain.config.tree import Tree
-from posttrain.doctor.memory import GIB, Plan, find_device, shown
-from posttrain.doctor.plan import Counter
 from posttrain.doctor.refusals import refuse_what_the_run_refuses
-from posttrain.doctor.remedies import RL, Remedy, find_remedies
-from posttrain.doctor.settling import settle
-from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
 from posttrain.errors import UserError, working_folder
+from posttrain.planning.budgets import apply_plan
+from posttrain.planning.memory_plan import GIB, Plan, find_device, shown
+from posttrain.planning.remedies import RL, Remedy, find_remedies
+from posttrain.planning.rl import Counter
+from posttrain.planning.supervised import LEVERS, ROLE, SupervisedCounter
 from posttrain.tracking.folding import tell
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -51,9 +51,9 @@ def main(args: Sequence[str]) -> int:
     counter, levers = (Counter(), RL) if tree is None else (SupervisedCounter(), LEVERS)
     device = find_device(config, gpu_gb)
     refuse_what_the_run_refuses(resolved, device, counter)
-    settled = settle(config, device, resolved.explicit, levers, counter)
+    chosen = apply_plan(config, device, resolved.explicit, levers, counter)
     plan = levers.plan(config, device, counter)
-    tell(report(config, plan, find_remedies(config, plan, counter, levers), settled))
+    tell(report(config, plan, find_remedies(config, plan, counter, levers), chosen))
     if gpu_gb is None:
         _tell_what_is_missing_here(resolved, tree or PPO)
     return 0 if plan.fits else 1
@@ -95,10 +95,10 @@ def _resolve(args: list[str]) -> Resolved:
     return load_config(request.rest)
 
 
-def report(config: Section, plan: Plan, remedies: Sequence[Remedy], settled: Sequence[str] = ()) -> str:
-    """The table, the verdict, and the settings that would lower the peak; `settled` are sentences on what the plan
+def report(config: Section, plan: Plan, remedies: Sequence[Remedy], chosen: Sequence[str] = ()) -> str:
+    """The table, the verdict, and the settings that would lower the peak; `chosen` are sentences on what the plan
     chose."""
-    lines = [*_head(config, plan), *settled, "", *_table(plan), ""]
+    lines = [*_head(config, plan), *chosen, "", *_table(plan), ""]
     if plan.host:
         lines += [f"In host memory outside their stage: {', '.join(f'{p} {shown(b)}' for p, b in plan.host.items())}."]
     lines += [

@@ -16,11 +16,11 @@ from posttrain.bench.command import parser as bench_parser
 from posttrain.bench.learning.entries import entries
 from posttrain.bench.learning.results import between
 from posttrain.config.schema import leaves
-from posttrain.doctor.remedies import _LOWER
 from posttrain.explain.topics import METRICS
 from posttrain.launch import BY_FLAG
 from posttrain.models.decoder import _FIXED_ROTATIONS, KNOWN
 from posttrain.models.feed_forward import MIXTURES
+from posttrain.planning.remedies import _LOWER
 from posttrain.tracking import diagnosis
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,11 +12,11 @@ import pytest
 
 from posttrain import cli
 from posttrain.config import PPOConfig, load_config
-from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, Device, Plan
-from posttrain.doctor.plan import Counter, plan_memory
-from posttrain.doctor.remedies import find_remedies
 from posttrain.doctor.table import ROWS, report
+from posttrain.planning import cuda_bytes
+from posttrain.planning.memory_plan import GIB, Device, Plan
+from posttrain.planning.remedies import find_remedies
+from posttrain.planning.rl import Counter, plan_memory
 
 GPU = Device("cuda", 80 * GIB, "a GPU of 80 GiB")
 CPU = Device("cpu", 16 * GIB, "the CPU")
@@ -105,7 +105,7 @@ def test_S3_53_checkpointing_and_lora_each_lower_the_actors_part(planned):
 
 def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(planned, monkeypatch):
     """Both counted by transformers' layers, which a base of 4 bits takes."""
-    monkeypatch.setattr(on_cuda, "sizes_of", lambda model: None)
+    monkeypatch.setattr(cuda_bytes, "sizes_of", lambda model: None)
     lora = planned(model__lora_rank=2, model__dtype="bfloat16")
     qlora = planned(model__lora_rank=2, model__dtype="bfloat16", model__quantization="nf4")
     layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks

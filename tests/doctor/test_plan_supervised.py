@@ -14,12 +14,12 @@ from posttrain.config import load_config
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.data.pairs import Pair
 from posttrain.data.spans import TrainedRow
-from posttrain.doctor import on_cuda
-from posttrain.doctor.counting import LiveBytes
-from posttrain.doctor.memory import GIB, WORKSPACES, Device, Plan
-from posttrain.doctor.remedies import find_remedies
-from posttrain.doctor.supervised import LEVERS, SupervisedCounter, plan_supervised
 from posttrain.doctor.table import report
+from posttrain.planning import cuda_bytes
+from posttrain.planning.counting import LiveBytes
+from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan
+from posttrain.planning.remedies import find_remedies
+from posttrain.planning.supervised import LEVERS, SupervisedCounter, plan_supervised
 from posttrain.trainer.sft import sft_batch
 from posttrain.trainer.supervised.pair_task import PairTask, pair_batch
 from posttrain.trainer.supervised.sft_task import SFTTask
@@ -129,7 +129,7 @@ def test_every_setting_that_memory_depends_on_has_its_effect(tiny_model, kind):
 @pytest.mark.parametrize("kind", TREES)
 def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(tiny_model, kind, monkeypatch):
     """Both counted by transformers' layers, which a base of 4 bits takes."""
-    monkeypatch.setattr(on_cuda, "sizes_of", lambda model: None)
+    monkeypatch.setattr(cuda_bytes, "sizes_of", lambda model: None)
     lora = planned(kind, tiny_model, GPU, model__lora_rank=2)
     qlora = planned(kind, tiny_model, GPU, model__lora_rank=2, model__quantization="nf4")
     layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks

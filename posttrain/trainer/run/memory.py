@@ -63,8 +63,8 @@ def out_of_memory_words(config: Any, error: BaseException) -> str:
 
 
 def _by_the_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
-    from posttrain.doctor.memory import find_device, shown
-    from posttrain.doctor.remedies import find_remedies
+    from posttrain.planning.memory_plan import find_device, shown
+    from posttrain.planning.remedies import find_remedies
 
     device = find_device(config)
     if of_host and device.kind == "cuda":
@@ -88,12 +88,12 @@ def settle_memory(config: Any, device: torch.device, explicit: set[str]) -> None
     """On a CUDA device: set the cache's size and the tokens of a pass as the plan says, where they were left unset."""
     if device.type != "cuda":
         return
-    from posttrain.doctor.memory import find_device
-    from posttrain.doctor.settling import DOES_NOT_FIT, settle
+    from posttrain.planning.budgets import DOES_NOT_FIT, apply_plan
+    from posttrain.planning.memory_plan import find_device
 
     levers, counter = _of_kind(config)
     try:
-        sentences = settle(config, find_device(config), explicit, levers, counter)
+        sentences = apply_plan(config, find_device(config), explicit, levers, counter)
     except Exception as error:  # a model whose code cannot be counted is no reason not to train it
         say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")
         return
@@ -105,8 +105,8 @@ def settle_memory(config: Any, device: torch.device, explicit: set[str]) -> None
 
 def _of_kind(config: Any) -> tuple[Any, Any]:
     """(settings that memory depends on, counter of the models) of this kind of run."""
-    from posttrain.doctor.plan import Counter
-    from posttrain.doctor.remedies import RL
-    from posttrain.doctor.supervised import LEVERS, SupervisedCounter
+    from posttrain.planning.remedies import RL
+    from posttrain.planning.rl import Counter
+    from posttrain.planning.supervised import LEVERS, SupervisedCounter
 
     return (RL, Counter()) if isinstance(config, PPOConfig) else (LEVERS, SupervisedCounter())

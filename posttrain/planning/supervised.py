@@ -10,9 +10,10 @@ import torch
 
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
-from posttrain.doctor import counting, meta_models, on_cuda
-from posttrain.doctor.counting import ModelBytes
-from posttrain.doctor.memory import (
+from posttrain.models.loading import resolve_dtype
+from posttrain.planning import counting, cuda_bytes, meta_models
+from posttrain.planning.counting import ModelBytes
+from posttrain.planning.memory_plan import (
     Device,
     ModelCounter,
     Plan,
@@ -22,8 +23,7 @@ from posttrain.doctor.memory import (
     step_parts,
     without_passes,
 )
-from posttrain.doctor.remedies import Levers
-from posttrain.models.loading import resolve_dtype
+from posttrain.planning.remedies import Levers
 
 SupervisedConfig = SFTConfig | RewardTrainerConfig
 ROLE = "model"
@@ -75,17 +75,17 @@ def plan_supervised(config: SupervisedConfig, device: Device, counter: ModelCoun
     held = counter(config, device, ROLE, ModelBytes.of)
     unpacked = counter(config, device, ROLE, counting.unpacked_bytes)  # a pass holds one 4-bit matrix in model.dtype
     size, tokens = (shape.pass_rows, shape.longest), shape.pass_rows * shape.longest
-    sizes = counter(config, device, ROLE, on_cuda.sizes_of) if device.kind == "cuda" else None
+    sizes = counter(config, device, ROLE, cuda_bytes.sizes_of) if device.kind == "cuda" else None
     if config.data.val_files is not None:
         if sizes is not None:
-            peak = on_cuda.scoring_bytes(sizes, tokens, tokens, device.bytes)
+            peak = cuda_bytes.scoring_bytes(sizes, tokens, tokens, device.bytes)
         else:
             peak = counter(config, device, ROLE, counting.scoring_peak, *size, device.kind)
         plan.stages["validation"] = {"temporary tensors": peak + unpacked}
     checkpointing = config.model.enable_gradient_checkpointing
     if sizes is not None:
         alone = shape.workers == 1
-        counted = on_cuda.update_bytes(sizes, tokens, tokens, bool(checkpointing), device.bytes, alone=alone)
+        counted = cuda_bytes.update_bytes(sizes, tokens, tokens, bool(checkpointing), device.bytes, alone=alone)
     else:
         counted = counter(config, device, ROLE, counting.training_bytes, *size, checkpointing, device.kind)
     single = shape.pass_rows == shape.batch_rows

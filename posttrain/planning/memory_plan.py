@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from posttrain.doctor.counting import ModelBytes
 from posttrain.errors import UserError, first_line
+from posttrain.planning.counting import ModelBytes
 
 GIB = 2**30
 WORKSPACES = 192 * 2**20  # measured on an H200: 32 MiB for each stream and library

@@ -9,8 +9,8 @@ from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.schema import assign, lookup
-from posttrain.doctor.memory import Device, ModelCounter, Plan, shown
-from posttrain.doctor.plan import plan_memory
+from posttrain.planning.memory_plan import Device, ModelCounter, Plan, shown
+from posttrain.planning.rl import plan_memory
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ALWAYS_NAMED = (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.n", f"{_MODEL}.enable_gradient_checkpointing")

@@ -12,9 +12,12 @@ from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
 from posttrain.config.engine_kwargs import OUTSIDE, longest_row
 from posttrain.config.parallel import rollout_workers_of, workers_of
-from posttrain.doctor import counting, meta_models, on_cuda
-from posttrain.doctor.counting import ModelBytes
-from posttrain.doctor.memory import (
+from posttrain.engine.facts import joining_cost
+from posttrain.kernels.decode import BLOCK
+from posttrain.models.loading import resolve_dtype
+from posttrain.planning import counting, cuda_bytes, meta_models
+from posttrain.planning.counting import ModelBytes
+from posttrain.planning.memory_plan import (
     Device,
     ModelCounter,
     Parts,
@@ -25,9 +28,6 @@ from posttrain.doctor.memory import (
     step_parts,
     without_passes,
 )
-from posttrain.engine.facts import joining_cost
-from posttrain.kernels.decode import BLOCK
-from posttrain.models.loading import resolve_dtype
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit, step_limit
 from posttrain.rollout.native.engine import MANY
@@ -224,11 +224,11 @@ def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: C
     temporary = _step_peak(config, device, shape, counter)
     captured = 0
     if device.kind == "cuda":
-        sizes = counter(config, device, "actor", on_cuda.sizes_of)
+        sizes = counter(config, device, "actor", cuda_bytes.sizes_of)
         if sizes is not None:
             if size == 1:
-                captured = on_cuda.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
-            temporary = on_cuda.prefill_bytes(sizes, tokens, shape.prefill)
+                captured = cuda_bytes.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
+            temporary = cuda_bytes.prefill_bytes(sizes, tokens, shape.prefill)
         else:  # without a kernel of its own a layer's keys and values are gathered for each step
             layers = counter(config, device, "actor", counting.layer_count)
             temporary += 2 * shape.wave * shape.longest * per_token // layers
@@ -283,10 +283,10 @@ def _scoring(config: PPOConfig, device: Device, shape: Shape, counter: Counter, 
     n = config.actor_rollout_ref.rollout.n
 
     def peak(role: str, rows: int) -> int:
-        sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
+        sizes = counter(config, device, role, cuda_bytes.sizes_of) if device.kind == "cuda" else None
         if sizes is not None:
             passed = shape.packed_pass(roles[role], n, joining_cost(sizes.width))
-            return on_cuda.scoring_bytes(sizes, *passed, device.bytes)
+            return cuda_bytes.scoring_bytes(sizes, *passed, device.bytes)
         return counter(config, device, role, counting.scoring_peak, rows, shape.longest, device.kind)
 
     return max(peak(role, shape.micro_rows(settings)) for role, settings in roles.items())
@@ -307,11 +307,11 @@ def _backward(
     rows, checkpointing = shape.micro_rows(settings), config.actor_rollout_ref.model.enable_gradient_checkpointing
     if role == "critic" and config.critic.model.enable_gradient_checkpointing is not None:
         checkpointing = config.critic.model.enable_gradient_checkpointing
-    sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
+    sizes = counter(config, device, role, cuda_bytes.sizes_of) if device.kind == "cuda" else None
     if sizes is not None:
         passed = shape.packed_pass(settings, config.actor_rollout_ref.rollout.n, joining_cost(sizes.width))
         alone = shape.workers == 1
-        counted = on_cuda.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
+        counted = cuda_bytes.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
     else:
         how = (rows, shape.longest, checkpointing, device.kind)
         counted = counter(config, device, role, counting.training_bytes, *how)

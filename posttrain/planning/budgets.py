@@ -16,10 +16,10 @@ from posttrain.config import PPOConfig
 from posttrain.config.base import Section
 from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.schema import assign, lookup
-from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, USABLE, Device, ModelCounter, Plan, shown
-from posttrain.doctor.remedies import Levers
 from posttrain.engine.facts import joining_cost
+from posttrain.planning import cuda_bytes
+from posttrain.planning.memory_plan import GIB, USABLE, Device, ModelCounter, Plan, shown
+from posttrain.planning.remedies import Levers
 
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
 """Budgets of a pass that are tried, below the default."""
@@ -27,11 +27,11 @@ KV_KEY, SHARE_KEY = (f"actor_rollout_ref.rollout.{name}" for name in ("kv_cache_
 DOES_NOT_FIT = "By the memory plan this run does not fit"
 
 
-def settle(config: Section, device: Device, explicit: set[str], levers: Levers, counter: ModelCounter) -> list[str]:
+def apply_plan(config: Section, device: Device, explicit: set[str], levers: Levers, counter: ModelCounter) -> list[str]:
     """Set in `config` what the plan decides; gives a sentence on each."""
     if device.kind != "cuda":
         return []
-    said = settle_cache(config, device, levers.plan, counter) if isinstance(config, PPOConfig) else []
+    said = set_cache_size(config, device, levers.plan, counter) if isinstance(config, PPOConfig) else []
     budgets = [([key for key in keys if key not in explicit], stages) for keys, stages in _budgets(config)]
     usual = {key: lookup(config, key) for keys, _ in budgets for key in keys}
     too_large = [_lower(config, keys, stages, device, levers, counter) for keys, stages in budgets if keys]
@@ -42,7 +42,9 @@ def settle(config: Section, device: Device, explicit: set[str], levers: Levers, 
     return [*said, *[sentence for sentence in too_large if sentence][:1]]
 
 
-def settle_cache(config: PPOConfig, device: Device, make_plan: Callable[..., Plan], counter: ModelCounter) -> list[str]:
+def set_cache_size(
+    config: PPOConfig, device: Device, make_plan: Callable[..., Plan], counter: ModelCounter
+) -> list[str]:
     """The native engine's cache may take what is left of the device while responses are generated; vLLM and SGLang
     take it with their weights and passes."""
     rollout = config.actor_rollout_ref.rollout
@@ -116,7 +118,7 @@ def _fit(plan: Plan, stages: Sequence[str], config: Any, counter: ModelCounter) 
 
 def _fuller(config: Any, plan: Plan, counter: ModelCounter) -> float:
     """Tokens of the fullest pass of the actor over those that the plan counts."""
-    sizes = counter(config, plan.device, "actor", on_cuda.sizes_of) if isinstance(config, PPOConfig) else None
+    sizes = counter(config, plan.device, "actor", cuda_bytes.sizes_of) if isinstance(config, PPOConfig) else None
     if sizes is None:
         return 1.0
     shape, actor = plan.shape, config.actor_rollout_ref.actor
