@@ -63,9 +63,9 @@ def plan(args: Arguments) -> int:
         print(PLAN_USAGE)
         return 0
     with waiting():
-        from posttrain.doctor import table
+        from posttrain.doctor import plan_command
 
-    return table.main(args)
+    return plan_command.main(args)
 
 
 def doctor(args: Arguments) -> int:

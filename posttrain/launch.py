@@ -78,6 +78,16 @@ def resolve(request: Request, environ: Mapping[str, str], *, environment: bool =
     return resolved
 
 
+def resolve_arguments(args: Sequence[str], *, environment: bool = False) -> Resolved:
+    """Settings of a command about a run: as train.sh reads them with flags, `train` or nothing, else as main_ppo."""
+    from posttrain.config import load_config
+
+    request = parse(args[1:] if list(args[:1]) == ["train"] else args)
+    if list(args[:1]) == ["train"] or request.flags or request.problems or not request.rest:
+        return resolve(request, os.environ, environment=environment)
+    return load_config(request.rest, environment=environment)
+
+
 def _taken(rest: Sequence[str], given: Labelled) -> dict[str, str]:
     """Canonical key -> source of everything that the user set, in whatever spelling, in files and groups too."""
     from posttrain.config import load_config

@@ -113,7 +113,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     from posttrain.config import load_config
     from posttrain.controller.peaks import StagePeaks
     from posttrain.planning.memory_plan import find_device
-    from posttrain.planning.rl import plan_memory
+    from posttrain.planning.rl import RLPlanner
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
     from posttrain.trainer.ppo.runner import opened_training
 
@@ -135,7 +135,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         peaks.begin()
         with opened_training(resolved, data=rows, reward=any_score, trainer_class=WithoutCheckpoints) as trainer:
             peaks.end("load")
-            plan = plan_memory(trainer.config, find_device(trainer.config))
+            plan = RLPlanner().plan(trainer.config, find_device(trainer.config))
             result = trainer.fit()
     lines = [peaks.take(), *result.metrics]
     stages = {}

@@ -17,7 +17,7 @@ from posttrain.kernels.cuda import bucket
 from posttrain.kernels.cuda.sizes import MOST_TOKENS
 from posttrain.planning import cuda_bytes
 from posttrain.planning.memory_plan import GIB, WORKSPACES, Device
-from posttrain.planning.rl import CAPTURED, Counter, Shape, plan_memory
+from posttrain.planning.rl import CAPTURED, RLPlanner, Shape
 
 H200 = Device("cuda", int(139.8 * GIB), "an H200", hopper=True)
 HALF: dict[str, Any] = {
@@ -51,7 +51,7 @@ def plan(folder: Path, name: str, device: Device = H200, **more):
         "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
     }
     given |= {key.replace("__", "."): value for key, value in more.items()}
-    return plan_memory(load_config(given).config, device, Counter())
+    return RLPlanner().plan(load_config(given).config, device)
 
 
 LORA = {"actor_rollout_ref__model__lora_rank": 32}

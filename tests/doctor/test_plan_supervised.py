@@ -14,12 +14,12 @@ from posttrain.config import load_config
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.data.pairs import Pair
 from posttrain.data.spans import TrainedRow
-from posttrain.doctor.table import report
+from posttrain.doctor.plan_command import report
 from posttrain.planning import cuda_bytes
 from posttrain.planning.counting import LiveBytes
 from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan
 from posttrain.planning.remedies import find_remedies
-from posttrain.planning.supervised import LEVERS, SupervisedCounter, plan_supervised
+from posttrain.planning.supervised import SupervisedPlanner
 from posttrain.trainer.sft import sft_batch
 from posttrain.trainer.supervised.pair_task import PairTask, pair_batch
 from posttrain.trainer.supervised.sft_task import SFTTask
@@ -45,7 +45,7 @@ def config_of(kind: str, model: Path, **more: Any) -> Any:
 
 
 def planned(kind: str, model: Path, device: Device = CPU, **more: Any) -> Plan:
-    return plan_supervised(config_of(kind, model, **more), device)
+    return SupervisedPlanner().plan(config_of(kind, model, **more), device)
 
 
 class Data(list):
@@ -78,7 +78,7 @@ def size(tensors: Any) -> int:
 def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     """Weights, gradients and optimizer state to the byte, the peak of update within 5%, of validation within 10%."""
     config = config_of(kind, tiny_model, **CASES[case])
-    plan = plan_supervised(config, CPU)
+    plan = SupervisedPlanner().plan(config, CPU)
     task, batch, loss = real_task(kind, config)
     engine = task.group.worker.engine
     optimizer = engine.optimizer
@@ -141,9 +141,9 @@ def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(ti
 
 
 def test_the_remedies_are_tried_and_named_with_their_values(tiny_model):
-    config, counter = config_of("sft", tiny_model), SupervisedCounter()
-    plan = plan_supervised(config, GPU, counter)
-    text = report(config, plan, find_remedies(config, plan, counter, LEVERS))
+    config, planner = config_of("sft", tiny_model), SupervisedPlanner()
+    plan = planner.plan(config, GPU)
+    text = report(config, plan, find_remedies(config, plan, planner))
     for words in (
         "model.enable_gradient_checkpointing=False: with True, update takes",
         "data.max_token_len_per_gpu=512: ",
