@@ -12,6 +12,7 @@ How they get into their places is in `places.py`.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -22,11 +23,46 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from posttrain.checkpoint import dcp, places, state_json
+from posttrain.checkpoint import dcp, places
 from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
 from posttrain.checkpoint.files import files_below, sync_folder, sync_tree
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
 from posttrain.tracking.atomic import replace_file
+
+
+def state_as_json(state: dict[str, Any]) -> bytes:
+    """A TypeError names the first entry that JSON would lose or change.
+
+    Floats come back bitwise (also NaN and infinities); tuples come back as lists.
+    """
+    _check_plain(state, "state")
+    return json.dumps(state, indent=1).encode() + b"\n"
+
+
+def _state_from_json(data: bytes) -> dict[str, Any]:
+    try:
+        state = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"state.json is not JSON: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError("state.json does not hold a mapping")
+    return state
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_plain(item, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}; only text keys survive JSON")
+            _check_plain(item, f"{where}.{key}")
+    else:
+        raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint's state holds plain JSON values only")
+
 
 STATE = "state.json"
 RNG = "rng.safetensors"
@@ -75,7 +111,7 @@ class CheckpointManager:
         written is the folder synced, listed and put in its place. After an error nothing of the new checkpoint is left.
         """
         target = self.folder / f"global_step_{step}"
-        text = state_json.dump(state)  # a state that cannot be stored fails before anything is written
+        text = state_as_json(state)  # a state that cannot be stored fails before anything is written
         try:
             with places.beside(target) as folder:
                 for role, held in tensors.items():
@@ -156,7 +192,7 @@ class CheckpointManager:
 
     def load_state(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The `state` that was saved."""
-        return state_json.load((self._checked(path, STATE)).read_bytes())
+        return _state_from_json(self._checked(path, STATE).read_bytes())
 
     def load_rng(self, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         """The `rng` that was saved."""

@@ -16,8 +16,8 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import COMMANDS
 from posttrain.config.tree import Tree
 from posttrain.doctor.finding import ERROR, WARNING, Finding, Report
-from posttrain.tracking.folding import tell
 from posttrain.tracking.own_console import JSON, active
+from posttrain.tracking.terminal_text import tell
 from posttrain.tracking.waiting import waiting
 
 Check = Callable[[Any], Iterator[Finding]]

@@ -13,7 +13,7 @@ from posttrain.config.tree import Tree
 from posttrain.doctor.checkup import look_at
 from posttrain.doctor.finding import Finding, Report
 from posttrain.launch import resolve_arguments
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 from posttrain.tracking.waiting import waiting
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it

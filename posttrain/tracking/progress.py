@@ -15,12 +15,11 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from posttrain import pulse
-from posttrain.tracking.colour import has_colour, is_terminal, painted
-from posttrain.tracking.every import Every
-from posttrain.tracking.folding import folded
-from posttrain.tracking.live import DRAW_EVERY, LiveRow, columns
+from posttrain.tracking.background import Every
 from posttrain.tracking.row import Moment, progress_row
 from posttrain.tracking.tee import Tee, active, console_of, set_active
+from posttrain.tracking.terminal_text import columns, folded, has_colour, is_terminal, painted
+from posttrain.tracking.waiting import DRAW_EVERY, LiveRow
 
 ADVICE_EVERY = 10
 """The same advice is printed again after this many steps."""

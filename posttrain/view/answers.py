@@ -14,12 +14,10 @@ from posttrain.errors import first_line
 from posttrain.view import health, planning, samples
 from posttrain.view.catalogue import Catalogue, previews
 from posttrain.view.courtesy import answering
-from posttrain.view.details import details
-from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
 from posttrain.view.runs import Runs, about
-from posttrain.view.search import search
-from posttrain.view.settings import differences, settings
+from posttrain.view.search import TrigramIndex, search
+from posttrain.view.settings import details, differences, settings
 
 Query = Mapping[str, str]
 
@@ -38,7 +36,7 @@ class Answers:
         self.runs = runs
         self._metrics: dict[Path, Metrics] = {}
         self._catalogues: dict[tuple[Path, str], Catalogue] = {}
-        self._letters: dict[tuple[Path, str], Letters] = {}
+        self._trigrams: dict[tuple[Path, str], TrigramIndex] = {}
         self._pending: set[str] = set()
         self._questions: dict[str, Callable[[Query], Any]] = {
             "runs": lambda q: [about(name, folder) for name, folder in self.runs.folders().items()],
@@ -140,8 +138,8 @@ class Answers:
         before = int(query["before"]) if query.get("before") else None
         return search(folder, kind, query["words"], self._letters_of(folder, kind), before=before)
 
-    def _letters_of(self, folder: Path, kind: str) -> Letters:
-        return self._letters.setdefault((folder, kind), Letters())
+    def _letters_of(self, folder: Path, kind: str) -> TrigramIndex:
+        return self._trigrams.setdefault((folder, kind), TrigramIndex())
 
     def _learn(self, catalogue: Catalogue) -> None:
         """What searches need, once the catalogue was read."""

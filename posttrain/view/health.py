@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from posttrain.tracking.by_step import DIAGNOSIS, TIMELINE, read_lines
-from posttrain.tracking.reward_errors import kind_of
+from posttrain.tracking.failures import kind_of
+from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, read_lines
 from posttrain.view.catalogue import Catalogue
 from posttrain.view.sample_file import SampleFile
 from posttrain.view.samples import preview

@@ -9,9 +9,8 @@ import pytest
 
 from posttrain.tracking import diagnosis
 from posttrain.tracking.diagnosis import RULES, Known, RunFacts, diagnose
+from posttrain.tracking.failures import FEW, commonest, failing_tools, words_on
 from posttrain.tracking.progress import Progress
-from posttrain.tracking.reward_errors import commonest
-from posttrain.tracking.tool_errors import FEW, failing_tools, words_on
 
 HEALTHY = {
     "reward_mean": 0.5,

@@ -12,16 +12,15 @@ import pytest
 import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
-from posttrain.tracking.by_step import DIAGNOSIS, append_line
+from posttrain.tracking.rundir import DIAGNOSIS, append_line
 from posttrain.tracking.samples import write_samples
 from posttrain.view import courtesy
 from posttrain.view.answers import Answers
-from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
 from posttrain.view.page import SCRIPT, static_file
 from posttrain.view.runs import Runs
-from posttrain.view.samples import groups
-from posttrain.view.tokens import token_texts
+from posttrain.view.samples import groups, token_texts
+from posttrain.view.search import Letters
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
 
