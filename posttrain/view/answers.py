@@ -13,8 +13,8 @@ import pyarrow as pa
 from posttrain.errors import first_line
 from posttrain.view import health, planning, samples
 from posttrain.view.catalogue import Catalogue, previews
-from posttrain.view.courtesy import answering
 from posttrain.view.metrics import Metrics
+from posttrain.view.priority import answering
 from posttrain.view.runs import Runs, about
 from posttrain.view.search import TrigramIndex, search
 from posttrain.view.settings import details, differences, settings
@@ -136,15 +136,15 @@ class Answers:
     def _search(self, query: Query) -> Any:
         folder, kind = self._folder(query), _kind(query)
         before = int(query["before"]) if query.get("before") else None
-        return search(folder, kind, query["words"], self._letters_of(folder, kind), before=before)
+        return search(folder, kind, query["words"], self._trigrams_of(folder, kind), before=before)
 
-    def _letters_of(self, folder: Path, kind: str) -> TrigramIndex:
+    def _trigrams_of(self, folder: Path, kind: str) -> TrigramIndex:
         return self._trigrams.setdefault((folder, kind), TrigramIndex())
 
     def _learn(self, catalogue: Catalogue) -> None:
         """What searches need, once the catalogue was read."""
         files = list(reversed(samples.KINDS[catalogue.kind](catalogue.folder / "samples")))
-        self._letters_of(catalogue.folder, catalogue.kind).learn(files, catalogue.wait)
+        self._trigrams_of(catalogue.folder, catalogue.kind).learn(files, catalogue.wait)
 
 
 def _kind(query: Query) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.courtesy import give_way, waiting_for_it
 from posttrain.view.metrics import number
+from posttrain.view.priority import give_way, waiting_for_it
 from posttrain.view.sample_file import LIGHT, SampleFile, pc
 from posttrain.view.samples import KINDS, preview
 

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.courtesy import give_way
 from posttrain.view.metrics import number
+from posttrain.view.priority import give_way
 from posttrain.view.sample_file import SampleFile, pc
 from posttrain.view.samples import KINDS
 
@@ -98,7 +98,7 @@ _AHEAD = 6
 
 
 def search(
-    folder: Path, kind: str, words: str, letters: TrigramIndex, *, before: int | None = None
+    folder: Path, kind: str, words: str, index: TrigramIndex, *, before: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Lines `{"hits": [...]}` and `{"at": step, "done": files, "files": all}`; the last has `end`.
 
@@ -110,7 +110,7 @@ def search(
         paths = []
     with ThreadPoolExecutor(2) as pool:
         try:
-            for done, (path, hits) in enumerate(_ahead(pool, paths, words, letters), 1):
+            for done, (path, hits) in enumerate(_ahead(pool, paths, words, index), 1):
                 at = step_of(path)
                 if hits:
                     found += len(hits)
@@ -125,12 +125,12 @@ def search(
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, paths: list[Path], words: str, letters: TrigramIndex
+    pool: ThreadPoolExecutor, paths: list[Path], words: str, index: TrigramIndex
 ) -> Iterator[tuple[Path, list[Any]]]:
     """(path, hits) in order, some files being searched ahead."""
     waiting: deque[tuple[Path, Future[list[Any]]]] = deque()
     for path in paths:
-        if letters.rules_out(path, words):
+        if index.rules_out(path, words):
             continue
         waiting.append((path, pool.submit(_search_file, path, words)))
         if len(waiting) >= _AHEAD:

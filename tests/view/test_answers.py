@@ -14,7 +14,7 @@ from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.rundir import DIAGNOSIS, append_line
 from posttrain.tracking.samples import write_samples
-from posttrain.view import courtesy
+from posttrain.view import priority
 from posttrain.view.answers import Answers
 from posttrain.view.metrics import Metrics
 from posttrain.view.page import SCRIPT, static_file
@@ -66,18 +66,18 @@ def test_whoever_opens_samples_has_all_of_them_read_a_moment_later(made):
 def test_work_in_the_background_gives_way_to_answers_and_not_to_those_that_wait_for_it(monkeypatch):
     naps: list[float] = []
     clock = iter(range(100))
-    monkeypatch.setattr(courtesy.time, "sleep", naps.append)
-    monkeypatch.setattr(courtesy.time, "monotonic", lambda: 0.1 * next(clock))
-    courtesy.give_way()
+    monkeypatch.setattr(priority.time, "sleep", naps.append)
+    monkeypatch.setattr(priority.time, "monotonic", lambda: 0.1 * next(clock))
+    priority.give_way()
     assert naps == []
-    with courtesy.answering():
-        courtesy.give_way()
+    with priority.answering():
+        priority.give_way()
         assert 0 < len(naps) < 10  # half a second at most
-        with courtesy.waiting_for_it():
+        with priority.waiting_for_it():
             before = len(naps)
-            courtesy.give_way()
+            priority.give_way()
             assert len(naps) == before
-    assert courtesy._asked == 0
+    assert priority._asked == 0
 
 
 def test_metrics_come_as_columns_and_then_only_what_is_new(client):
