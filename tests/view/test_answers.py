@@ -20,7 +20,7 @@ from posttrain.view.metrics import Metrics
 from posttrain.view.page import SCRIPT, static_file
 from posttrain.view.runs import Runs
 from posttrain.view.samples import groups, token_texts
-from posttrain.view.search import Letters
+from posttrain.view.search import TrigramIndex
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
 
@@ -193,7 +193,7 @@ def test_searches_find_every_script_newest_step_first(client):
 
 
 def test_the_index_of_letters_rules_out_only_files_that_lack_the_words(made):
-    letters, paths = Letters(), sorted((made / "samples").glob("step_*.parquet"))
+    letters, paths = TrigramIndex(), sorted((made / "samples").glob("step_*.parquet"))
     letters.learn(paths, lambda: None)
     letters._thread.join()
     for path in paths:
