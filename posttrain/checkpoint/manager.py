@@ -7,7 +7,7 @@
       huggingface/ ...   whatever `extra` wrote
       manifest.json      sizes and hashes of all of it, written last
 
-How they get into their places is in `places.py`.
+How they get into their places is in `folders.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from posttrain.checkpoint import dcp, places
+from posttrain.checkpoint import dcp, folders
 from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
-from posttrain.checkpoint.files import files_below, sync_folder, sync_tree
+from posttrain.checkpoint.folders import files_below, sync_folder, sync_tree
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
 from posttrain.tracking.atomic import replace_file
 
@@ -90,7 +90,7 @@ class CheckpointManager:
         self._keep = keep
         self._note = on_note
         self._verified: set[Path] = set()
-        places.clear_leftovers(self.folder)
+        folders.clear_leftovers(self.folder)
 
     # -- saving
 
@@ -113,7 +113,7 @@ class CheckpointManager:
         target = self.folder / f"global_step_{step}"
         text = state_as_json(state)  # a state that cannot be stored fails before anything is written
         try:
-            with places.beside(target) as folder:
+            with folders.beside(target) as folder:
                 for role, held in tensors.items():
                     held(folder / role) if callable(held) else dcp.write_tensors(folder / role, held)
                 (folder / STATE).write_bytes(text)
@@ -123,7 +123,7 @@ class CheckpointManager:
                 sync_tree(folder)
                 write_manifest(folder, step=step, metric=metric)
                 sync_folder(folder)
-                places.put_in_place(folder, target)
+                folders.put_in_place(folder, target)
         except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
             raise
         except BaseException as error:
@@ -152,7 +152,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoint folders, oldest first, whole or not."""
-        return places.steps_in(self.folder)
+        return folders.steps_in(self.folder)
 
     def newest(self) -> Path | None:
         """The newest checkpoint whose every file is as it was written; damaged ones are named in a note and skipped.
@@ -234,7 +234,7 @@ class CheckpointManager:
         """What the manifest of a checkpoint lists, by name; the checkpoint is verified, once per manager."""
         folder = Path(path)
         if not folder.is_dir():
-            there = [f"global_step_{step}" for step in places.steps_in(folder.parent)]
+            there = [f"global_step_{step}" for step in folders.steps_in(folder.parent)]
             raise CheckpointError(f"There is no checkpoint {folder}; {folder.parent} holds {dcp.few(there) or 'none'}.")
         if folder not in self._verified:
             problems = verify(folder)
@@ -258,7 +258,7 @@ class CheckpointManager:
             if step in kept:
                 continue
             try:
-                places.remove(self.path_of(step))
+                folders.remove(self.path_of(step))
             except OSError as error:
                 self._note(f"The old checkpoint {self.path_of(step)} could not be removed: {error}.")
 
@@ -266,7 +266,7 @@ class CheckpointManager:
         """Rename checkpoints later than `step` to `set_aside_...`: after a resume from `step` they belong to no run."""
         moved = []
         for later in [other for other in self.steps() if other > step]:
-            place = places.free_name(self.folder / f"set_aside_global_step_{later}")
+            place = folders.free_name(self.folder / f"set_aside_global_step_{later}")
             os.rename(self.path_of(later), place)
             moved.append(place)
         if moved:

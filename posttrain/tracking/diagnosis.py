@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from posttrain.tracking.known import WINDOW, Known, RunFacts
-from posttrain.tracking.step_line import fitted, stage_shares, summary
+from posttrain.tracking.step_line import WINDOW, Known, RunFacts, fitted, stage_shares, summary
 
 __all__ = ["RULES", "Known", "RunFacts", "diagnose", "findings", "fitted", "stage_shares"]
 

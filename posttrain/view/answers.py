@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from posttrain.errors import first_line
-from posttrain.view import health, planning, samples
+from posttrain.view import health, samples
 from posttrain.view.catalogue import Catalogue, previews
 from posttrain.view.metrics import Metrics
 from posttrain.view.priority import answering
@@ -58,7 +58,7 @@ class Answers:
             "search": self._search,
             "diagnosis": lambda q: health.diagnosis(self._folder(q), self.metrics(self._folder(q)).refresh().names),
             "failures": lambda q: health.failures(self._catalogue(q)),
-            "plan": lambda q: planning.plan(self._folder(q)),
+            "plan": lambda q: health.planned_memory(self._folder(q)),
             "timeline": lambda q: health.timeline(self._folder(q), int(q["last"]) if q.get("last") else None),
         }
 
@@ -68,7 +68,7 @@ class Answers:
         try:
             with answering():
                 return self._questions[name](query)
-        except (samples.NoSamples, planning.NoPlan) as error:
+        except (samples.NoSamples, health.NoPlan) as error:
             raise NotFound(str(error)) from error
         except (NotFound, KeyError) as error:  # what was asked for makes no sense
             raise error

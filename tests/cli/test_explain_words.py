@@ -15,9 +15,8 @@ from posttrain.explain import explain
 from posttrain.explain.pages import KEY, _known, _pages
 from posttrain.explain.words import SPELLINGS, WORDS
 from posttrain.pulse import Work
-from posttrain.tracking.known import Known, RunFacts
 from posttrain.tracking.row import STAGE_WORDS, Moment, progress_row
-from posttrain.tracking.step_line import summary
+from posttrain.tracking.step_line import Known, RunFacts, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDENT = """

@@ -259,12 +259,12 @@ def test_health_names_the_metric_behind_each_advice_and_the_inputs_of_failures(m
 
 def test_the_memory_plan_names_the_runs_stages_or_says_why_there_is_none(client, tmp_path, tiny_model):
     from posttrain.config.root import PPOConfig
-    from posttrain.view.planning import plan
+    from posttrain.view.health import planned_memory
 
     config = PPOConfig()
     config.actor_rollout_ref.model.path = str(tiny_model)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    found = plan(tmp_path)
+    found = planned_memory(tmp_path)
     assert found["peak_gb"] == max(stage["gb"] for stage in found["stages"]) > 0
     assert "update_actor" in [name for stage in found["stages"] for name in stage["measured"]]
     status, _, words = client.get("/api/plan?run=synthetic", Authorization=f"Bearer {client.viewer.guard.token}")
