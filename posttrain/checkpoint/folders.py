@@ -103,7 +103,7 @@ def put_in_place(folder: Path, target: Path) -> None:
     """The folder, which is complete, becomes the target, be there one already or not."""
     aside = target.parent / f"{_REPLACED}{target.name}"
     replaces = target.exists()  # the same step again, after a resume from an earlier one
-    if replaces:
+    if replaces:  # two renames: the system cannot replace a folder that is not empty in one step
         os.rename(target, aside)
     try:
         os.rename(folder, target)
@@ -138,7 +138,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    try:
+    try:  # the kernel frees it when the writer ends, however it ends
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

@@ -120,6 +120,8 @@ class CheckpointManager:
                 (folder / RNG).write_bytes(save_safetensors({k: v.contiguous().cpu() for k, v in rng.items()}))
                 if extra is not None:
                     extra(folder)
+                # The order is the guarantee: data on the disk, then the manifest with its hashes, then the final name.
+                # A power cut between any two of them leaves a checkpoint that is not found or not complete.
                 sync_tree(folder)
                 write_manifest(folder, step=step, metric=metric)
                 sync_folder(folder)
@@ -251,6 +253,7 @@ class CheckpointManager:
     def _prune(self) -> None:
         if self._keep is None:
             return
+        # Incomplete folders do not count, so that they never push out a good one.
         complete = [step for step in self.steps() if (self.path_of(step) / MANIFEST).is_file()]
         best = self.best()
         kept = {*complete[-self._keep :], *([best[0]] if best else [])}

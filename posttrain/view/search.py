@@ -23,7 +23,7 @@ from posttrain.view.priority import give_way
 from posttrain.view.sample_file import SampleFile, pc
 from posttrain.view.samples import KINDS
 
-BITS = 18
+BITS = 18  # 2**18 bits are 32 KiB a file
 
 
 class TrigramIndex:
@@ -87,6 +87,7 @@ def bitmap(path: Path) -> np.ndarray:
 def _codes(data: np.ndarray) -> np.ndarray:
     wide = data.astype(np.uint32)
     codes = (wide[:-2] << 16) | (wide[1:-1] << 8) | wide[2:]
+    # Multiplicative hashing (Knuth): the upper bits of this product are well mixed.
     return (codes * np.uint32(2654435761)) >> np.uint32(32 - BITS)
 
 
