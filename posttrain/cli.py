@@ -171,7 +171,7 @@ def bench(args: Arguments) -> int:
 
 
 def compat(args: Arguments) -> int:
-    from posttrain.compat_check import command
+    from posttrain.other_systems.verl_script import command
 
     return command.main(args)
 

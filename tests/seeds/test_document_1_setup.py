@@ -53,7 +53,7 @@ def test_S1_51_the_docs_name_the_light_path_on_one_device():
 
 
 def test_S1_54_S1_03_every_key_of_verl_is_answered_and_grpo_needs_no_plug_in(monkeypatch, tmp_path):
-    from posttrain.config.verl.answers import all_answers
+    from posttrain.other_systems.verl.answers import all_answers
 
     monkeypatch.chdir(tmp_path)
     assert all(found is not None for _, _, found in all_answers())

@@ -40,6 +40,7 @@ def build_native(
     device: torch.device | None = None,
     share: bool = True,
     team: Team | None = None,
+    fp8: bool = False,
 ) -> tuple[NativeEngine, str]:
     """(engine, its name). It decodes on `device`, where the weights are while it works (by default where they are now).
     Shared, the trainer's parameters become views into the engine's weights; ranks of a team copy their parts."""
@@ -52,7 +53,7 @@ def build_native(
     if team is not None:
         check_can_cut(module, fast, team.size)
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
-    decoder = FastDecoder(module, share=share, team=team, device=device) if fast else PagedDecoder(module)
+    decoder = FastDecoder(module, share=share, team=team, device=device, fp8=fp8) if fast else PagedDecoder(module)
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module, size))
     captured = fast and team is None and _on_triton(weight.dtype, device)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
@@ -70,6 +71,7 @@ def build_native(
         ranks=size,
     )
     cut = f", cut over {size} workers" if size > 1 else ""
+    cut += ", fp8 products" if fp8 else ""
     return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
 
 

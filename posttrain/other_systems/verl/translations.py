@@ -9,8 +9,8 @@ from posttrain.config.merge import Entry, Merged, add
 from posttrain.config.merged_entries import put
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaves
-from posttrain.config.verl.conditions import ON
-from posttrain.config.verl.rule import NOTHING, plain
+from posttrain.other_systems.verl.conditions import ON
+from posttrain.other_systems.verl.rule import NOTHING, plain
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _STRATEGY = f"{_ACTOR}.strategy"

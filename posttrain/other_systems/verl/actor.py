@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _TRAINED = f"{{{_ACTOR},critic}}"

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from posttrain.config.aliases import canonical, spelled
 from posttrain.config.schema import leaf_of, using
 from posttrain.config.tree import Tree
-from posttrain.config.verl.keys import verl_keys
-from posttrain.config.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED, Rule
-from posttrain.config.verl.supervised import GENERATION
+from posttrain.other_systems.verl.keys import verl_keys
+from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED, Rule
+from posttrain.other_systems.verl.supervised import GENERATION
 
 
 class Answer(NamedTuple):
@@ -32,8 +32,8 @@ def answer(key: str, tree: Tree) -> Answer | None:
             return Answer(TRANSLATED, f"`{found.key}`")
         if found.key is not None:
             return Answer(TRANSLATED, "checked against the settings that it follows from")
-        if found.rule is not None:
-            return Answer(found.rule.kind, in_words(found.rule), found.rule)
+        if found.answer is not None:
+            return Answer(found.answer.kind, in_words(found.answer), found.answer)
         return Answer(NOT_SUPPORTED, found.not_built) if found.not_built else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
 
 RUN: tuple[Rule, ...] = (
     not_supported(

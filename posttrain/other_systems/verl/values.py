@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.config.merge import Merged
 from posttrain.config.values import parse_yaml
-from posttrain.config.verl.rule import plain
+from posttrain.other_systems.verl.rule import plain
 
 _VAL = "actor_rollout_ref.rollout.val_kwargs"
 _RULES = "algorithm.rollout_correction.rollout_rs"

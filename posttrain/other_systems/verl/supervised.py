@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
 
 _FSDP = "FSDP2 is the engine; `engine=fsdp` says the same"
 _OTHER = "this engine is not built"

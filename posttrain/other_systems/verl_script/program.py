@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from posttrain.compat_check.shell import Script
 from posttrain.config.commandline import CommandLine, parse_options
+from posttrain.other_systems.verl_script.shell import Script
 
 _MODULES = {
     "sft_trainer": "sft",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from posttrain.compat_check.branches import Block, holds
-from posttrain.compat_check.expansion import Variables, reference
+from posttrain.other_systems.verl_script.branches import Block, holds
+from posttrain.other_systems.verl_script.expansion import Variables, reference
 
 _ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.DOTALL)
 _NAME = re.compile(r"^\w+\+?=$")

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.problem import Problem
-from posttrain.config.verl.conditions import CONDITIONS, ON, given
-from posttrain.config.verl.rule import NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
-from posttrain.config.verl.translations import TRANSLATIONS
-from posttrain.config.verl.values import translate_values
+from posttrain.other_systems.verl.conditions import CONDITIONS, ON, given
+from posttrain.other_systems.verl.rule import NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
+from posttrain.other_systems.verl.translations import TRANSLATIONS
+from posttrain.other_systems.verl.values import translate_values
 
 
 def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
@@ -22,8 +22,7 @@ def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
     notes: dict[str, list[str]] = {}
     refused: dict[Rule, list[Entry]] = {}
     for key, entry in merged.elsewhere.items():
-        rule = entry.rule
-        assert rule is not None
+        rule: Rule = entry.answer
         if rule.how:
             before = len(merged.problems)
             TRANSLATIONS[rule.how](merged, key, entry)

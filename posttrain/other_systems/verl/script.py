@@ -11,8 +11,8 @@ from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.merge import Merged, add
 from posttrain.config.schema import leaf_of, using
 from posttrain.config.tree import Tree
-from posttrain.config.verl.apply import apply_answers
-from posttrain.config.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
+from posttrain.other_systems.verl.apply import apply_answers
+from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
 
 UNKNOWN = "unknown"
 _ENGINE = "actor_rollout_ref.rollout.name"

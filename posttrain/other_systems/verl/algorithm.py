@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.verl.rule import Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
 
 _CORRECTION = "algorithm.rollout_correction"
 _TEXT = "prompts are text: images, videos and sounds are not read"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from posttrain.compat_check.program import Call
 from posttrain.config import ConfigError, load_config
 from posttrain.config.aliases import canonical, spelled
 from posttrain.config.choices import CHOICES
@@ -16,10 +15,11 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.schema import leaf_of, using
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
-from posttrain.config.verl.answers import answer
-from posttrain.config.verl.mains import MAINS, as_ours
-from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
-from posttrain.config.verl.script import UNKNOWN, Answered, answer_all
+from posttrain.other_systems.verl.answers import answer
+from posttrain.other_systems.verl.mains import MAINS, as_ours
+from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
+from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all
+from posttrain.other_systems.verl_script.program import Call
 
 ENGINE = "actor_rollout_ref.rollout.name"
 _REGISTERED = (ENGINE, "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger")

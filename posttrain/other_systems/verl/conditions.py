@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from posttrain.config.verl.rule import plain
+from posttrain.other_systems.verl.rule import plain
 
 if TYPE_CHECKING:
     from posttrain.config.merge import Merged

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from posttrain.compat_check.expansion import Variables, expand
+from posttrain.other_systems.verl_script.expansion import Variables, expand
 
 _COMPARED: dict[str, Callable[[str, str], bool]] = {
     "=": fnmatchcase,

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.compat_check.program import Call, find_calls
-from posttrain.compat_check.report import ASSUMED, TREES, Report, as_text, examine, main_file
-from posttrain.compat_check.shell import Script
 from posttrain.config.lost_half import lost_lines
 from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
+from posttrain.other_systems.verl_script.program import Call, find_calls
+from posttrain.other_systems.verl_script.report import ASSUMED, TREES, Report, as_text, examine, main_file
+from posttrain.other_systems.verl_script.shell import Script
 
 _ALWAYS_SET = ("$HOME", "${HOME}", "$USER", "${USER}", "$PWD", "${PWD}")
 _VARIABLE = re.compile(r"\$\{?\w")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from posttrain.config.verl.answers import Answer, all_answers
-from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
+from posttrain.other_systems.verl.answers import Answer, all_answers
+from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
 
 _HEAD = """# verl's keys
 
-Made by `python -m posttrain.config.generate` from the tables in `posttrain/config/verl/`. Every key of verl's
+Made by `python -m posttrain.config.generate` from the tables in `posttrain/other_systems/verl/`. Every key of verl's
 configuration trees (releases 0.7 and 0.9, and its head in August 2026) and of 416 public run scripts gets one of four
 answers; [coming_from_verl.md](coming_from_verl.md) says how a script is brought over, and `posttrain compat check
 SCRIPT` gives the answers for a script. In patterns `*` stands for anything, `{a,b}` for either.
