@@ -17,7 +17,7 @@ from posttrain.bench.floor import decoding_floor
 from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import ROLLOUT, System
 from posttrain.bench.table import factor, render
-from posttrain.bench.workload import Workload, as_job, settle, workload_of
+from posttrain.bench.workload import Workload, as_job, fill_in_sizes, workload_of
 from posttrain.errors import UserError
 
 WARM_UPS = 2  # the second shows what the first had to compile or allocate
@@ -50,7 +50,7 @@ def main(options: argparse.Namespace) -> int:
     given = [argparse.Namespace(**{**vars(options), "work": name}) for name in names]
     bench = prepare(given[0], ROLLOUT)
     for other in given[1:]:
-        settle(other, bench.place)
+        fill_in_sizes(other, bench.place)
     works = [make_work(bench, sizes) for sizes in given]
     slots = {work.options.slots or len(work.rows.lengths) for work in works}
     if len(slots) > 1 and any(work.options.slots for work in works):

@@ -44,7 +44,7 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
 OTHERWISE = {"lengths": "fixed", "mean_tokens": None, "slots": None, "budget": None}
 
 
-def settle(options: argparse.Namespace, place: Place) -> None:
+def fill_in_sizes(options: argparse.Namespace, place: Place) -> None:
     """Write the sizes that were not given into `options`, from the work that was named or that suits the device."""
     known = WORKS[options.job]
     name = options.work or ("small" if place.kind == "cpu" else "group")

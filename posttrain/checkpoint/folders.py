@@ -82,7 +82,7 @@ def free_name(path: Path) -> Path:
 
 
 @contextmanager
-def beside(target: Path) -> Iterator[Path]:
+def temporary_folder(target: Path) -> Iterator[Path]:
     """A new folder to be written in, then put in the target's place; removed if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.parent / f"{_WRITING}{target.name}-{os.getpid()}"

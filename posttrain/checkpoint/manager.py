@@ -113,7 +113,7 @@ class CheckpointManager:
         target = self.folder / f"global_step_{step}"
         text = state_as_json(state)  # a state that cannot be stored fails before anything is written
         try:
-            with folders.beside(target) as folder:
+            with folders.temporary_folder(target) as folder:
                 for role, held in tensors.items():
                     held(folder / role) if callable(held) else dcp.write_tensors(folder / role, held)
                 (folder / STATE).write_bytes(text)

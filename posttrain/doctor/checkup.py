@@ -47,7 +47,9 @@ def checks() -> dict[str, Check]:
     }
 
 
-def look_at(resolved: Resolved, tree: Tree, report: Report | None = None, areas: Sequence[str] | None = None) -> Report:
+def run_checks(
+    resolved: Resolved, tree: Tree, report: Report | None = None, areas: Sequence[str] | None = None
+) -> Report:
     """The report of settings that were read; a check that cannot be made is a finding of its own."""
     from posttrain.doctor.case import Case
     from posttrain.errors import UserError
@@ -105,7 +107,7 @@ def dry_run(resolved: Resolved) -> Report:
     """For `trainer.dry_run=true`: prints the report instead of training, whatever voice the command has."""
     tree = next((tree for tree in COMMANDS.values() if isinstance(resolved.config, tree.root)), PPO)
     with redirect_stdout(sys.stderr), waiting("looking"):  # what libraries print is no part of the report
-        report = look_at(resolved, tree)
+        report = run_checks(resolved, tree)
     console = active()
     wants_json = console is not None and console.voice == JSON
     out: Any = console.out if console else sys.stdout

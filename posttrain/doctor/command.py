@@ -10,7 +10,7 @@ from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import command_tree
 from posttrain.config.tree import Tree
-from posttrain.doctor.checkup import look_at
+from posttrain.doctor.checkup import run_checks
 from posttrain.doctor.finding import Finding, Report
 from posttrain.launch import resolve_arguments
 from posttrain.tracking.terminal_text import tell
@@ -50,7 +50,7 @@ def examine(args: Sequence[str], areas: Sequence[str] | None = None) -> Report:
         except ConfigError:
             report.fact("configuration", "Nothing else was looked at: the settings must be readable first.")
             return report
-    return look_at(resolved, tree, report, areas)
+    return run_checks(resolved, tree, report, areas)
 
 
 def _resolve(args: Sequence[str], tree: Tree, *, environment: bool) -> Resolved:

@@ -114,7 +114,7 @@ class Planner(ABC):
         return self._kept[key, what, args]
 
 
-def without_passes(model: Any) -> str:
+def settings_of_weights(model: Any) -> str:
     """What a model's settings say of its weights; how its passes are made is an argument of each count."""
     return repr({**model.to_dict(), "enable_gradient_checkpointing": None})
 

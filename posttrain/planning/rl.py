@@ -30,8 +30,8 @@ from posttrain.planning.memory_plan import (
     add_workspaces,
     backward_parts,
     place,
+    settings_of_weights,
     step_parts,
-    without_passes,
 )
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit, step_limit
@@ -190,7 +190,7 @@ class RLPlanner(Planner):
 
     def identity(self, config: PPOConfig) -> tuple[Any, ...]:
         others = (repr(config.critic.model.to_dict()), repr(config.reward_model.model))
-        return (without_passes(config.actor_rollout_ref.model), *others)
+        return (settings_of_weights(config.actor_rollout_ref.model), *others)
 
     def build(self, config: PPOConfig, device: Device, role: str) -> torch.nn.Module:
         settings = config.actor_rollout_ref.model

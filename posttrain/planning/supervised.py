@@ -21,8 +21,8 @@ from posttrain.planning.memory_plan import (
     add_workspaces,
     backward_parts,
     place,
+    settings_of_weights,
     step_parts,
-    without_passes,
 )
 
 SupervisedConfig = SFTConfig | RewardTrainerConfig
@@ -73,7 +73,7 @@ class SupervisedPlanner(Planner):
     always_named = ("model.enable_gradient_checkpointing", "data.max_token_len_per_gpu", "model.lora_rank")
 
     def identity(self, config: SupervisedConfig) -> tuple[Any, ...]:
-        return (type(config), without_passes(config.model))
+        return (type(config), settings_of_weights(config.model))
 
     def build(self, config: SupervisedConfig, device: Device, role: str) -> torch.nn.Module:
         dtype = resolve_dtype(config.model.dtype, torch.device(device.kind))

@@ -1,7 +1,7 @@
 """The line of a step: reward, signal, KL, clipping, length, speed, and the stage that bounds it.
 
-`Known` is what the line and the rules of the diagnosis may use: the metrics of this step and of those before it, and a
-few settings of the run.
+`StepFacts` is what the line and the rules of the diagnosis may use: the metrics of this step and of those before it,
+and a few settings of the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RunFacts:
 
 
 @dataclass
-class Known:
+class StepFacts:
     """The present step's metrics and those before it, oldest first."""
 
     now: Mapping[str, float]
@@ -108,7 +108,7 @@ def fitted(pieces: Sequence[tuple[int, str | None]], width: int) -> str:
     return ", ".join(text for _, text in kept)
 
 
-def summary(known: Known) -> list[tuple[int, str | None]]:
+def summary(known: StepFacts) -> list[tuple[int, str | None]]:
     return [
         (9, _reward(known)),
         (7, _signal(known)),
@@ -121,7 +121,7 @@ def summary(known: Known) -> list[tuple[int, str | None]]:
     ]
 
 
-def _reward(known: Known) -> str | None:
+def _reward(known: StepFacts) -> str | None:
     """With its change over the window where that is more than scatter."""
     reward, change = known.get("reward_mean"), known.change("reward_mean")
     if reward is None:
@@ -130,22 +130,22 @@ def _reward(known: Known) -> str | None:
     return f"reward {reward:.3f}{trend}"
 
 
-def _signal(known: Known) -> str | None:
+def _signal(known: StepFacts) -> str | None:
     share = known.get("groups/no_signal")
     return None if share is None or not known.run.grouped else f"{share:.0%} no signal"
 
 
-def _kl(known: Known) -> str | None:
+def _kl(known: StepFacts) -> str | None:
     kl = known.get("kl_loss")
     return f"KL {kl:.2g}" if kl is not None and known.run.kl_on else None
 
 
-def _clipping(known: Known) -> str | None:
+def _clipping(known: StepFacts) -> str | None:
     clipped = known.get("actor/pg_clipfrac")
     return None if clipped is None else f"clip {clipped:.1%}"
 
 
-def _length(known: Known) -> str | None:
+def _length(known: StepFacts) -> str | None:
     length, change = known.get("response_length"), known.change("response_length")
     if length is None:
         return None
@@ -154,12 +154,12 @@ def _length(known: Known) -> str | None:
     return f"length {length:.0f}{drift}"
 
 
-def _speed(known: Known) -> str | None:
+def _speed(known: StepFacts) -> str | None:
     speed = known.get("perf/throughput")
     return None if speed is None else f"{speed:,.0f} tok/s"
 
 
-def _times(known: Known) -> tuple[float, dict[str, float]]:
+def _times(known: StepFacts) -> tuple[float, dict[str, float]]:
     """(seconds of the step, seconds of its stages)."""
     prefix = "timing_s/"
     times = {name.removeprefix(prefix): value for name, value in known.now.items() if name.startswith(prefix)}
@@ -167,12 +167,12 @@ def _times(known: Known) -> tuple[float, dict[str, float]]:
     return total, times
 
 
-def _seconds(known: Known) -> str | None:
+def _seconds(known: StepFacts) -> str | None:
     total, _ = _times(known)
     return f"{total:.1f} s" if total > 0 else None
 
 
-def _bound(known: Known) -> str | None:
+def _bound(known: StepFacts) -> str | None:
     """The stage that bounds the step and its share, if it takes more than half of it."""
     total, times = _times(known)
     first = max(times, key=lambda name: times[name], default=None)
@@ -183,7 +183,7 @@ def _bound(known: Known) -> str | None:
 
 def stage_shares(metrics: Mapping[str, float]) -> str | None:
     """Where a step's time went, longest first."""
-    total, times = _times(Known(metrics))
+    total, times = _times(StepFacts(metrics))
     ordered = sorted(times.items(), key=lambda item: -item[1])
     shares = [f"{STAGE_WORDS.get(name, name)} {value / total:.0%}" for name, value in ordered if total > 0]
     return ", ".join(shares) or None

@@ -43,7 +43,7 @@ class LibraryLog:
 
 
 @contextmanager
-def libraries_apart(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None]:
+def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None]:
     """Inside, warnings and what loggers would write to one of `consoles` (or to the streams that stand for them) go to
     the file in `folder`."""
     log = LibraryLog(folder / LIBRARY_LOG)
@@ -205,7 +205,7 @@ def tee_output(path: Path) -> Iterator[None]:
             tee.stream.on_lost(tee.stream.why)
     sys.stdout, sys.stderr = tees
     try:
-        with libraries_apart(path.parent, (*before, *consoles, *tees)):
+        with redirect_libraries(path.parent, (*before, *consoles, *tees)):
             yield
     finally:
         # Only what is still ours is put back: someone else may have replaced the streams meanwhile.
