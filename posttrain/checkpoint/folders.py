@@ -90,7 +90,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     folder.mkdir()
     lock = os.open(folder, os.O_RDONLY)
     try:
-        _try_lock(lock)  # tells other processes that this folder's writer lives
+        _try_lock(lock)  # held as long as the writer lives: other processes leave the folder alone
         yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

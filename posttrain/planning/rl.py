@@ -261,7 +261,7 @@ class _Run:
             else:  # without a kernel of its own a layer's keys and values are gathered for each step
                 layers = self.count("actor", counting.layer_count)
                 temporary += 2 * shape.wave * shape.longest * per_token // layers
-        # On one worker the engine reads the trainer's own weights; on a CPU it packs them anew for long responses.
+        # On one worker the engine reads the trainer's own weights; on a CPU it makes packed copies for long responses.
         copies = math.ceil(actor.weights / size) if shape.workers > 1 and not shape.generating else 0
         if size == 1 and device.kind == "cpu" and response >= MANY:
             copies = self.count("actor", counting.packed_bytes)

@@ -25,7 +25,7 @@ from posttrain.tracking.terminal_text import tell
 class Console:
     """A stand-in for a stream: characters that it cannot show are escaped, and once it fails it is left alone.
 
-    `on_lost` is told once, in a sentence; it stays quiet about a stream that was never there.
+    `on_lost` gets one sentence, once; it is not called for a stream that was never there.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """What a run shows: a live row with its progress, one line per step, and notes.
 
-`say` is how posttrain speaks to its user anywhere: above the row where there is one, as a plain line elsewhere.
+`say` prints a message from anywhere in posttrain: above the row where there is one, as a plain line elsewhere.
 """
 
 from __future__ import annotations

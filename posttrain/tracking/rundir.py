@@ -1,4 +1,4 @@
-"""RunDirectory: where one run is written, who may write there, and what a resumed run cuts off.
+"""RunDirectory: the files of one run, the lock on them, and what a resumed run cuts off; and how runs are found.
 
 outputs/<project>/<experiment>/
   config.yaml     the resolved settings, secrets taken out

@@ -64,7 +64,7 @@ def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None
             return emitted(self, record)
         try:
             log.write(self.format(record) + self.terminator)
-        except Exception:  # a format that does not fit its arguments: told as logging tells it
+        except Exception:  # a format that does not fit its arguments: reported the way logging does
             self.handleError(record)
 
     warnings.showwarning, logging.StreamHandler.emit = showwarning, emit

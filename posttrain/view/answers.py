@@ -109,7 +109,7 @@ class Answers:
 
     def _steps(self, query: Query) -> dict[str, list[int]]:
         found = samples.steps(self._folder(query))
-        if query.get("learn"):  # somebody looks at samples: filters and searches will be wanted
+        if query.get("learn"):  # samples are being viewed: filters and searches come next
             self._learn_soon(query["run"])
         return found
 

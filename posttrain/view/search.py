@@ -2,7 +2,7 @@
 
 Two threads read ahead (reading and comparing happen outside Python). Files that cannot hold the words are skipped:
 `TrigramIndex` keeps, for every file, which three bytes follow each other anywhere in its texts, as a bitmap of 32 KiB.
-It is built in the background as soon as somebody looks at samples, newest file first, and kept in memory.
+It is built in the background as soon as samples are viewed, newest file first, and kept in memory.
 """
 
 from __future__ import annotations
