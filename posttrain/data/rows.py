@@ -65,8 +65,8 @@ class RowTable:
         if not self.repaired:
             return []
         return [
-            f"{self.repaired} of {len(self)} {split} rows hold half a character (a lone surrogate, as \\ud800), which no "
-            "text file can hold; U+FFFD stands in its place."
+            f"{self.repaired} of {len(self)} {split} rows hold half a character (a lone surrogate, as \\ud800), which "
+            "no text file can hold; U+FFFD stands in its place."
         ]
 
     def where(self, row: int) -> str:
