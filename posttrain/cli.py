@@ -12,9 +12,8 @@ from typing import Any
 from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.ending import exit_status
-from posttrain.tracking.folding import tell, tell_page
+from posttrain.tracking.console import exit_status, keep_going, prepare_streams
+from posttrain.tracking.terminal_text import tell, tell_page
 from posttrain.tracking.waiting import waiting
 
 Arguments = Sequence[str]

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.tracking.by_step import DIAGNOSIS, read_lines
 from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.rundir import DIAGNOSIS, read_lines
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 20

@@ -30,7 +30,7 @@ from posttrain.planning.remedies import Remedy, find_remedies
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (

@@ -9,9 +9,9 @@ from typing import Any
 from posttrain.config.parallel import one_process
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking import ending
+from posttrain.tracking.console import exit_status as status_of_work
 from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.registered import registered_names
 
@@ -111,7 +111,7 @@ def as_resolved(config: Any) -> Any:
 def cli(entry: Callable[[], Any] = main) -> int:
     """An entry with errors meant for users printed as they are."""
     prepare_streams()
-    return ending.exit_status(lambda: exit_status(entry()))
+    return status_of_work(lambda: exit_status(entry()))
 
 
 def exit_status(result: Any) -> int:

@@ -1,4 +1,4 @@
-"""Work in the background gives way while somebody waits for an answer: Python computes in one thread at a time."""
+"""Background work pauses while a request waits for its answer: Python computes in one thread at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 LONGEST_S = 0.5
-"""Nobody gives way for longer: a page that asks without end must not keep samples from being read."""
+"""A pause is no longer: a page that asks without end must not keep samples from being read."""
 
 _lock, _asked = threading.Lock(), 0
 

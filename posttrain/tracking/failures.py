@@ -1,12 +1,40 @@
-"""Tools whose calls of a step all failed: nothing is learnt from asking them, and every response pays for it."""
+"""Failures of a step in one line: the commonest error of the reward, and tools whose calls all failed.
+
+A tool that never answers teaches nothing, and every response pays for asking it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 LONGEST = 120
+
+
+def commonest(errors: Iterable[str | None]) -> str:
+    """What most of the responses failed with that have an error: the first such text, and where it was raised."""
+    texts = [error for error in errors if error]
+    if not texts:
+        return ""
+    most = Counter(map(kind_of, texts)).most_common(1)[0][0]
+    first, *frames = next(text for text in texts if kind_of(text) == most).splitlines() or [""]
+    return first[:LONGEST] + (f" ({_place(frames[-1])})" if frames else "")
+
+
+def kind_of(text: str) -> tuple[str, str]:
+    """Errors of one name from one line are one kind, whatever they say."""
+    first, *frames = text.splitlines() or [""]
+    return first.split(":")[0], frames[-1] if frames else ""
+
+
+def _place(frame: str) -> str:
+    """`my_reward.py, line 3` of `  /path/my_reward.py, line 3, in compute_score: ...`."""
+    file, _, rest = frame.strip().partition(", line ")
+    return f"{PurePath(file).name}, line {rest.split(',')[0]}" if rest else frame.strip()[:LONGEST]
+
+
 FEW = 4
 """Fewer calls than these may all fail by what the model asks for (`arguments`, `said`); what a tool does itself counts
 from the first."""
