@@ -27,6 +27,10 @@ T = TypeVar("T")
 _ROOT = Path(__file__).parent
 
 
+class RegistryError(UserError, ValueError):
+    """A name that is unknown or taken."""
+
+
 class Registry(MutableMapping[str, T]):
     """Entries of one kind by name.
 
@@ -37,15 +41,14 @@ class Registry(MutableMapping[str, T]):
     hint: a sentence that ends the message about an unknown name.
     """
 
-    def __init__(self, kind: str, *, package: str = "", error: type[Exception] = UserError, hint: str = "") -> None:
+    def __init__(self, kind: str, *, package: str = "", error: type[Exception] = RegistryError, hint: str = "") -> None:
         self.kind, self.package, self.error, self.hint = kind, package, error, hint
         self._entries: dict[str, T] = {}
         self._is_loaded = not package
 
     def register(self, name: str | Enum) -> Callable[[T], T]:
         """Decorator: stores what it decorates under `name`, and gives it back unchanged."""
-        if callable(name):
-            raise self.error(f'The decorator for a new {self.kind} needs a name in quotes, as in @...("my_name").')
+        self.check_name(name)
 
         def decorate(entry: T) -> T:
             self.add(name, entry)
@@ -53,11 +56,16 @@ class Registry(MutableMapping[str, T]):
 
         return decorate
 
+    def check_name(self, name: object) -> None:
+        """A decorator without a name was given the function itself."""
+        if callable(name):
+            raise self.error(f'The decorator for a new {self.kind} needs a name in quotes, as in @...("my_name").')
+
     def add(self, name: str | Enum, entry: T) -> None:
         """Store an entry. A name taken by another entry is an error; the same definition may run twice."""
         key = name_of(name)
         taken = self._entries.get(key)
-        if taken is not None and not _is_same_definition(taken, entry):
+        if taken is not None and not is_same_definition(taken, entry):
             raise self.error(
                 f"The {self.kind} `{key}` is already registered by {_origin(taken)}, so {_origin(entry)} cannot take "
                 "that name. Register it under another one."
@@ -138,7 +146,7 @@ def _path_of(module: str) -> Path:
     return _ROOT.joinpath(*module.split(".")[1:])
 
 
-def _is_same_definition(old: Any, new: Any) -> bool:
+def is_same_definition(old: Any, new: Any) -> bool:
     """The same definition run again: a notebook cell, or one file imported under two names."""
     if old is new:
         return True
