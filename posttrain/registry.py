@@ -127,23 +127,18 @@ def unknown_name(kind: str, name: object, known: Iterable[str], hint: str = "") 
 
 
 @cache
-def built_in_names(module: str, decorator: str) -> tuple[str, ...]:
-    """Names that a module of posttrain registers, as in `@decorator("NAME")`, in their order.
+def built_in_names(file: str, decorator: str) -> tuple[str, ...]:
+    """Names that a file of posttrain registers, as in `@decorator("NAME")`, in their order.
 
     They are read from its source, so that configuration can check a name without importing torch.
     """
-    source = _path_of(module).with_suffix(".py").read_text(encoding="utf-8")
+    source = (_ROOT / file).read_text(encoding="utf-8")
     return tuple(re.findall(rf'^@?{re.escape(decorator)}\("([^"]+)"', source, re.MULTILINE))
 
 
 def _modules_of(package: str) -> list[str]:
-    files = sorted(_path_of(package).glob("*.py"))
+    files = sorted(_ROOT.joinpath(*package.split(".")[1:]).glob("*.py"))
     return [f"{package}.{file.stem}" for file in files if file.stem != "__init__"]
-
-
-def _path_of(module: str) -> Path:
-    """Its place without `.py`, found without importing its parents, as `importlib.util.find_spec` would."""
-    return _ROOT.joinpath(*module.split(".")[1:])
 
 
 def is_same_definition(old: Any, new: Any) -> bool:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 DYNAMIC = {"import_module", "__import__", "find_spec", "resolve_name", "run_module"}
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?::\w+)?")
+
+RELATIVE = re.compile(r"\.+[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def _names_at(node: ast.AST, module: str, is_package: bool) -> Iterable[str]:
         base = _base_of(node, module, is_package)
         return [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        whole = node.value.partition(":")[0]  # "package.module:name", as entry points are written
-        return [whole] if DOTTED.fullmatch(whole) else []
+        found = DOTTED.fullmatch(node.value)  # also "package.module:name", as entry points are written
+        return [found[1]] if found else []
     return []
 
 
@@ -95,29 +97,31 @@ def _base_of(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     """The module after `from`, with leading dots resolved."""
     if not node.level:
         return node.module or ""
-    parts = module.split(".")
-    parts = parts[: len(parts) - node.level + (1 if is_package else 0)]
-    return ".".join([*parts, node.module] if node.module else parts)
+    return _resolve("." * node.level + (node.module or ""), module if is_package else module.rpartition(".")[0])
 
 
 def _lazily_loaded(tree: ast.Module, module: str, is_package: bool) -> list[str]:
-    """What `import_module(f"{__name__}.{table[name]}")` can load: strings of the file that complete the prefix."""
+    """What `import_module(f"{__name__}.{table[name]}")` can load: strings of the file that complete the prefix.
+
+    With `import_module(name, package)` in the file, strings as "..high.roof" are relative names.
+    """
     own_package = module if is_package else module.rpartition(".")[0]
-    prefixes: set[str] = set()
-    relative = False
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or _last_name(node.func) not in DYNAMIC or not node.args:
-            continue
-        name = node.args[0]
-        if isinstance(name, ast.JoinedStr):
-            prefixes.add(_known_start(name, module, own_package))
-        elif isinstance(name, ast.Constant) and isinstance(name.value, str):
-            relative |= name.value.startswith(".")
-        relative |= len(node.args) > 1 or any(keyword.arg == "package" for keyword in node.keywords)
-    if relative:
-        prefixes.add(own_package + ".")
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last_name(node.func) in DYNAMIC]
+    texts = [call.args[0] for call in calls if call.args and isinstance(call.args[0], ast.JoinedStr)]
+    prefixes = {start for text in texts if (start := _known_start(text, module, own_package)).endswith(".")}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return [prefix + text.lstrip(".") for prefix in prefixes if prefix.endswith(".") for text in strings]
+    found = [prefix + text for prefix in prefixes for text in strings]
+    if any(len(call.args) > 1 or any(keyword.arg == "package" for keyword in call.keywords) for call in calls):
+        found += [_resolve(text, own_package) for text in strings if RELATIVE.fullmatch(text)]
+    return found
+
+
+def _resolve(name: str, package: str) -> str:
+    """A relative name: one dot is `package` itself, each further dot its parent."""
+    rest = name.lstrip(".")
+    parts = package.split(".")
+    parts = parts[: len(parts) - (len(name) - len(rest) - 1)]
+    return ".".join([*parts, rest] if rest else parts)
 
 
 def _known_start(text: ast.JoinedStr, module: str, own_package: str) -> str:
@@ -176,10 +180,63 @@ def depth(graph: Mapping[str, Iterable[str]]) -> int:
     return max((layer(name) for name in below), default=0)
 
 
-def package_of(module: str, singles: Mapping[str, str] | None = None) -> str:
-    """`posttrain.rewards.pool` -> `rewards`; a module directly below posttrain is a package of its own."""
-    name = module.split(".")[1] if "." in module else "posttrain"
-    return (singles or {}).get(name, name)
+@dataclass(frozen=True)
+class Row:
+    """A row of the dependency table: a package (or modules that belong together), and what it may import."""
+
+    name: str
+    members: tuple[str, ...]
+    """Dotted names below the package: `config`, `trainer.main_ppo`; "" for its own __init__.py."""
+    allowed: frozenset[str]
+
+
+FREE = "basics"
+"""The row that every other may import."""
+_ROW = re.compile(r"^\| (?:([\w ]+): )?(`[\w./]+`(?:, `[\w./]+`)*) \|[^|]*\|([^|]*)\|$", re.M)
+
+
+def read_table(page: Path) -> list[Row]:
+    """The dependency table of docs/architecture.md, in its order: lowest first."""
+    rows = []
+    for name, members, allowed in _ROW.findall(page.read_text()):
+        paths = [path.removesuffix("/").removesuffix(".py") for path in re.findall(r"`([^`]+)`", members)]
+        names = tuple("" if path == "__init__" else path.replace("/", ".") for path in paths)
+        rows.append(Row(name or names[0], names, frozenset(re.findall(r"`([^`]+)`", allowed))))
+    return rows
+
+
+def row_of(module: str, table: Iterable[Row]) -> str:
+    """The row that a module belongs to: that of the longest matching name, or its top-level package's own name."""
+    below = module.partition(".")[2]
+    found = [(member, row.name) for row in table for member in row.members if _is_within(below, member)]
+    return max(found, key=lambda one: len(one[0]))[1] if found else below.partition(".")[0]
+
+
+def _is_within(module: str, member: str) -> bool:
+    return module == member or (member != "" and module.startswith(member + "."))
+
+
+def between_rows(edges: Iterable[Import], table: Sequence[Row]) -> dict[str, set[str]]:
+    """The graph of rows."""
+    pairs = [(row_of(edge.source, table), row_of(edge.target, table)) for edge in edges]
+    graph: dict[str, set[str]] = {name: set() for pair in pairs for name in pair}
+    for source, target in pairs:
+        if source != target:
+            graph[source].add(target)
+    return graph
+
+
+def forbidden(edges: Iterable[Import], table: Sequence[Row]) -> list[Import]:
+    """Imports that the table does not allow, lazy ones and those for type checkers included."""
+    allowed = {row.name: row.allowed | {row.name, FREE} for row in table}
+    return [edge for edge in edges if row_of(edge.target, table) not in allowed.get(row_of(edge.source, table), ())]
+
+
+def back_imports(edges: Iterable[Import], table: Sequence[Row]) -> list[Import]:
+    """Imports from a row of one above it."""
+    order = {row.name: place for place, row in enumerate(table)}
+    top = len(order)
+    return [e for e in edges if order.get(row_of(e.target, table), -1) > order.get(row_of(e.source, table), top)]
 
 
 def as_mapping(edges: Iterable[Import], names: Iterable[str] = ()) -> dict[str, set[str]]:

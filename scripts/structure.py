@@ -17,7 +17,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from import_graph import Import, as_mapping, cycles, depth, find_modules, package_of, read_graph
+from import_graph import (
+    Import,
+    as_mapping,
+    back_imports,
+    between_rows,
+    cycles,
+    depth,
+    find_modules,
+    read_graph,
+    read_table,
+)
 
 HERE = Path(__file__).resolve().parents[1]
 SMALL = 90  # lines: a module of fewer with one importer may be half an idea
@@ -71,10 +81,9 @@ def count_lines(text: str, tree: ast.Module) -> Lines:
     return Lines(len(lines), len(comments), len(alone), len(docstrings), blank, 1)
 
 
-def table_of(page: Path) -> list[tuple[str, set[str]]]:
-    """The rows of the dependency table, lowest first: package, what it may import."""
-    rows = re.findall(r"^\| `([\w.]+?)/?`(?:, `[^|]*`)? \|.*\| (.*?) \|$", page.read_text(), re.M)
-    return [(name.removesuffix(".py"), set(re.findall(r"`(\w+)`", allowed))) for name, allowed in rows]
+def package_of(module: str) -> str:
+    """`posttrain.rewards.pool` -> `rewards`."""
+    return module.split(".")[1] if "." in module else "posttrain"
 
 
 def measure(root: Path) -> Shape:
@@ -95,16 +104,9 @@ def measure(root: Path) -> Shape:
     for home in shape.packages:
         inside = {name for name in modules if package_of(name) == home}
         shape.layers[home] = depth({name: graph[name] & inside for name in inside})
-    between = [edge for edge in edges if package_of(edge.source) != package_of(edge.target)]
-    packages: dict[str, set[str]] = {package_of(name): set() for name in modules}
-    for edge in between:
-        packages[package_of(edge.source)].add(package_of(edge.target))
-    order = {name: place for place, (name, _) in enumerate(table_of(HERE / "docs" / "architecture.md"))}
-    shape.back = [
-        edge
-        for edge in between
-        if order.get(package_of(edge.target), -1) > order.get(package_of(edge.source), len(order))
-    ]
+    table = read_table(HERE / "docs" / "architecture.md")
+    packages = between_rows(edges, table)
+    shape.back = back_imports(edges, table)
     shape.package_cycles, shape.module_cycles = cycles(packages), cycles(graph)
     shape.longest = sorted(functions, reverse=True)[:10]
     importers = Counter(target for _, target in {(edge.source, edge.target) for edge in edges})

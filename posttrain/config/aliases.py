@@ -7,22 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from posttrain.config.base import Section
 from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
-from posttrain.config.other_systems import counterpart
+from posttrain.config.dialect import Dialect, dialect
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import active_root, leaf_of, leaves, sections
 from posttrain.config.sft import SFTConfig
-from posttrain.config.verl import renamed as verl
-from posttrain.config.verl.actor import ACTOR_RULES
-from posttrain.config.verl.algorithm import ALGORITHM_RULES
-from posttrain.config.verl.keys import verl_keys
-from posttrain.config.verl.rollout import ROLLOUT_RULES
-from posttrain.config.verl.rule import Rule
-from posttrain.config.verl.run import RUN_RULES
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -142,27 +136,29 @@ NOT_BUILT: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Spellings:
-    """The other spellings of one tree of settings, each as in the table of that name."""
+    """The other spellings of one tree of settings: its own, each as in the table of that name, and other systems'."""
 
-    moved: Mapping[str, str] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    program: str
+    """Name of the tree's main file."""
+    own_moved: Mapping[str, str] = field(default_factory=dict)
+    own_renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Mapping[str, Any] = field(default_factory=dict)
     not_built: Mapping[str, str] = field(default_factory=dict)
-    rules: tuple[Rule, ...] = ()
-    """Answers to verl's keys that are none of these."""
 
-    def rule_of(self, key: str) -> Rule | None:
-        """The first rule that knows the key."""
-        return next((rule for rule in self.rules if rule.matches(key)), None)
+    @property
+    def dialect(self) -> Dialect:
+        return dialect(self.program)
+
+    @cached_property
+    def moved(self) -> Mapping[str, str]:
+        return {**self.own_moved, **self.dialect.moved}
+
+    @cached_property
+    def renamed(self) -> Mapping[str, str]:
+        return {**self.own_renamed, **self.dialect.renamed}
 
 
-PPO_SPELLINGS = Spellings(
-    {**MOVED_SECTIONS, **verl.MOVED},
-    {**RENAMED, **verl.RENAMED},
-    DERIVED,
-    NOT_BUILT,
-    (*ACTOR_RULES, *ROLLOUT_RULES, *ALGORITHM_RULES, *RUN_RULES),
-)
+PPO_SPELLINGS = Spellings("ppo_trainer", MOVED_SECTIONS, RENAMED, DERIVED, NOT_BUILT)
 _active: ContextVar[Spellings] = ContextVar("spellings", default=PPO_SPELLINGS)
 
 
@@ -190,10 +186,10 @@ class Canonical(NamedTuple):
     """A sentence to print, for a spelling that is a slip."""
     not_built: str = ""
     """Why the key cannot be used, if its feature is not built."""
-    rule: Rule | None = None
-    """The answer to a key of verl that is no setting here."""
+    answer: Any = None
+    """What the dialect says about a key of another system that is no setting here."""
     spelled: str = ""
-    """The key that the rule is for, in its own section."""
+    """The key that it answers, in its own section."""
 
 
 def canonical(spelling: str) -> Canonical:
@@ -209,8 +205,8 @@ def canonical(spelling: str) -> Canonical:
     key = table.renamed.get(key, key)
     if key in table.derived or _is_leaf(key):
         return Canonical(key, note)
-    if (rule := table.rule_of(key)) is not None:
-        return Canonical(None, rule=rule, spelled=key)
+    if (answer := table.dialect.answer(key)) is not None:
+        return Canonical(None, answer=answer, spelled=key)
     if leaf_of(key) is not None:
         return Canonical(key, note)
     for prefix, reason in table.not_built.items():
@@ -242,7 +238,7 @@ def nearest(spelling: str) -> str:
         return f"it is a key of {' and '.join(others)}{here}"
     if f"training.{spelling}" in {**spellings().renamed, **spellings().derived}:
         return f"did you mean {_meaning(f'training.{spelling}')}?"
-    if said := counterpart(spelling, supervised=active_root() is not PPOConfig):
+    if said := spellings().dialect.advice(spelling):
         return said
     found = _likely(spelling)
     if found:
@@ -257,7 +253,7 @@ def _likely(spelling: str) -> list[str]:
     One part misspelt; the right name in another section; a name with words left out or added; a misspelt name in
     another section. Another role's setting is never meant: an actor's batches are not those of the reward model.
     """
-    known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived, *verl_keys()]))
+    known = list(dict.fromkeys([*leaves(), *spellings().renamed, *spellings().derived, *spellings().dialect.keys()]))
     if found := [key for key in known if same_key(spelling, key)]:
         return sorted(found, key=lambda key: slips(spelling, key))[:1]
     path, _, last = spelling.rpartition(".")

@@ -15,7 +15,7 @@ ESTIMATORS, POLICY_LOSSES = tuple(_estimators), tuple(_losses)
 GROUP_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.compares_group)
 """Estimators that compare the responses of one prompt: they need `rollout.n` above 1."""
 CRITIC_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.needs_critic)
-ROLLOUT_ENGINES = built_in_names("posttrain.rollout.engines", "register_engine")
+ROLLOUT_ENGINES = built_in_names("rollout/engines.py", "register_engine")
 PER_RESPONSE = "seq-mean-token-mean"
 PER_RESPONSE_LOSSES = tuple(name for name, loss in _losses.items() if loss.loss_agg_mode == PER_RESPONSE)
 """Losses whose papers average over each response first."""
@@ -48,8 +48,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Key -> names that it takes (null aside, where the type allows it)."""
 
-SAMPLERS = built_in_names("posttrain.data.sampler", "register_sampler")
-LOGGERS = ("console", *built_in_names("posttrain.tracking.loggers", "register_logger"))
+SAMPLERS = built_in_names("data/sampler.py", "register_sampler")
+LOGGERS = ("console", *built_in_names("tracking/loggers.py", "register_logger"))
 """`console` is the line that a run prints per step; it needs no logger."""
 LOGGER_PACKAGES = tuple(name for name in LOGGERS if name not in ("console", "details"))
 """Each is a logger, a package on the index and an extra of posttrain by the same name."""

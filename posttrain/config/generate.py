@@ -1,5 +1,5 @@
 """`python -m posttrain.config.generate`: the YAML tree and docs/settings*.md, made from the settings classes, and
-docs/verl_keys.md, made from the answers to verl's keys.
+the pages that are made from the answers to other systems' keys.
 
 With `--check` nothing is written: status 1 if a file is out of date.
 """
@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from posttrain.config import dialect
 from posttrain.config.docs import heading_of
 from posttrain.config.presets import PRESETS
 from posttrain.config.schema import Leaf, leaves, sections, using
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.config.tree import Tree
-from posttrain.config.verl.page import page as verl_page
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -67,7 +67,7 @@ def files() -> dict[Path, str]:
     for name, (sentence, values) in PRESETS.items():
         made[PACKAGE_TREE / f"{name}.yaml"] = _preset_text(sentence, values)
     made[DOCS_PAGE] = _docs_text()
-    made[DOCS_PAGE.parent / "verl_keys.md"] = verl_page()
+    made |= {DOCS_PAGE.parent / name: text for name, text in dialect.pages().items()}
     for tree, command, page in SUPERVISED:
         with using(tree.root):
             made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command)

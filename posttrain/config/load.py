@@ -22,8 +22,6 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.schema import assign, build, leaves, using
 from posttrain.config.torchrun import SOURCE, check_torchrun, torchruns_settings
 from posttrain.config.tree import Tree
-from posttrain.config.verl.apply import apply_answers
-from posttrain.config.verl.mains import as_ours
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
@@ -72,10 +70,10 @@ def _load(
     is_mapping = isinstance(args, Mapping)
     if not is_mapping and not args and not labelled:
         raise ConfigError([tree.nothing_given()])
-    line, overrides = parse_options([] if is_mapping else args, supervised=tree is not PPO)
+    line, overrides = parse_options([] if is_mapping else args, tree.main)
     if environment and not is_mapping:
         line.problems += lost_half(args)
-    labelled = [*as_ours(line, folder), *labelled]
+    labelled = [*tree.spellings.dialect.main_file(line, folder), *labelled]
     try:
         folders, name = find_folders(line, folder, tree.main)
     except ConfigError as error:
@@ -84,7 +82,7 @@ def _load(
         folders, name = [PACKAGE_TREE], tree.main
 
     def is_group(group: str) -> bool:
-        return tree.spellings.rule_of(group) is None and any(
+        return tree.spellings.dialect.answer(group) is None and any(
             (root / group).is_dir() and any((root / group).glob("*.yaml")) for root in folders
         )
 
@@ -108,7 +106,7 @@ def _load(
         merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
     for key, source in line.removed:
         merge.remove(merged, key, source)
-    apply_answers(merged)
+    tree.spellings.dialect.apply(merged)
     references.resolve_references(merged)
     references.convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)

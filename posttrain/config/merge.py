@@ -10,7 +10,6 @@ from posttrain.config.compose import Composed, Layer, flatten
 from posttrain.config.problem import Problem
 from posttrain.config.schema import leaf_of, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, parse_yaml, shown, split_hint
-from posttrain.config.verl.rule import Rule
 
 
 @dataclass
@@ -22,8 +21,8 @@ class Entry:
     spelling: str
     rank: int
     explicit: bool
-    rule: Rule | None = None
-    """The answer to a key of verl that is no setting here."""
+    answer: Any = None
+    """What the dialect says about a key of another system that is no setting here."""
 
     def where(self, key: str) -> str:
         """The place for a message."""
@@ -36,7 +35,7 @@ class Merged:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     elsewhere: dict[str, Entry] = field(default_factory=dict)
-    """Keys of verl that are no settings here; `verl/apply.py` answers them."""
+    """Keys of other systems that are no settings here; the dialect's `apply` answers them."""
     extra: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -78,7 +77,7 @@ def merge_files(merged: Merged, composed: Composed) -> None:
         in_package = layer.label.startswith("posttrain/trainer/config/")
         source = "default" if unchanged and in_package else layer.label
         found = canonical(key)
-        if found.key is None and found.rule is None and _own_section(merged, key, value, layer):
+        if found.key is None and found.answer is None and _own_section(merged, key, value, layer):
             continue
         add(merged, key, value, source, rank, explicit=layer.explicit and not unchanged, from_file=True)
 
@@ -108,10 +107,10 @@ def add(
         merged.extra[spelling] = value
         return
     found = canonical(spelling)
-    if found.rule is not None and not _is_section(spelling, value):
+    if found.answer is not None and not _is_section(spelling, value):
         old = merged.elsewhere.get(found.spelled)
         if old is None or old.rank <= rank:
-            merged.elsewhere[found.spelled] = Entry(value, source, spelling, rank, explicit, found.rule)
+            merged.elsewhere[found.spelled] = Entry(value, source, spelling, rank, explicit, found.answer)
         return
     if found.key is None:
         _not_a_setting(merged, spelling, value, source, rank, explicit, found.not_built)
@@ -153,7 +152,7 @@ def add(
 def remove(merged: Merged, spelling: str, source: str) -> None:
     """`~key`: what files say about a key does not count, and it has its default."""
     found = canonical(spelling)
-    if found.key is None and found.rule is None:
+    if found.key is None and found.answer is None:
         merged.problems.append(Problem(f"`~{spelling}` removes an unknown key.", source, nearest(spelling)))
         return
     merged.entries.pop(found.key or "", None)

@@ -30,8 +30,6 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
 from posttrain.config.tree import Tree
-from posttrain.config.verl.renamed import SUPERVISED_RENAMED
-from posttrain.config.verl.supervised import SUPERVISED_RULES
 from posttrain.errors import UserError
 
 _MICRO, _BATCH = "data.micro_batch_size_per_gpu", "data.train_batch_size"
@@ -68,7 +66,6 @@ _RENAMED: dict[str, str] = {
     "ulysses_sequence_parallel_size": _SEQUENCE,
     "engine.ulysses_sequence_parallel_size": _SEQUENCE,
     "engine.ulysses_parallel_size": _SEQUENCE,
-    **SUPERVISED_RENAMED,
 }
 _SFT_RENAMED: dict[str, str] = {
     **_RENAMED,
@@ -229,7 +226,7 @@ SFT = Tree(
     main="sft_trainer",
     root=SFTConfig,
     model="model",
-    spellings=Spellings({}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT, SUPERVISED_RULES),
+    spellings=Spellings("sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
@@ -241,7 +238,7 @@ REWARD_MODEL = Tree(
     main="reward_model_trainer",
     root=RewardTrainerConfig,
     model="model",
-    spellings=Spellings({}, _RENAMED, _DERIVED, _NOT_BUILT, SUPERVISED_RULES),
+    spellings=Spellings("reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,

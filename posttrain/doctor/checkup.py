@@ -25,7 +25,7 @@ Check = Callable[[Any], Iterator[Finding]]
 
 def checks() -> dict[str, Check]:
     """Area -> its check, in the order in which they can use each other's results."""
-    from posttrain.doctor.arithmetic import check_batch
+    from posttrain.doctor.batch import check_batch
     from posttrain.doctor.conversations import check_tools
     from posttrain.doctor.pace import check_pace
     from posttrain.doctor.resources import check_memory, check_resources

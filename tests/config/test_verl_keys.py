@@ -15,11 +15,12 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.schema import leaf_of, leaves, using
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.values import split_hint
-from posttrain.config.verl.answers import all_answers
-from posttrain.config.verl.apply import apply_answers
-from posttrain.config.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
-from posttrain.config.verl.supervised import GENERATION
-from posttrain.config.verl.translations import TRANSLATIONS
+from posttrain.other_systems.verl.answers import all_answers
+from posttrain.other_systems.verl.apply import apply_answers
+from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
+from posttrain.other_systems.verl.supervised import GENERATION, SUPERVISED_RULES
+from posttrain.other_systems.verl.tables import PPO_RULES
+from posttrain.other_systems.verl.translations import TRANSLATIONS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"
@@ -314,7 +315,7 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
 
 def test_every_translation_has_a_case():
     assert set(CASES) == set(TRANSLATIONS)
-    used = {rule.how for tree in TREES.values() for rule in tree.spellings.rules if rule.how}
+    used = {rule.how for rule in (*PPO_RULES, *SUPERVISED_RULES) if rule.how}
     assert used == set(TRANSLATIONS)
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2] / "posttrain"
 ROOMS = ("algorithms", "engine", "workers", "trainer/ppo", "trainer/supervised", "tracking/metrics.py")
 PREFIXES = {re.split(r"[/{]", name)[0] for name in [*METRICS, *SUPERVISED, *FAMILIES] if "/" in name} - {""}
 METRIC = re.compile(rf"(?:{'|'.join(sorted(PREFIXES))})/[a-z0-9_/@]+")
-HELP = "has no explanation: its algorithm's file declares it, or FAMILIES of posttrain/explain/metrics.py has a sentence"
+HELP = "has no explanation: declare it in its algorithm's file or in FAMILIES of posttrain/explain/metrics.py"
 
 
 def is_explained(name: str) -> bool:

@@ -12,7 +12,7 @@ of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,8 +61,14 @@ TILES: tuple[tuple[float, Tile, Tile], ...] = (
 """(mean tokens of an expert up to which they serve, the tile of gate and up, the tile of down): the fastest of 36 on an
 H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py --sweep`)."""
 
-FP8_TILES = tuple((most, *(replace(tile, depth=2 * tile.depth) for tile in tiles)) for most, *tiles in TILES)
-"""The same for fp8: as many bytes at once."""
+FP8_TILES: tuple[tuple[float, Tile, Tile], ...] = (
+    (8, Tile(16, 64, 256, 4, 3, True, True), Tile(16, 64, 128, 4, 3, True, True)),
+    (23, Tile(32, 64, 128, 4, 3, True, True), Tile(32, 64, 128, 4, 3, True, True)),
+    (45, Tile(64, 64, 128, 4, 3, True, True), Tile(64, 128, 128, 4, 4, False, True)),
+    (181, Tile(128, 64, 128, 4, 3, True, True), Tile(64, 128, 128, 4, 4, False, True)),
+    (float("inf"), Tile(128, 128, 128, 8, 4, True, True), Tile(128, 128, 64, 4, 4, True, True)),
+)
+"""The same for fp8, the fastest of 58 (`scripts/measure_mixture.py --sweep --fp8`)."""
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:

@@ -51,7 +51,7 @@ def build_native(
     limit = cache_limit(config, device.type, device_memory(device))
     size = 1 if team is None else team.size
     if team is not None:
-        _check_can_cut(module, fast, team.size)
+        check_can_cut(module, fast, team.size)
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
     decoder = FastDecoder(module, share=share, team=team, device=device, fp8=fp8) if fast else PagedDecoder(module)
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module, size))
@@ -75,7 +75,7 @@ def build_native(
     return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
 
 
-def _check_can_cut(module: Any, fast: bool, size: int) -> None:
+def check_can_cut(module: Any, fast: bool, size: int) -> None:
     if not fast or module.config.model_type not in KNOWN:
         raise UserError(
             f"{KEY}={size}: models of the kind {module.config.model_type} cannot be cut over the workers of an engine "
