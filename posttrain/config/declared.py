@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -142,19 +142,18 @@ def _fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
                 yield kind.prefix + field.name, field
 
 
-def load_own_algorithms(given: Mapping[str | None, Any], folder: Path) -> None:
+def load_own_algorithms(given: Mapping[str, Any], unknown: Iterable[str], folder: Path) -> None:
     """Import the file that registers an estimator or a loss of the user's own, as its settings must be known.
 
-    `given` has the values of `EXTERNAL` and of the two keys that name an algorithm. A file that is missing or fails is
-    left to the checks that follow and to the run, which say so.
+    given: the values of `EXTERNAL` and of the keys that name an algorithm. unknown: keys that are no settings so far.
+    A file that is missing or fails is left to the checks that follow and to the run, which say so.
     """
     for kind in KINDS:
-        name = given.get(kind.key)
-        if not isinstance(name, str) or name in kind.registry:
+        name, file = given.get(kind.key), given.get(EXTERNAL)
+        if name in kind.registry and not any(key.startswith(kind.prefix) for key in unknown):
             continue
-        file = given.get(EXTERNAL)
         if file is None:
-            found = files_that_register(name, kind.decorator, folder)
+            found = files_that_register(str(name), kind.decorator, folder)
             file = str(found[0]) if len(found) == 1 else None
         if isinstance(file, str):
             try:

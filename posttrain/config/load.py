@@ -12,7 +12,7 @@ from posttrain.config.aliases import canonical, spelled
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, flatten, known_choices
-from posttrain.config.declared import load_own_algorithms
+from posttrain.config.declared import load_own_algorithms, place_declared_settings
 from posttrain.config.loggers import missing_notes
 from posttrain.config.lora import take_adapter
 from posttrain.config.lost_half import lost_half
@@ -90,8 +90,9 @@ def _load(
         add_override(line, text, source, is_group)
     given = _from_mapping(args, line, is_group) if is_mapping else []
     composed = _compose(line, folders, name, folder, tree)
-    named = {canonical(key).key: value for key, value, *_ in [*line.values, *given]}
-    load_own_algorithms({**composed.values, **named}, folder)
+    place_declared_settings()
+    named = composed.values | {canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
+    load_own_algorithms(named, named.keys() - leaves().keys(), folder)
 
     merged = merge.Merged(problems=list(line.problems))
     merge.merge_files(merged, composed)

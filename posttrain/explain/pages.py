@@ -94,7 +94,7 @@ def explain(name: str | None = None) -> str:
         return _contents()
     given = name.strip().strip("`").strip()
     if given not in _pages():  # an algorithm of the user's own, in a file of the working folder
-        load_own_algorithms({ESTIMATOR_KEY: given, LOSS_KEY: given}, working_folder())
+        load_own_algorithms({ESTIMATOR_KEY: given, LOSS_KEY: given}, (), working_folder())
     wanted = _spelled(given)
     page = _page(wanted) or _page(given)  # names of data sources and parts keep their capitals
     settings = _settings(wanted, leaves())
