@@ -24,7 +24,13 @@ from typing import Any, TypeVar
 from posttrain.errors import UserError
 
 T = TypeVar("T")
+REGISTRIES: dict[str, Registry[Any]] = {}
+"""Those of the modules that are imported so far, by their kind."""
 _ROOT = Path(__file__).parent
+
+
+class RegistryError(UserError, ValueError):
+    """A name that is unknown or taken."""
 
 
 class Registry(MutableMapping[str, T]):
@@ -37,15 +43,15 @@ class Registry(MutableMapping[str, T]):
     hint: a sentence that ends the message about an unknown name.
     """
 
-    def __init__(self, kind: str, *, package: str = "", error: type[Exception] = UserError, hint: str = "") -> None:
+    def __init__(self, kind: str, *, package: str = "", error: type[Exception] = RegistryError, hint: str = "") -> None:
         self.kind, self.package, self.error, self.hint = kind, package, error, hint
+        REGISTRIES[kind] = self
         self._entries: dict[str, T] = {}
         self._is_loaded = not package
 
     def register(self, name: str | Enum) -> Callable[[T], T]:
         """Decorator: stores what it decorates under `name`, and gives it back unchanged."""
-        if callable(name):
-            raise self.error(f'The decorator for a new {self.kind} needs a name in quotes, as in @...("my_name").')
+        self.check_name(name)
 
         def decorate(entry: T) -> T:
             self.add(name, entry)
@@ -53,11 +59,16 @@ class Registry(MutableMapping[str, T]):
 
         return decorate
 
+    def check_name(self, name: object) -> None:
+        """A decorator without a name was given the function itself."""
+        if callable(name):
+            raise self.error(f'The decorator for a new {self.kind} needs a name in quotes, as in @...("my_name").')
+
     def add(self, name: str | Enum, entry: T) -> None:
         """Store an entry. A name taken by another entry is an error; the same definition may run twice."""
         key = name_of(name)
         taken = self._entries.get(key)
-        if taken is not None and not _is_same_definition(taken, entry):
+        if taken is not None and not is_same_definition(taken, entry):
             raise self.error(
                 f"The {self.kind} `{key}` is already registered by {_origin(taken)}, so {_origin(entry)} cannot take "
                 "that name. Register it under another one."
@@ -98,6 +109,12 @@ class Registry(MutableMapping[str, T]):
         return len(self._load())
 
 
+def registered_by(kind: str, modules: Callable[[str], bool]) -> tuple[str, ...]:
+    """Names of one kind that modules for which `modules` is true have registered in this process."""
+    registry = REGISTRIES.get(kind, {})
+    return tuple(name for name, entry in registry.items() if modules(_module(entry)))
+
+
 def name_of(name: str | Enum) -> str:
     """The plain name behind a name or an enum member."""
     return str(name.value if isinstance(name, Enum) else name)
@@ -119,26 +136,21 @@ def unknown_name(kind: str, name: object, known: Iterable[str], hint: str = "") 
 
 
 @cache
-def built_in_names(module: str, decorator: str) -> tuple[str, ...]:
-    """Names that a module of posttrain registers, as in `@decorator("NAME")`, in their order.
+def built_in_names(file: str, decorator: str) -> tuple[str, ...]:
+    """Names that a file of posttrain registers, as in `@decorator("NAME")`, in their order.
 
     They are read from its source, so that configuration can check a name without importing torch.
     """
-    source = _path_of(module).with_suffix(".py").read_text(encoding="utf-8")
+    source = (_ROOT / file).read_text(encoding="utf-8")
     return tuple(re.findall(rf'^@?{re.escape(decorator)}\("([^"]+)"', source, re.MULTILINE))
 
 
 def _modules_of(package: str) -> list[str]:
-    files = sorted(_path_of(package).glob("*.py"))
+    files = sorted(_ROOT.joinpath(*package.split(".")[1:]).glob("*.py"))
     return [f"{package}.{file.stem}" for file in files if file.stem != "__init__"]
 
 
-def _path_of(module: str) -> Path:
-    """Its place without `.py`, found without importing its parents, as `importlib.util.find_spec` would."""
-    return _ROOT.joinpath(*module.split(".")[1:])
-
-
-def _is_same_definition(old: Any, new: Any) -> bool:
+def is_same_definition(old: Any, new: Any) -> bool:
     """The same definition run again: a notebook cell, or one file imported under two names."""
     if old is new:
         return True

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import merge, references
-from posttrain.config.aliases import spelled
+from posttrain.config.aliases import canonical, spelled
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, flatten, known_choices
+from posttrain.config.declared import load_own_algorithms, place_declared_settings
 from posttrain.config.loggers import missing_notes
 from posttrain.config.lora import take_adapter
 from posttrain.config.lost_half import lost_half
@@ -32,7 +33,6 @@ def load_config(
     labelled: Sequence[tuple[str, str]] = (),
     environment: bool = False,
     provided: Iterable[str] = (),
-    known_names: Mapping[str, tuple[str, ...]] | None = None,
     cwd: str | Path | None = None,
     tree: Tree = PPO,
 ) -> Resolved:
@@ -44,15 +44,13 @@ def load_config(
         "preset" does not count as set by the user.
     environment: also check files, packages and devices of this machine, and report those problems with the others.
     provided: keys whose value the caller hands over as a Python object, such as "data.train_files".
-    known_names: key -> names registered in this process besides the built-in ones, such as
-        {"algorithm.adv_estimator": ("mine",)}.
     tree: which program's settings these are.
     """
     started = torchruns_settings() if environment else {}
     labelled = [*labelled, *((f"{key}={value}", SOURCE) for key, value in started.items())]
     folder = Path(cwd) if cwd is not None else working_folder()
     with using(tree.root), spelled(tree.spellings):
-        resolved = _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)
+        resolved = _load(args, labelled, environment, frozenset(provided), folder, tree)
     check_torchrun(resolved, started)
     return resolved
 
@@ -62,7 +60,6 @@ def _load(
     labelled: Sequence[tuple[str, str]],
     environment: bool,
     provided: frozenset[str],
-    known_names: Mapping[str, tuple[str, ...]],
     folder: Path,
     tree: Tree,
 ) -> Resolved:
@@ -89,6 +86,9 @@ def _load(
         add_override(line, text, source, is_group)
     given = _from_mapping(args, line, is_group) if is_mapping else []
     composed = _compose(line, folders, name, folder, tree)
+    place_declared_settings()
+    named = composed.values | {canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
+    load_own_algorithms(named, named.keys() - leaves().keys(), folder)
 
     merged = merge.Merged(problems=list(line.problems))
     merge.merge_files(merged, composed)
@@ -108,7 +108,7 @@ def _load(
     references.convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)
     tree.derive(merged, provided)
-    tree.check_names(merged, folder, known_names)
+    tree.check_names(merged, folder)
     resolved = _finish(merged, line, composed.main_file)
     return _judge(resolved, merged, provided, environment, folder, tree, whole=not line.misses_files)
 

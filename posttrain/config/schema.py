@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.config.declared import placed_settings
 from posttrain.config.docs import sentences_of
 from posttrain.config.root import PPOConfig
 
@@ -49,21 +50,21 @@ class Leaf:
 
 def leaves(root: type[Section] | None = None) -> dict[str, Leaf]:
     """Every setting by its canonical key, in the order of the classes."""
-    return _leaves(root or _root.get())
+    return _leaves(root or _root.get(), placed_settings())
 
 
 @cache
-def _leaves(root: type[Section]) -> dict[str, Leaf]:
+def _leaves(root: type[Section], declared: tuple[type, ...]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
 def sections(root: type[Section] | None = None) -> dict[str, type[Section]]:
     """Every section by its dotted name."""
-    return _sections(root or _root.get())
+    return _sections(root or _root.get(), placed_settings())
 
 
 @cache
-def _sections(root: type[Section]) -> dict[str, type[Section]]:
+def _sections(root: type[Section], declared: tuple[type, ...]) -> dict[str, type[Section]]:
     found: dict[str, type[Section]] = {}
 
     def visit(section: Section, name: str) -> None:
@@ -86,7 +87,8 @@ def _walk(section: Section, prefix: str) -> list[Leaf]:
         if isinstance(value, Section):
             found += _walk(value, key + ".")
         else:
-            found.append(Leaf(key, hints[field.name], value, sentences.get(field.name, "")))
+            sentence = sentences.get(field.name) or field.metadata.get("sentence", "")
+            found.append(Leaf(key, hints[field.name], value, sentence))
     return found
 
 

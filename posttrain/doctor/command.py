@@ -122,7 +122,7 @@ def run_checks(
 def _prepare(case: Any) -> None:
     """The user's own module, and the embedded task where the run would use it."""
     if library := case.model.external_lib:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(library, f"{case.tree.model}.external_lib")
     data = case.config.data

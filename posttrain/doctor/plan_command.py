@@ -54,7 +54,7 @@ def main(args: Sequence[str]) -> int:
     config = resolved.config
     model_section = "actor_rollout_ref.model" if tree is None else tree.model
     if library := lookup(config, model_section).external_lib:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(library, f"{model_section}.external_lib")  # models and estimators may be registered there
     planner, device = planner_for(config), find_device(config, gpu_gb)

@@ -68,11 +68,11 @@ def test_names_of_built_in_entries_are_read_without_an_import() -> None:
     script = """
 import sys
 from posttrain.registry import built_in_names
-print(built_in_names("posttrain.rollout.engines", "register_engine"), "torch" in sys.modules)
+print(built_in_names("rollout/engines.py", "register_engine"), "torch" in sys.modules)
 """
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert said == "('native', 'hf', 'vllm', 'sglang') False\n"
-    assert built_in_names("posttrain.data.sampler", "register_sampler") == ("default", "curriculum")
+    assert built_in_names("data/sampler.py", "register_sampler") == ("default", "curriculum")
 
 
 def test_the_files_of_a_package_are_found_when_the_registry_is_read() -> None:

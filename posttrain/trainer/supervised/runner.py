@@ -102,7 +102,7 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
 
 def _load_external(config: Any) -> None:
     if config.model.external_lib:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(config.model.external_lib, "model.external_lib")
         say(f"Loaded {config.model.external_lib}.")
