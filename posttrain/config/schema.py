@@ -1,35 +1,18 @@
-"""The settings as a flat table: canonical dotted key -> type, default, sentence. All checks of keys read this."""
+"""The settings of a tree as a flat table: canonical dotted key -> type, default, sentence. All checks of keys read it.
+
+The sentence under a field is read from the source: one text serves the YAML tree, the docs and the command line.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
-from posttrain.config.docs import sentences_of
-from posttrain.config.root import PPOConfig
-
-_root: ContextVar[type[Section]] = ContextVar("root", default=PPOConfig)
-
-
-@contextmanager
-def using(root: type[Section]) -> Iterator[None]:
-    """Inside, the tables below are those of this tree of settings; elsewhere they are the PPO family's."""
-    before = _root.set(root)
-    try:
-        yield
-    finally:
-        _root.reset(before)
-
-
-def active_root() -> type[Section]:
-    """The tree of settings that the tables below are of."""
-    return _root.get()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +30,15 @@ class Leaf:
         return typing.get_origin(self.hint) is dict
 
 
-def leaves(root: type[Section] | None = None) -> dict[str, Leaf]:
-    """Every setting by its canonical key, in the order of the classes."""
-    return _leaves(root or _root.get())
-
-
 @cache
-def _leaves(root: type[Section]) -> dict[str, Leaf]:
+def leaves(root: type[Section]) -> dict[str, Leaf]:
+    """Every setting of a tree by its canonical key, in the order of the classes."""
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
-def sections(root: type[Section] | None = None) -> dict[str, type[Section]]:
-    """Every section by its dotted name."""
-    return _sections(root or _root.get())
-
-
 @cache
-def _sections(root: type[Section]) -> dict[str, type[Section]]:
+def sections(root: type[Section]) -> dict[str, type[Section]]:
+    """Every section of a tree by its dotted name."""
     found: dict[str, type[Section]] = {}
 
     def visit(section: Section, name: str) -> None:
@@ -90,9 +65,40 @@ def _walk(section: Section, prefix: str) -> list[Leaf]:
     return found
 
 
-def leaf_of(key: str) -> Leaf | None:
+@cache
+def _module_sentences(path: str) -> dict[str, dict[str, str]]:
+    """Class name -> field name -> sentence, for one source file."""
+    with open(path, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    return {node.name: _class_sentences(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _class_sentences(node: ast.ClassDef) -> dict[str, str]:
+    sentences = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if is_field and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            sentences[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[union-attr]
+    return sentences
+
+
+def sentences_of(section: type) -> dict[str, str]:
+    """Field name -> sentence of a settings class and its bases; fields without one (nested sections) are absent."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[:-1]):
+        found |= _module_sentences(inspect.getfile(kind)).get(kind.__name__, {})
+    return found
+
+
+def heading_of(section: type) -> str:
+    """The class's own docstring on one line, without its example."""
+    text = " ".join((section.__doc__ or "").split())
+    return text.split(" Example:")[0]
+
+
+def leaf_of(root: type[Section], key: str) -> Leaf | None:
     """The setting that a key names: itself, or the free-form dict that it lies in."""
-    table = leaves()
+    table = leaves(root)
     if key in table:
         return table[key]
     parts = key.split(".")
@@ -103,9 +109,9 @@ def leaf_of(key: str) -> Leaf | None:
     return None
 
 
-def build(values: dict[str, Any]) -> Any:
+def build(root: type[Section], values: dict[str, Any]) -> Any:
     """The typed tree with these values by canonical key; the others keep their defaults."""
-    config = _root.get()()
+    config = root()
     for key, value in values.items():
         assign(config, key, value)
     return config

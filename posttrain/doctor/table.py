@@ -11,7 +11,7 @@ from posttrain.config.base import Section
 from posttrain.config.megatron import NAME as MEGATRON
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
-from posttrain.config.schema import lookup, using
+from posttrain.config.schema import lookup
 from posttrain.config.supervised_tree import command_tree
 from posttrain.config.tree import Tree
 from posttrain.doctor.memory import GIB, Plan, find_device, shown
@@ -61,8 +61,7 @@ def main(args: Sequence[str]) -> int:
 
 def _tell_what_is_missing_here(resolved: Resolved, tree: Tree) -> None:
     """A plan without a size is for this machine, which may lack what the run needs."""
-    with using(tree.root):
-        problems = tree.environment(resolved, working_folder())
+    problems = tree.environment(resolved, working_folder())
     if problems:
         tell(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
 
