@@ -9,17 +9,19 @@ from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
+from posttrain.config.declared import declared_choices, declared_ranges
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.megatron import check_megatron
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import MAY_BE_INFINITE, RANGES, Range
+from posttrain.config.ranges import MAY_BE_INFINITE, RANGES
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.turns import check_turns
 from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.values import split_hint
+from posttrain.settings import Range
 
 _ACTOR = "actor_rollout_ref.actor"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
@@ -133,8 +135,8 @@ def one_process(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, CHOICES, NOT_BUILT_VALUES),
-    lambda checked: check_ranges(checked, RANGES),
+    lambda checked: check_choices(checked, CHOICES | declared_choices(), NOT_BUILT_VALUES),
+    lambda checked: check_ranges(checked, RANGES | declared_ranges()),
     _batches,
     *ALGORITHM_CHECKS,
     *VALUE_CHECKS,

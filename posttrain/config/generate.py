@@ -14,9 +14,10 @@ from typing import Any
 
 from posttrain.config import dialect
 from posttrain.config.base import Section
+from posttrain.config.docs import heading_of
 from posttrain.config.presets import PRESETS
 from posttrain.config.root import PPOConfig
-from posttrain.config.schema import Leaf, heading_of, leaves, sections
+from posttrain.config.schema import Leaf, leaves, sections
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.config.tree import Tree
 

@@ -11,6 +11,7 @@ from posttrain.config import references
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, known_choices
+from posttrain.config.declared import load_own_algorithms, place_declared_settings
 from posttrain.config.loggers import missing_notes
 from posttrain.config.lora import take_adapter
 from posttrain.config.lost_half import lost_half
@@ -90,15 +91,19 @@ def _load(
         add_override(line, text, source, is_group)
     given = _from_mapping(args, line, is_group, tree) if is_mapping else []
     composed = _compose(line, folders, name, folder, tree)
+    place_declared_settings()
+    names = tree.spellings
+    named = composed.values | {names.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
+    load_own_algorithms(named, named.keys() - names.leaves.keys(), folder)
 
-    merged = Merged(tree.spellings, problems=list(line.problems))
+    merged = Merged(names, problems=list(line.problems))
     merged.add_files(composed)
     rank = len(composed.layers)
     for key, text, source in _last_words(line.values):
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
         at = _COMMAND_LINE if source == "command line" else rank
         merged.add(key, text, Source(source, at, explicit=not source.startswith(_NOT_THE_USERS)))
-    table = tree.spellings.leaves
+    table = names.leaves
     whole_tree = set(table) <= {key for key, _ in given}
     for key, value in given:
         explicit = not (whole_tree and key in table and value == table[key].default)

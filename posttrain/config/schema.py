@@ -1,18 +1,15 @@
-"""The settings of a tree as a flat table: canonical dotted key -> type, default, sentence. All checks of keys read it.
-
-The sentence under a field is read from the source: one text serves the YAML tree, the docs and the command line.
-"""
+"""The settings of a tree as a flat table: canonical dotted key -> type, default, sentence; for all checks of keys."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import typing
 from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.config.declared import placed_settings
+from posttrain.config.docs import sentences_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +27,23 @@ class Leaf:
         return typing.get_origin(self.hint) is dict
 
 
-@cache
 def leaves(root: type[Section]) -> dict[str, Leaf]:
     """Every setting of a tree by its canonical key, in the order of the classes."""
+    return _leaves(root, placed_settings())
+
+
+@cache
+def _leaves(root: type[Section], declared: tuple[type, ...]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
-@cache
 def sections(root: type[Section]) -> dict[str, type[Section]]:
     """Every section of a tree by its dotted name."""
+    return _sections(root, placed_settings())
+
+
+@cache
+def _sections(root: type[Section], declared: tuple[type, ...]) -> dict[str, type[Section]]:
     found: dict[str, type[Section]] = {}
 
     def visit(section: Section, name: str) -> None:
@@ -61,39 +66,9 @@ def _walk(section: Section, prefix: str) -> list[Leaf]:
         if isinstance(value, Section):
             found += _walk(value, key + ".")
         else:
-            found.append(Leaf(key, hints[field.name], value, sentences.get(field.name, "")))
+            sentence = sentences.get(field.name) or field.metadata.get("sentence", "")
+            found.append(Leaf(key, hints[field.name], value, sentence))
     return found
-
-
-@cache
-def _module_sentences(path: str) -> dict[str, dict[str, str]]:
-    """Class name -> field name -> sentence, for one source file."""
-    with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    return {node.name: _class_sentences(node) for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _class_sentences(node: ast.ClassDef) -> dict[str, str]:
-    sentences = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            sentences[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[union-attr]
-    return sentences
-
-
-def sentences_of(section: type) -> dict[str, str]:
-    """Field name -> sentence of a settings class and its bases; fields without one (nested sections) are absent."""
-    found: dict[str, str] = {}
-    for kind in reversed(section.__mro__[:-1]):
-        found |= _module_sentences(inspect.getfile(kind)).get(kind.__name__, {})
-    return found
-
-
-def heading_of(section: type) -> str:
-    """The class's own docstring on one line, without its example."""
-    text = " ".join((section.__doc__ or "").split())
-    return text.split(" Example:")[0]
 
 
 def leaf_of(root: type[Section], key: str) -> Leaf | None:

@@ -25,7 +25,7 @@ Check = Callable[[Any], Iterator[Finding]]
 
 def checks() -> dict[str, Check]:
     """Area -> its check, in the order in which they can use each other's results."""
-    from posttrain.doctor.arithmetic import check_batch
+    from posttrain.doctor.batch import check_batch
     from posttrain.doctor.conversations import check_tools
     from posttrain.doctor.pace import check_pace
     from posttrain.doctor.resources import check_memory, check_resources
@@ -76,7 +76,7 @@ def look_at(resolved: Resolved, tree: Tree, report: Report | None = None, areas:
 def _prepare(case: Any) -> None:
     """The user's own module, and the embedded task where the run would use it."""
     if library := case.model.external_lib:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(library, f"{case.tree.model}.external_lib")
     data = case.config.data

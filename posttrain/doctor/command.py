@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -13,6 +12,7 @@ from posttrain.config.supervised_tree import command_tree
 from posttrain.config.tree import Tree
 from posttrain.doctor.checkup import look_at
 from posttrain.doctor.finding import Finding, Report
+from posttrain.launch import resolve_arguments
 from posttrain.tracking.folding import tell
 from posttrain.tracking.waiting import waiting
 
@@ -56,10 +56,4 @@ def examine(args: Sequence[str], areas: Sequence[str] | None = None) -> Report:
 def _resolve(args: Sequence[str], tree: Tree, *, environment: bool) -> Resolved:
     if tree is not PPO:
         return load_config(list(args[1:]) or {}, tree=tree, environment=environment)
-    from posttrain import launch
-
-    request = launch.parse(args[1:] if list(args[:1]) == ["train"] else args)
-    plain = request.rest and not request.flags and not request.problems and list(args[:1]) != ["train"]
-    if plain:
-        return load_config(request.rest, environment=environment)
-    return launch.resolve(request, os.environ, environment=environment)
+    return resolve_arguments(args, environment=environment)

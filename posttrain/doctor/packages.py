@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain.config.engine_kwargs import OUTSIDE
+from posttrain.doctor.case import Case
 from posttrain.doctor.finding import NOTE, WARNING, Finding
-
-if TYPE_CHECKING:
-    from posttrain.doctor.case import Case
 
 AREA, WHERE = "resources", "the Python environment"
 _NAME = "actor_rollout_ref.rollout.name"

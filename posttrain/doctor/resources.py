@@ -15,14 +15,14 @@ from posttrain import cores
 from posttrain.config.loggers import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
-from posttrain.doctor.counting import ModelBytes
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
-from posttrain.doctor.memory import Plan, shown
 from posttrain.doctor.packages import check_packages
-from posttrain.doctor.remedies import RL, find_remedies
-from posttrain.doctor.settling import settle
-from posttrain.doctor.supervised import LEVERS, ROLE
 from posttrain.errors import UserError
+from posttrain.planning.budgets import apply_plan
+from posttrain.planning.counting import ModelBytes
+from posttrain.planning.memory_plan import shown
+from posttrain.planning.remedies import find_remedies
+from posttrain.planning.supervised import ROLE
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status
 
@@ -43,16 +43,15 @@ def check_resources(case: Case) -> Iterator[Finding]:
 
 def check_memory(case: Case) -> Iterator[Finding]:
     """The memory plan, and what would lower it."""
-    levers = RL if case.is_rl else LEVERS
     try:
-        settled = settle(case.config, case.device, case.resolved.explicit, levers, case.counter)
-        plan: Plan = levers.plan(case.config, case.device, case.counter)
+        chosen = apply_plan(case.config, case.device, case.resolved.explicit, case.planner)
+        plan = case.planner.plan(case.config, case.device)
     except UserError as error:
         yield Finding(ERROR, "memory", str(error))
         return
-    case.report.fact("memory", plan.verdict(), *settled)
+    case.report.fact("memory", plan.verdict(), *chosen)
     if not plan.fits:
-        remedies = find_remedies(case.config, plan, case.counter, levers)
+        remedies = find_remedies(case.config, plan, case.planner)
         do = "; ".join(remedy.words() for remedy in remedies[:3]) or "take a smaller model"
         yield Finding(ERROR, "memory", f"The run does not fit into memory. {plan.verdict()}", case.device.words, do)
 
@@ -99,7 +98,7 @@ def _bytes_saved(case: Case) -> int:
         from posttrain.algorithms import get_adv_estimator
 
         roles += ["critic"] * get_adv_estimator(case.config.algorithm.adv_estimator).needs_critic
-    held = [case.counter(case.config, case.device, role, ModelBytes.of) for role in roles]
+    held = [case.planner.count(case.config, case.device, role, ModelBytes.of) for role in roles]
     if case.model.lora_rank > 0:  # adapters alone are saved
         return sum(one.optimizer * 2 for one in held)
     return sum(one.weights + one.optimizer for one in held)
@@ -142,7 +141,7 @@ def _weights(case: Case) -> Iterator[Finding]:
     if not stored:
         return
     role = "actor" if case.is_rl else ROLE
-    wanted = case.counter(case.config, case.device, role, _weight_names) if case.model.lora_rank == 0 else set()
+    wanted = case.planner.count(case.config, case.device, role, _weight_names) if case.model.lora_rank == 0 else set()
     if missing := sorted(wanted - stored):
         shown_names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         what = f"{folder} lacks {len(missing)} of the model's {len(wanted)} weights ({shown_names})."

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.config.parallel import one_process
+from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking import ending
 from posttrain.tracking.console import keep_going, prepare_streams
@@ -83,8 +84,6 @@ class TaskRunner:
         apply_environment()
         resolved = as_resolved(config)
         if resolved.dry_run:
-            from posttrain.doctor.checkup import dry_run
-
             return dry_run(resolved)
         from posttrain.data.fields import look_at_prompt
         from posttrain.trainer.run.early import look_early

@@ -22,20 +22,18 @@ class NoPlan(LookupError):
 def plan(folder: Path) -> dict[str, Any]:
     """Planned GB by stage, with the run's stages that each stands for. Loads torch, but no weights."""
     from posttrain.config import load_config
-    from posttrain.doctor.memory import find_device
-    from posttrain.doctor.plan import Counter
-    from posttrain.doctor.remedies import RL
-    from posttrain.doctor.settling import settle
     from posttrain.errors import UserError
+    from posttrain.planning.budgets import apply_plan, planner_for
+    from posttrain.planning.memory_plan import find_device
 
     try:
         tree = read_settings(folder / "config.yaml")
         if "actor_rollout_ref" not in tree:
             raise NoPlan("Only runs of the PPO family are planned here; `posttrain plan sft ...` plans others.")
-        resolved, counter = load_config(_without_model_code(tree)), Counter()
-        config, device = resolved.config, find_device(resolved.config, None)
-        settle(config, device, resolved.explicit, RL, counter)
-        found = RL.plan(config, device, counter)
+        resolved = load_config(_without_model_code(tree))
+        config, device, planner = resolved.config, find_device(resolved.config), planner_for(resolved.config)
+        apply_plan(config, device, resolved.explicit, planner)
+        found = planner.plan(config, device)
     except (UserError, OSError, TypeError) as error:
         raise NoPlan(f"This run cannot be planned here: {error}") from error
     stages = [

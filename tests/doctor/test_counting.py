@@ -11,16 +11,16 @@ from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.doctor import counting
-from posttrain.doctor.counting import LiveBytes, ModelBytes
-from posttrain.doctor.memory import GIB, Device
-from posttrain.doctor.meta_models import actor_model
-from posttrain.doctor.plan import plan_memory
 from posttrain.engine.fsdp import EngineSettings, FSDPEngine
 from posttrain.engine.packing import packed_units, plan_units
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
+from posttrain.planning import counting
+from posttrain.planning.counting import LiveBytes, ModelBytes
+from posttrain.planning.memory_plan import GIB, Device
+from posttrain.planning.meta_models import actor_model
+from posttrain.planning.rl import RLPlanner
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.generate import to_batch
@@ -144,7 +144,8 @@ def test_native_generation_takes_the_planned_cache_and_temporary_tensors(tiny_mo
         "actor_rollout_ref.rollout.n": n,
         "algorithm.adv_estimator": "gae",
     }
-    parts = plan_memory(load_config(planned_run).config, Device("cpu", 16 * GIB, "the CPU")).stages["generate"]
+    plan = RLPlanner().plan(load_config(planned_run).config, Device("cpu", 16 * GIB, "the CPU"))
+    parts = plan.stages["generate"]
     assert size(tensor for cache in engine.pool.layers.values() for tensor in cache) == parts["KV cache"]
     planned = sum(parts[part] for part in ("KV cache", "temporary tensors", "rollout weights"))
     assert 0.8 * planned < live.peak < 1.02 * planned

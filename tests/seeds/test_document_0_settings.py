@@ -22,8 +22,8 @@ from posttrain.algorithms import AdvantageEstimator
 from posttrain.config import ConfigError, load_config
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
+from posttrain.planning.batch_sizes import fit_sizes
 from posttrain.trainer import main_ppo as entry
-from posttrain.trainer.ppo.sizes import fit_sizes
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MINI = "actor_rollout_ref__actor__ppo_mini_batch_size"

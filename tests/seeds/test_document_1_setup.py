@@ -76,7 +76,7 @@ def test_S3_09_train_sh_without_an_argument_trains_the_embedded_model_on_groups_
 
 def test_S3_09_the_default_run_writes_five_samples_of_each_prompt(monkeypatch, tmp_path, own_cache):
     """One step of it, with a tiny model in the embedded one's place (scripts/check_default_run.py makes all 200)."""
-    from posttrain import launch
+    from posttrain import cli
     from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
     from posttrain.models.embedded import write_model
     from posttrain.trainer.embedded import embedded_folder
@@ -85,7 +85,7 @@ def test_S3_09_the_default_run_writes_five_samples_of_each_prompt(monkeypatch, t
     write_model(embedded_folder() / "model", hidden_size=32, intermediate_size=64)
     monkeypatch.chdir(tmp_path)
     brief = ["trainer.total_training_steps=1", "trainer.val_before_train=False", "tracking.samples_freq=1"]
-    assert launch.main([f"--train-sh={ROOT}", "data.train_batch_size=20", *brief]) == 0
+    assert cli.train([f"--train-sh={ROOT}", "data.train_batch_size=20", *brief]) == 0
     [samples] = (tmp_path / "outputs").rglob("samples/step_1.parquet")
     uids = pq.read_table(samples).column("uid").to_pylist()
     assert len(uids) == 100 and {uids.count(uid) for uid in uids} == {5}

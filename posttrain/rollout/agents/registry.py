@@ -9,23 +9,19 @@ from typing import Any, TypeVar
 from posttrain.config.agent import BUILT_IN, KEY, AgentSettings
 from posttrain.config.closest import closest
 from posttrain.errors import UserError, first_line
+from posttrain.registry import Registry
 from posttrain.rollout.agents.chat import Chat
 from posttrain.rollout.agents.loop import Lead
 from posttrain.rollout.tools.finding import find_named, is_place, listed_in
 
 Made = TypeVar("Made", bound=Callable[..., Any])
-AGENTS: dict[str, Any] = {}
+AGENTS: Registry[Any] = Registry("agent")
 """Name -> the function or class that leads a conversation."""
 
 
 def register_agent(name: str) -> Callable[[Made], Made]:
     """Makes an `async def` function, or a class with `async def run`, known under a name."""
-
-    def add(source: Made) -> Made:
-        AGENTS[name] = source
-        return source
-
-    return add
+    return AGENTS.register(name)
 
 
 class Leads:

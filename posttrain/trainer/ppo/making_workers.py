@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import ROLLOUT
 from posttrain.errors import UserError
+from posttrain.planning.batch_sizes import critic_updates
 from posttrain.tracking.progress import say
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.ppo.model_reward import ModelReward
-from posttrain.trainer.ppo.sizes import critic_updates
 from posttrain.workers.apart import ActorRolloutApart
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 from posttrain.workers.roles import engine_ranks

@@ -20,6 +20,7 @@ from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
+from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
 from posttrain.rollout.turns.rows import Loop
 from posttrain.tracking.fields import groups_of
@@ -36,7 +37,6 @@ from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.ppo.reward_weights import reward_weights
 from posttrain.trainer.ppo.saving import resume, save
-from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.trainer.ppo.step_zero import check_first_batch
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.run.memory import named_stage, settle_memory

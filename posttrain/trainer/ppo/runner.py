@@ -209,7 +209,7 @@ def _load_external(config: PPOConfig) -> None:
     """Import the user's module, which may register estimators, losses, samplers or rollout engines."""
     name = config.actor_rollout_ref.model.external_lib
     if name:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(name)
         say(f"Loaded {name}.")

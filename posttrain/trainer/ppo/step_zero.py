@@ -9,10 +9,10 @@ import torch
 from posttrain.algorithms import correction_is_on
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
+from posttrain.planning.batch_sizes import Sizes
 from posttrain.protocol import DataProto
 from posttrain.tracking.fields import groups_of
 from posttrain.tracking.progress import say
-from posttrain.trainer.ppo.sizes import Sizes
 
 if TYPE_CHECKING:
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -11,9 +11,9 @@ import torch
 from posttrain.config.parallel import one_process, rollout_workers_of, workers_of
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.worker_log import keep, lines_of
+from posttrain.external import import_external
 from posttrain.tracking.progress import say
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.run.external import import_external
 from posttrain.trainer.run.process import seed_and_determinism
 
 

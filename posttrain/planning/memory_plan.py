@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from posttrain.doctor.counting import ModelBytes
 from posttrain.errors import UserError, first_line
+from posttrain.planning.counting import ModelBytes
 
 GIB = 2**30
 WORKSPACES = 192 * 2**20  # measured on an H200: 32 MiB for each stream and library
@@ -67,14 +67,26 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-class ModelCounter(ABC):
-    """Models and counted numbers, kept: plans that differ in a few settings share most of them."""
+class Planner(ABC):
+    """Plans the memory of one kind of run, without its weights.
+
+    Keeps the models that it built and the numbers that it counted: plans that differ in a few settings, as those of
+    `find_remedies`, share most of them.
+    """
 
     model_section: str
     """Where the settings of the trained model lie."""
+    lower: Mapping[str, Callable[[Any, Plan], Any]]
+    """Settings that memory depends on -> the next lower value, or None where there is none."""
+    always_named: Sequence[str]
+    """Settings that are named with their values even where they change nothing."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}
+
+    @abstractmethod
+    def plan(self, config: Any, device: Device) -> Plan:
+        """The plan of this configuration on that device."""
 
     @abstractmethod
     def identity(self, config: Any) -> tuple[Any, ...]:
@@ -84,7 +96,7 @@ class ModelCounter(ABC):
     def build(self, config: Any, device: Device, role: str) -> torch.nn.Module:
         """The role's model on the meta device."""
 
-    def __call__(self, config: Any, device: Device, role: str, what: Callable[..., Any], *args: Any) -> Any:
+    def count(self, config: Any, device: Device, role: str, what: Callable[..., Any], *args: Any) -> Any:
         """`what(model, *args)` of the role's model."""
         key = (*self.identity(config), device.kind, role)
         if key not in self._kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -12,6 +13,8 @@ from types import ModuleType
 from posttrain.errors import UserError
 
 KEY = "actor_rollout_ref.model.external_lib"
+_loaded: dict[Path, tuple[int, int, ModuleType]] = {}
+"""File -> (time of its last change, size, module): configuration and trainer import the same file."""
 
 
 def import_external(name: str, key: str = KEY) -> ModuleType:
@@ -41,9 +44,14 @@ def _hint(error: Exception) -> str:
 def _import_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{key}={path}: no such file")
+    state = os.stat(path)
+    changed, size, module = _loaded.get(path.resolve(), (0, 0, None))
+    if module is not None and (changed, size) == (state.st_mtime_ns, state.st_size):
+        return module
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
+    _loaded[path.resolve()] = (state.st_mtime_ns, state.st_size, module)
     return module

@@ -9,8 +9,7 @@ from posttrain.algorithms import get_adv_estimator
 from posttrain.doctor.case import Case, Run
 from posttrain.doctor.finding import ERROR, WARNING, Finding
 from posttrain.errors import UserError
-from posttrain.trainer.ppo.sizes import critic_updates, fit_sizes
-from posttrain.trainer.supervised.loop import count_steps
+from posttrain.planning.batch_sizes import count_steps, critic_updates, fit_sizes
 
 AREA = "batch"
 FROM_PROMPTS = 4

@@ -1,26 +1,35 @@
-"""The memory plan as text, and the command that prints it."""
+"""`posttrain plan`: the memory plan as text, after the checks by which the run itself would be rejected."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.base import Section
+from posttrain.config.environment import check_on_any_machine
 from posttrain.config.megatron import NAME as MEGATRON
+from posttrain.config.megatron import megatron_settings
+from posttrain.config.parallel import workers_of
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
 from posttrain.config.schema import lookup
 from posttrain.config.supervised_tree import command_tree
 from posttrain.config.tree import Tree
-from posttrain.doctor.memory import GIB, Plan, find_device, shown
-from posttrain.doctor.plan import Counter
-from posttrain.doctor.refusals import refuse_what_the_run_refuses
-from posttrain.doctor.remedies import RL, Remedy, find_remedies
-from posttrain.doctor.settling import settle
-from posttrain.doctor.supervised import LEVERS, ROLE, SupervisedCounter
+from posttrain.engine.ranks import check_heads
 from posttrain.errors import UserError, working_folder
+from posttrain.launch import resolve_arguments
+from posttrain.models import cut
+from posttrain.models.decoder import can_decode_fast
+from posttrain.models.loading import check_positions, positions_of
+from posttrain.planning.batch_sizes import check_group_size
+from posttrain.planning.budgets import apply_plan, planner_for
+from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, find_device, shown
+from posttrain.planning.remedies import Remedy, find_remedies
+from posttrain.planning.supervised import ROLE
+from posttrain.rollout.engines import check_engine_name
+from posttrain.rollout.native.build import check_can_cut
 from posttrain.tracking.folding import tell
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -41,19 +50,18 @@ def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
     rest, gpu_gb = _gpu_size(args)
     tree = command_tree("plan", rest)
-    resolved = _resolve(rest) if tree is None else load_config(rest[1:] or {}, tree=tree)
+    resolved = resolve_arguments(rest) if tree is None else load_config(rest[1:] or {}, tree=tree)
     config = resolved.config
     model_section = "actor_rollout_ref.model" if tree is None else tree.model
     if library := lookup(config, model_section).external_lib:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(library, f"{model_section}.external_lib")  # models and estimators may be registered there
-    counter, levers = (Counter(), RL) if tree is None else (SupervisedCounter(), LEVERS)
-    device = find_device(config, gpu_gb)
-    refuse_what_the_run_refuses(resolved, device, counter)
-    settled = settle(config, device, resolved.explicit, levers, counter)
-    plan = levers.plan(config, device, counter)
-    tell(report(config, plan, find_remedies(config, plan, counter, levers), settled))
+    planner, device = planner_for(config), find_device(config, gpu_gb)
+    _check_as_the_run_does(resolved, device, planner)
+    chosen = apply_plan(config, device, resolved.explicit, planner)
+    plan = planner.plan(config, device)
+    tell(report(config, plan, find_remedies(config, plan, planner), chosen))
     if gpu_gb is None:
         _tell_what_is_missing_here(resolved, tree or PPO)
     return 0 if plan.fits else 1
@@ -84,20 +92,61 @@ def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:
     return rest, size
 
 
-def _resolve(args: list[str]) -> Resolved:
-    """As `posttrain config` reads its arguments: with flags or `train` as train.sh, else as main_ppo."""
-    from posttrain import launch
+def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner) -> None:
+    """Raise the error that the run itself would raise: a plan of a run that is rejected is of no use."""
+    config = resolved.config
+    if not isinstance(config, PPOConfig):
+        size, packed = config.fsdp.ulysses_sequence_parallel_size, config.model.use_remove_padding
+        planner.count(config, device, ROLE, _check_heads, size, packed)
+        return
+    if problems := check_on_any_machine(resolved):
+        raise ConfigError(problems)
+    check_engine_name(config.actor_rollout_ref.rollout.name)
+    planner.count(config, device, "actor", _ActorChecks(config))
+    estimator = get_adv_estimator(config.algorithm.adv_estimator)
+    if estimator.needs_critic:
+        size, packed = config.critic.ulysses_sequence_parallel_size, config.critic.model.use_remove_padding
+        planner.count(config, device, "critic", _check_heads, size, packed)
+    if estimator.compares_group:
+        check_group_size(config, resolved.explicit)
 
-    request = launch.parse(args[1:] if args[:1] == ["train"] else args)
-    if args[:1] == ["train"] or request.flags or request.problems or not request.rest:
-        return launch.resolve(request, os.environ)
-    return load_config(request.rest)
+
+def _check_heads(module: Any, size: int, packed: bool) -> None:
+    check_heads(module.config, size, packed=packed)
 
 
-def report(config: Section, plan: Plan, remedies: Sequence[Remedy], settled: Sequence[str] = ()) -> str:
-    """The table, the verdict, and the settings that would lower the peak; `settled` are sentences on what the plan
+class _ActorChecks:
+    """Checks of the actor's model by the settings of its engines; a class, so that the planner can keep its result."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+
+    def __call__(self, module: Any) -> None:
+        actor, rollout, data = (
+            self.config.actor_rollout_ref.actor,
+            self.config.actor_rollout_ref.rollout,
+            self.config.data,
+        )
+        if actor.strategy == MEGATRON:
+            from posttrain.engine.megatron.places import Sizes, check_sizes
+            from posttrain.engine.megatron.shapes import check_model
+
+            sizes = Sizes.of(megatron_settings(actor.megatron_config))
+            check_model(module.config, sizes)
+            check_sizes(sizes, workers_of(self.config))
+        else:
+            packed = self.config.actor_rollout_ref.model.use_remove_padding
+            check_heads(module.config, actor.ulysses_sequence_parallel_size, packed=packed)
+        if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
+            check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
+            cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
+        check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
+
+
+def report(config: Section, plan: Plan, remedies: Sequence[Remedy], chosen: Sequence[str] = ()) -> str:
+    """The table, the verdict, and the settings that would lower the peak; `chosen` are sentences on what the plan
     chose."""
-    lines = [*_head(config, plan), *settled, "", *_table(plan), ""]
+    lines = [*_head(config, plan), *chosen, "", *_table(plan), ""]
     if plan.host:
         lines += [f"In host memory outside their stage: {', '.join(f'{p} {shown(b)}' for p, b in plan.host.items())}."]
     lines += [

@@ -16,10 +16,11 @@ from posttrain.config import PPOConfig
 from posttrain.config.base import Section
 from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.schema import assign, lookup
-from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, USABLE, Device, ModelCounter, Plan, shown
-from posttrain.doctor.remedies import Levers
 from posttrain.engine.facts import joining_cost
+from posttrain.planning import cuda_bytes
+from posttrain.planning.memory_plan import GIB, USABLE, Device, Plan, Planner, shown
+from posttrain.planning.rl import RLPlanner
+from posttrain.planning.supervised import SupervisedPlanner
 
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
 """Budgets of a pass that are tried, below the default."""
@@ -27,14 +28,19 @@ KV_KEY, SHARE_KEY = (f"actor_rollout_ref.rollout.{name}" for name in ("kv_cache_
 DOES_NOT_FIT = "By the memory plan this run does not fit"
 
 
-def settle(config: Section, device: Device, explicit: set[str], levers: Levers, counter: ModelCounter) -> list[str]:
+def planner_for(config: Section) -> Planner:
+    """A new planner for this kind of run."""
+    return RLPlanner() if isinstance(config, PPOConfig) else SupervisedPlanner()
+
+
+def apply_plan(config: Section, device: Device, explicit: set[str], planner: Planner) -> list[str]:
     """Set in `config` what the plan decides; gives a sentence on each."""
     if device.kind != "cuda":
         return []
-    said = settle_cache(config, device, levers.plan, counter) if isinstance(config, PPOConfig) else []
+    said = set_cache_size(config, device, planner.plan) if isinstance(config, PPOConfig) else []
     budgets = [([key for key in keys if key not in explicit], stages) for keys, stages in _budgets(config)]
     usual = {key: lookup(config, key) for keys, _ in budgets for key in keys}
-    too_large = [_lower(config, keys, stages, device, levers, counter) for keys, stages in budgets if keys]
+    too_large = [_lower(config, keys, stages, device, planner) for keys, stages in budgets if keys]
     for key, default in usual.items():
         if (tokens := lookup(config, key)) != default:
             fitting = f"by the memory plan {tokens} tokens at once fit here, not the usual {default}"
@@ -42,7 +48,7 @@ def settle(config: Section, device: Device, explicit: set[str], levers: Levers, 
     return [*said, *[sentence for sentence in too_large if sentence][:1]]
 
 
-def settle_cache(config: PPOConfig, device: Device, make_plan: Callable[..., Plan], counter: ModelCounter) -> list[str]:
+def set_cache_size(config: PPOConfig, device: Device, make_plan: Callable[[PPOConfig, Device], Plan]) -> list[str]:
     """The native engine's cache may take what is left of the device while responses are generated; vLLM and SGLang
     take it with their weights and passes."""
     rollout = config.actor_rollout_ref.rollout
@@ -50,7 +56,7 @@ def settle_cache(config: PPOConfig, device: Device, make_plan: Callable[..., Pla
         return []
     if rollout.name != "native" and rollout.name not in OUTSIDE:
         return []
-    plan = make_plan(config, device, counter)
+    plan = make_plan(config, device)
     left = USABLE * device.bytes - plan.peak("generate") + plan.stages["generate"]["KV cache"]
     if left <= 0:
         return []  # whatever it is, it does not fit: that is said below and by `posttrain plan`
@@ -79,13 +85,11 @@ def _budgets(config: Any) -> list[tuple[Sequence[str], Sequence[str]]]:
     return [((actor,), ("update",)), ((critic,), ("critic update",)), ((actor, critic), ("log-probs",))]
 
 
-def _lower(
-    config: Section, keys: Sequence[str], stages: Sequence[str], device: Device, levers: Levers, counter: ModelCounter
-) -> str:
+def _lower(config: Section, keys: Sequence[str], stages: Sequence[str], device: Device, planner: Planner) -> str:
     """Leave these budgets where the stages fit, or else lower them to the most that do; a row is never cut: less than
     one changes nothing. Gives the words for stages that do not fit whatever they are."""
-    plan = levers.plan(config, device, counter)
-    if _fit(plan, stages, config, counter):
+    plan = planner.plan(config, device)
+    if _fit(plan, stages, config, planner):
         return ""
     least, most = plan.shape.longest * getattr(plan.shape, "together", 1), max(lookup(config, key) for key in keys)
     for tokens in sorted({tokens for tokens in (*TOKENS, least) if least <= tokens < most}, reverse=True):
@@ -93,8 +97,8 @@ def _lower(
         tried = copy.deepcopy(config)
         for key, value in changed.items():
             assign(tried, key, value)
-        plan = levers.plan(tried, device, counter)
-        if _fit(plan, stages, tried, counter):
+        plan = planner.plan(tried, device)
+        if _fit(plan, stages, tried, planner):
             for key, value in changed.items():
                 assign(config, key, value)
             return ""
@@ -105,18 +109,18 @@ def _lower(
     )
 
 
-def _fit(plan: Plan, stages: Sequence[str], config: Any, counter: ModelCounter) -> bool:
+def _fit(plan: Plan, stages: Sequence[str], config: Any, planner: Planner) -> bool:
     """With passes that are as full as the budget allows: longest rows that share prompts leave a part of it empty,
     which shorter ones fill, and the trial before the first update shares none."""
-    more = _fuller(config, plan, counter) - 1.0
+    more = _fuller(config, plan, planner) - 1.0
     parts = [plan.stages[stage] for stage in stages if stage in plan.stages]
     needed = [sum(one.values()) + more * one.get("actor activations", 0) for one in parts]
     return all(size <= USABLE * plan.device.bytes for size in needed)
 
 
-def _fuller(config: Any, plan: Plan, counter: ModelCounter) -> float:
+def _fuller(config: Any, plan: Plan, planner: Planner) -> float:
     """Tokens of the fullest pass of the actor over those that the plan counts."""
-    sizes = counter(config, plan.device, "actor", on_cuda.sizes_of) if isinstance(config, PPOConfig) else None
+    sizes = planner.count(config, plan.device, "actor", cuda_bytes.sizes_of) if isinstance(config, PPOConfig) else None
     if sizes is None:
         return 1.0
     shape, actor = plan.shape, config.actor_rollout_ref.actor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +13,22 @@ from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
 from posttrain.config.engine_kwargs import OUTSIDE, longest_row
 from posttrain.config.parallel import rollout_workers_of, workers_of
-from posttrain.doctor import counting, meta_models, on_cuda
-from posttrain.doctor.counting import ModelBytes
-from posttrain.doctor.memory import (
+from posttrain.engine.facts import joining_cost
+from posttrain.kernels.decode import BLOCK
+from posttrain.models.loading import resolve_dtype
+from posttrain.planning import counting, cuda_bytes, meta_models
+from posttrain.planning.counting import ModelBytes
+from posttrain.planning.memory_plan import (
     Device,
-    ModelCounter,
     Parts,
     Plan,
+    Planner,
     add_workspaces,
     backward_parts,
     place,
     step_parts,
     without_passes,
 )
-from posttrain.engine.facts import joining_cost
-from posttrain.kernels.decode import BLOCK
-from posttrain.models.loading import resolve_dtype
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit, step_limit
 from posttrain.rollout.native.engine import MANY
@@ -85,10 +86,55 @@ class Shape:
         return count * unit, count * rows * response
 
 
-class Counter(ModelCounter):
-    """The models of an RL run."""
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def _fewer_tokens(value: int, plan: Plan) -> int:
+    return max(plan.shape.longest, value // 2)  # one sequence always fits
+
+
+def _on(value: bool, plan: Plan) -> bool:
+    return True
+
+
+_LOWER: dict[str, Callable[[Any, Plan], Any]] = {
+    f"{_MODEL}.enable_gradient_checkpointing": _on,
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": _fewer_tokens,
+    f"{_MODEL}.lora_rank": lambda value, plan: value or 16,
+    f"{_ACTOR}.fsdp_config.optimizer_offload": _on,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": _on,
+    f"{_ROLLOUT}.n": lambda value, plan: max(2, value // 2) if value > 1 else None,
+    f"{_ROLLOUT}.max_num_seqs": lambda value, plan: max(1, plan.shape.wave // 2),
+    f"{_ROLLOUT}.kv_cache_gb": lambda value, plan: None if value is None else round(value / 2, 2),
+    f"{_ROLLOUT}.gpu_memory_utilization": lambda value, plan: None if value is None else round(value * 0.75, 3),
+    "data.max_response_length": lambda value, plan: None if value < 2 else value // 2,
+    "reward_model.fsdp_config.param_offload": _on,
+    "reward_model.forward_max_token_len_per_gpu": _fewer_tokens,
+    "critic.ppo_max_token_len_per_gpu": _fewer_tokens,
+    "critic.fsdp_config.param_offload": _on,
+    "critic.fsdp_config.optimizer_offload": _on,
+}
+
+
+class RLPlanner(Planner):
+    """Of PPO, GRPO and their family."""
 
     model_section = "actor_rollout_ref.model"
+    lower = _LOWER
+    always_named = (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.n", f"{_MODEL}.enable_gradient_checkpointing")
+
+    def plan(self, config: PPOConfig, device: Device) -> Plan:
+        return _plan_training(config, device, self)
+
+    def plan_generation(self, config: PPOConfig, device: Device) -> Plan:
+        """Of a model that only generates, with nothing beside it: `posttrain generate` and `posttrain eval`."""
+        held = self.count(config, device, "actor", ModelBytes.of)
+        plan = Plan(device, Shape.of(config))
+        plan.stages["generate"] = _generate(config, device, plan.shape, self, held)
+        _add_unpacked(plan, {"actor": self.count(config, device, "actor", counting.unpacked_bytes)})
+        place(plan, "actor weights", held.weights, None)
+        add_workspaces(plan)
+        return plan
 
     def identity(self, config: PPOConfig) -> tuple[Any, ...]:
         others = (repr(config.critic.model.to_dict()), repr(config.reward_model.model))
@@ -107,26 +153,24 @@ class Counter(ModelCounter):
         return meta_models.critic_model(config, dtype)
 
 
-def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = None) -> Plan:
-    """The plan of this configuration on that device."""
-    counter = counter or Counter()
+def _plan_training(config: PPOConfig, device: Device, planner: RLPlanner) -> Plan:
     plan = Plan(device, Shape.of(config))
     critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
     roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
-    held = {role: counter(config, device, role, ModelBytes.of) for role in roles}
+    held = {role: planner.count(config, device, role, ModelBytes.of) for role in roles}
     plan.stages["load"] = {}
-    plan.stages["generate"] = _generate(config, device, plan.shape, counter, held["actor"])
+    plan.stages["generate"] = _generate(config, device, plan.shape, planner, held["actor"])
     if config.reward_model.enable:
-        plan.stages["reward model"] = {"temporary tensors": _rewarding(config, device, plan.shape, counter)}
-    plan.stages["log-probs"] = {"temporary tensors": _scoring(config, device, plan.shape, counter, roles)}
+        plan.stages["reward model"] = {"temporary tensors": _rewarding(config, device, plan.shape, planner)}
+    plan.stages["log-probs"] = {"temporary tensors": _scoring(config, device, plan.shape, planner, roles)}
     for role in reversed(roles):  # the critic is updated first
         name = "update" if role == "actor" else "critic update"
-        plan.stages[name] = _backward(config, device, plan.shape, counter, role, roles[role], held[role])
+        plan.stages[name] = _backward(config, device, plan.shape, planner, role, roles[role], held[role])
         plan.stages[f"{name.removesuffix('update')}step".strip()] = step_parts(
             role, device, held[role], workers=plan.shape.workers
         )
     _stay(plan, config.actor_rollout_ref.rollout.name)
-    _add_unpacked(plan, {role: counter(config, device, role, counting.unpacked_bytes) for role in roles})
+    _add_unpacked(plan, {role: planner.count(config, device, role, counting.unpacked_bytes) for role in roles})
     for role, settings in roles.items():
         offload, bytes_ = settings.fsdp_config, held[role]
         # The actor's weights are used in every stage: they generate, score and are updated.
@@ -136,28 +180,16 @@ def plan_memory(config: PPOConfig, device: Device, counter: Counter | None = Non
         place(plan, f"{role} optimizer", bytes_.optimizer, own[-2:] if offload.optimizer_offload else None)
     if needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0:
         moves = config.actor_rollout_ref.ref.fsdp_config.param_offload
-        weights = counter(config, device, "reference", ModelBytes.of).weights
+        weights = planner.count(config, device, "reference", ModelBytes.of).weights
         place(plan, "reference weights", weights, ("log-probs",) if moves else None)
     if config.reward_model.enable:
         moves = config.reward_model.fsdp_config.param_offload
-        weights = counter(config, device, "reward model", ModelBytes.of).weights
+        weights = planner.count(config, device, "reward model", ModelBytes.of).weights
         place(plan, "reward model weights", weights, ("reward model",) if moves else None)
-    _before_the_first_step(plan, held, counter(config, device, "actor", counting.joined_bytes))
+    _before_the_first_step(plan, held, planner.count(config, device, "actor", counting.joined_bytes))
     if plan.shape.generating:
         size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         _part_devices(plan, math.ceil(held["actor"].weights / size))
-    add_workspaces(plan)
-    return plan
-
-
-def plan_generation(config: PPOConfig, device: Device, counter: Counter | None = None) -> Plan:
-    """Of a model that only generates, with nothing beside it: `posttrain generate` and `posttrain eval`."""
-    counter = counter or Counter()
-    held = counter(config, device, "actor", ModelBytes.of)
-    plan = Plan(device, Shape.of(config))
-    plan.stages["generate"] = _generate(config, device, plan.shape, counter, held)
-    _add_unpacked(plan, {"actor": counter(config, device, "actor", counting.unpacked_bytes)})
-    place(plan, "actor weights", held.weights, None)
     add_workspaces(plan)
     return plan
 
@@ -187,54 +219,54 @@ def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:
         plan.stages[name]["temporary tensors"] += max(by_role[role] for role in users[name])
 
 
-def _generate(config: PPOConfig, device: Device, shape: Shape, counter: Counter, actor: ModelBytes) -> Parts:
+def _generate(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, actor: ModelBytes) -> Parts:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "native":
-        return _generate_native(config, device, shape, counter, actor)
+        return _generate_native(config, device, shape, planner, actor)
     serving = rollout.name != "hf"
     copies = (serving or shape.workers > 1) and not shape.generating
     copy = math.ceil(actor.weights / rollout.tensor_model_parallel_size) if copies else 0
-    per_token = counter(config, device, "actor", counting.cache_bytes_per_token)
+    per_token = planner.count(config, device, "actor", counting.cache_bytes_per_token)
     cache = shape.wave * shape.longest * per_token
     if serving:  # the engine takes its share of the device at once, working memory included
         if rollout.name in OUTSIDE and (rollout.kv_cache_gb is not None or device.kind == "cpu"):
             longest = longest_row(rollout.name, rollout.engine_kwargs, shape.longest) + 1
             cache = allowed_cache(rollout, device.kind, device.bytes, longest, per_token)
-            temporary = _step_peak(config, device, shape, counter)
+            temporary = _step_peak(config, device, shape, planner)
             return {"rollout weights": copy, "KV cache": cache, "temporary tensors": temporary}
         if rollout.gpu_memory_utilization is not None:
             held = copy or actor.weights  # workers that only generate have none but these
             cache = max(0, int(rollout.gpu_memory_utilization * device.bytes) - held)
         return {"rollout weights": copy, "KV cache": cache, "temporary tensors": 0}
-    prefill = counter(config, device, "actor", counting.prefill_peak, shape.prefill, shape.prompt)
-    decode = counter(config, device, "actor", counting.decode_peak, shape.wave, shape.longest, _sampling(config))
+    prefill = planner.count(config, device, "actor", counting.prefill_peak, shape.prefill, shape.prompt)
+    decode = planner.count(config, device, "actor", counting.decode_peak, shape.wave, shape.longest, _sampling(config))
     # In the prefill most of the cache is not there yet.
     return {"rollout weights": copy, "KV cache": cache, "temporary tensors": max(prefill - cache, decode)}
 
 
-def _generate_native(config: PPOConfig, device: Device, shape: Shape, counter: Counter, actor: ModelBytes) -> Parts:
+def _generate_native(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, actor: ModelBytes) -> Parts:
     """The cache in whole blocks: a prompt's once, a response's for each. One worker's weights are the trainer's own; of
     those that hold an engine together each has its part of weights and cache."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
-    per_token = counter(config, device, "actor", counting.cache_bytes_per_token, size)
+    per_token = planner.count(config, device, "actor", counting.cache_bytes_per_token, size)
     blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(data.max_response_length)
     cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
     tokens = _step_tokens(config, device, shape)
-    temporary = _step_peak(config, device, shape, counter)
+    temporary = _step_peak(config, device, shape, planner)
     captured = 0
     if device.kind == "cuda":
-        sizes = counter(config, device, "actor", on_cuda.sizes_of)
+        sizes = planner.count(config, device, "actor", cuda_bytes.sizes_of)
         if sizes is not None:
             if size == 1:
-                captured = on_cuda.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
-            temporary = on_cuda.prefill_bytes(sizes, tokens, shape.prefill)
+                captured = cuda_bytes.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
+            temporary = cuda_bytes.prefill_bytes(sizes, tokens, shape.prefill)
         else:  # without a kernel of its own a layer's keys and values are gathered for each step
-            layers = counter(config, device, "actor", counting.layer_count)
+            layers = planner.count(config, device, "actor", counting.layer_count)
             temporary += 2 * shape.wave * shape.longest * per_token // layers
     copies = math.ceil(actor.weights / size) if shape.workers > 1 and not shape.generating else 0
     if size == 1 and device.kind == "cpu" and data.max_response_length >= MANY:
-        copies = counter(config, device, "actor", counting.packed_bytes)
+        copies = planner.count(config, device, "actor", counting.packed_bytes)
     made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
     return made | ({CAPTURED: captured} if captured else {})
 
@@ -245,9 +277,9 @@ def _step_tokens(config: PPOConfig, device: Device, shape: Shape) -> int:
     return max(shape.wave, min(limit, shape.prefill * shape.prompt))
 
 
-def _step_peak(config: PPOConfig, device: Device, shape: Shape, counter: Counter) -> int:
+def _step_peak(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner) -> int:
     sizes = (_step_tokens(config, device, shape), shape.wave)
-    return counter(config, device, "actor", counting.native_step_peak, *sizes, _sampling(config))
+    return planner.count(config, device, "actor", counting.native_step_peak, *sizes, _sampling(config))
 
 
 def _stay(plan: Plan, engine: str) -> None:
@@ -279,40 +311,40 @@ def _sampling(config: PPOConfig) -> Sampling:
     )
 
 
-def _scoring(config: PPOConfig, device: Device, shape: Shape, counter: Counter, roles: dict[str, Any]) -> int:
+def _scoring(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, roles: dict[str, Any]) -> int:
     n = config.actor_rollout_ref.rollout.n
 
     def peak(role: str, rows: int) -> int:
-        sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
+        sizes = planner.count(config, device, role, cuda_bytes.sizes_of) if device.kind == "cuda" else None
         if sizes is not None:
             passed = shape.packed_pass(roles[role], n, joining_cost(sizes.width))
-            return on_cuda.scoring_bytes(sizes, *passed, device.bytes)
-        return counter(config, device, role, counting.scoring_peak, rows, shape.longest, device.kind)
+            return cuda_bytes.scoring_bytes(sizes, *passed, device.bytes)
+        return planner.count(config, device, role, counting.scoring_peak, rows, shape.longest, device.kind)
 
     return max(peak(role, shape.micro_rows(settings)) for role, settings in roles.items())
 
 
-def _rewarding(config: PPOConfig, device: Device, shape: Shape, counter: Counter) -> int:
+def _rewarding(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner) -> int:
     """The largest pass of the reward model; its tokenizer is taken to need as many tokens as the policy's."""
     settings = config.reward_model
     longest = min(shape.longest, settings.max_length or shape.longest)
     rows = min(shape.batch_rows, settings.micro_batch_size_per_gpu or shape.batch_rows)
     rows = max(1, min(rows, settings.forward_max_token_len_per_gpu // longest))
-    return counter(config, device, "reward model", counting.rewarding_peak, rows, longest)
+    return planner.count(config, device, "reward model", counting.rewarding_peak, rows, longest)
 
 
 def _backward(
-    config: PPOConfig, device: Device, shape: Shape, counter: Counter, role: str, settings: Any, held: ModelBytes
+    config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, role: str, settings: Any, held: ModelBytes
 ) -> Parts:
     rows, checkpointing = shape.micro_rows(settings), config.actor_rollout_ref.model.enable_gradient_checkpointing
     if role == "critic" and config.critic.model.enable_gradient_checkpointing is not None:
         checkpointing = config.critic.model.enable_gradient_checkpointing
-    sizes = counter(config, device, role, on_cuda.sizes_of) if device.kind == "cuda" else None
+    sizes = planner.count(config, device, role, cuda_bytes.sizes_of) if device.kind == "cuda" else None
     if sizes is not None:
         passed = shape.packed_pass(settings, config.actor_rollout_ref.rollout.n, joining_cost(sizes.width))
         alone = shape.workers == 1
-        counted = on_cuda.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
+        counted = cuda_bytes.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
     else:
         how = (rows, shape.longest, checkpointing, device.kind)
-        counted = counter(config, device, role, counting.training_bytes, *how)
+        counted = planner.count(config, device, role, counting.training_bytes, *how)
     return backward_parts(role, counted, held, device, single=rows == shape.mini_rows, workers=shape.workers)

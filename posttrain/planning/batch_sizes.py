@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
@@ -89,6 +90,12 @@ def check_group_size(config: PPOConfig, explicit: set[str]) -> None:
 
 def rows_text(config: PPOConfig) -> str:
     return f"{config.data.train_batch_size} prompts"
+
+
+def count_steps(config: Any, rows: int) -> tuple[int, int]:
+    """Of a supervised run: (rows per step, steps); the last batch of an epoch holds the rows that are left."""
+    batch = min(config.data.train_batch_size, rows)
+    return batch, config.trainer.total_training_steps or config.trainer.total_epochs * -(-rows // batch)
 
 
 def critic_updates(config: PPOConfig, sizes: Sizes) -> int:

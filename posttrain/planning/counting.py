@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posttrain.doctor.meta_models import META, is_scorer
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
@@ -27,6 +26,7 @@ from posttrain.models.forward import LAYERS, decoder_of, hidden_states, token_lo
 from posttrain.models.recompute import recompute_layers
 from posttrain.models.scorer import head_scores, widened
 from posttrain.models.value import ValueModel
+from posttrain.planning.meta_models import META, is_scorer
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
 
