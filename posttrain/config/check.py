@@ -60,14 +60,15 @@ def check_choices(
 
 def check_ranges(checked: Checked, ranges: Mapping[str, Range]) -> Iterator[Finding]:
     """Numbers out of range, or not finite."""
+    table = leaves(type(checked.config))
     told: set[str] = set()
     for key, (fits, text) in ranges.items():
         value = lookup(checked.config, key)
         if value is not None and value == value and not fits(value):  # NaN is in no range; it is told below
             told.add(key)
-            do = f"give a value that is {text} ({leaves()[key].sentence})"
+            do = f"give a value that is {text} ({table[key].sentence})"
             yield checked.problem(f"`{key}={value}` is out of range: it must be {text}.", do, key)
-    for key, leaf in leaves().items():
+    for key, leaf in table.items():
         value = lookup(checked.config, key)
         if key in told:
             continue

@@ -14,7 +14,7 @@ from posttrain.config.megatron import megatron_settings
 from posttrain.config.parallel import workers_of
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
-from posttrain.config.schema import lookup, using
+from posttrain.config.schema import lookup
 from posttrain.config.supervised_tree import command_tree
 from posttrain.config.tree import Tree
 from posttrain.engine.ranks import check_heads
@@ -69,8 +69,7 @@ def main(args: Sequence[str]) -> int:
 
 def _tell_what_is_missing_here(resolved: Resolved, tree: Tree) -> None:
     """A plan without a size is for this machine, which may lack what the run needs."""
-    with using(tree.root):
-        problems = tree.environment(resolved, working_folder())
+    problems = tree.environment(resolved, working_folder())
     if problems:
         tell(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
 

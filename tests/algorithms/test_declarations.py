@@ -109,7 +109,7 @@ def test_every_declared_setting_has_a_sentence_and_every_page_a_paper(registry):
     for name, declaration in registry.items():
         assert "arXiv" in declaration.page and "Settings:" in declaration.page, name
         own = declared(declaration) - set(declaration.reads or ())
-        sentences = {key.rpartition(".")[2]: leaf.sentence for key, leaf in leaves().items()}
+        sentences = {key.rpartition(".")[2]: leaf.sentence for key, leaf in leaves(PPOConfig).items()}
         assert all(sentences[setting] for setting in own), name
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.config.problem import ConfigError
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.explain import explain
 from posttrain.explain.pages import KEY, _known, _pages
@@ -36,7 +37,7 @@ def test_a_students_word_has_a_short_page_of_its_own(word):
 def test_a_page_names_settings_pages_and_words_that_there_are(name):
     text = WORDS[name]
     for key in KEY.findall(re.sub(r"docs/\w+\.md|global_step_N|metrics\.jsonl", "", text)):
-        known = key in leaves() or any(f".{key}." in f".{leaf}." for leaf in leaves())
+        known = key in leaves(PPOConfig) or any(f".{key}." in f".{leaf}." for leaf in leaves(PPOConfig))
         assert known or key in ("optim.lr", "rollout.n"), key
     for page in re.findall(r"docs/\w+\.md", text):
         assert (ROOT / page).is_file(), page
@@ -47,7 +48,7 @@ def test_a_page_names_settings_pages_and_words_that_there_are(name):
 
 def test_other_spellings_lead_to_pages_or_settings():
     for word, name in SPELLINGS.items():
-        assert explain(word) and (name in _pages() or any(key.endswith(f".{name}") for key in leaves())), word
+        assert explain(word) and (name in _pages() or any(key.endswith(f".{name}") for key in leaves(PPOConfig))), word
 
 
 @pytest.mark.parametrize(

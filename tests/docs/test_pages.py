@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.aliases import DERIVED, PPO_SPELLINGS, RENAMED, canonical, spelled
+from posttrain.config.aliases import DERIVED, PPO_SPELLINGS, RENAMED
 from posttrain.config.choices import CHOICES, ESTIMATORS, POLICY_LOSSES
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.presets import PRESETS
-from posttrain.config.schema import using
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.explain.pages import _pages
 from posttrain.explain.topics import METRICS
@@ -32,17 +31,15 @@ def whole(key: str) -> str:
 
 def is_known(key: str) -> bool:
     """Whether a program of ours takes this key."""
-    for tree in (PPO, SFT, REWARD_MODEL):
-        with using(tree.root), spelled(tree.spellings):
-            if canonical(key).key is not None:
-                return True
-    return False
+    return any(tree.spellings.canonical(key).key is not None for tree in (PPO, SFT, REWARD_MODEL))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_a_page_gives_a_value_is_known(page):
     unknown = [key for key in KEY.findall(PAGES[page]) if not is_known(whole(key))]
-    unknown = [key for key in unknown if canonical(key.rpartition(".")[0]).key is None]  # entries of a free dict
+    unknown = [
+        key for key in unknown if PPO_SPELLINGS.canonical(key.rpartition(".")[0]).key is None
+    ]  # entries of a free dict
     if page in ("coming_from_verl.md", "verl_keys.md"):
         unknown = [key for key in unknown if PPO_SPELLINGS.dialect.answer(key) is None]  # keys of verl
     assert set(unknown) <= SLIPS | (VERL if page == "evaluation.md" else set())
