@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from posttrain.config.train_engines import ENGINES, RL
+
 GROUP_ESTIMATORS = (
     "grpo",
     "grpo_passk",
@@ -51,7 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "actor_rollout_ref.model.quantization": ("nf4",),
     "actor_rollout_ref.model.dtype": _DTYPES,
-    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2", "megatron"),
+    RL.strategy: tuple(ENGINES),
     "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
     "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
     "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),

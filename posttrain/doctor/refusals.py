@@ -11,14 +11,12 @@ from typing import Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig
 from posttrain.config.environment import check_on_any_machine
-from posttrain.config.megatron import NAME as MEGATRON
-from posttrain.config.megatron import megatron_settings
 from posttrain.config.parallel import workers_of
 from posttrain.config.problem import ConfigError
 from posttrain.config.resolved import Resolved
 from posttrain.doctor.memory import Device, ModelCounter
 from posttrain.doctor.supervised import ROLE
-from posttrain.engine.ranks import check_heads
+from posttrain.engine.registry import EngineLayout, critic_layout, engine_class, policy_layout, supervised_layout
 from posttrain.models import cut
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
@@ -30,8 +28,8 @@ def refuse_what_the_run_refuses(resolved: Resolved, device: Device, counter: Mod
     """Raises the run's own error."""
     config = resolved.config
     if not isinstance(config, PPOConfig):
-        size, packed = config.fsdp.ulysses_sequence_parallel_size, config.model.use_remove_padding
-        counter(config, device, ROLE, _check_heads, size, packed)
+        packed, ranks = config.model.use_remove_padding, workers_of(config)
+        counter(config, device, ROLE, _check_model, supervised_layout(config), ranks, packed)
         return
     if problems := check_on_any_machine(resolved):
         raise ConfigError(problems)
@@ -39,16 +37,16 @@ def refuse_what_the_run_refuses(resolved: Resolved, device: Device, counter: Mod
     counter(config, device, "actor", _Refusals(config))
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
     if estimator.needs_critic:
-        size, packed = config.critic.ulysses_sequence_parallel_size, config.critic.model.use_remove_padding
-        counter(config, device, "critic", _check_heads, size, packed)
+        packed, ranks = config.critic.model.use_remove_padding, workers_of(config)
+        counter(config, device, "critic", _check_model, critic_layout(config), ranks, packed)
     if estimator.compares_group:
         from posttrain.trainer.ppo.sizes import check_group_size
 
         check_group_size(config, resolved.explicit)
 
 
-def _check_heads(module: Any, size: int, packed: bool) -> None:
-    check_heads(module.config, size, packed=packed)
+def _check_model(module: Any, layout: EngineLayout, ranks: int, packed: bool) -> None:
+    engine_class(layout).check_model(module.config, layout, ranks=ranks, packed=packed)
 
 
 class _Refusals:
@@ -58,21 +56,9 @@ class _Refusals:
         self.config = config
 
     def __call__(self, module: Any) -> None:
-        actor, rollout, data = (
-            self.config.actor_rollout_ref.actor,
-            self.config.actor_rollout_ref.rollout,
-            self.config.data,
-        )
-        if actor.strategy == MEGATRON:
-            from posttrain.engine.megatron.places import Sizes, check_sizes
-            from posttrain.engine.megatron.shapes import check_model
-
-            sizes = Sizes.of(megatron_settings(actor.megatron_config))
-            check_model(module.config, sizes)
-            check_sizes(sizes, workers_of(self.config))
-        else:
-            packed = self.config.actor_rollout_ref.model.use_remove_padding
-            check_heads(module.config, actor.ulysses_sequence_parallel_size, packed=packed)
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        packed = self.config.actor_rollout_ref.model.use_remove_padding
+        _check_model(module, policy_layout(self.config), workers_of(self.config), packed)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
             _check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
             cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)

@@ -8,11 +8,12 @@ from typing import Any
 
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.base import Section
-from posttrain.config.megatron import NAME as MEGATRON
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
 from posttrain.config.schema import lookup, using
 from posttrain.config.supervised_tree import command_tree
+from posttrain.config.train_engines import RL as RL_KEYS
+from posttrain.config.train_engines import SUPERVISED, train_engine
 from posttrain.config.tree import Tree
 from posttrain.doctor.memory import GIB, Plan, find_device, shown
 from posttrain.doctor.plan import Counter
@@ -124,8 +125,9 @@ def _head(config: Any, plan: Plan) -> list[str]:
     ]
     if shape.workers > 1:
         lines.append(f"Planned for each of {shape.workers} workers that share weights, gradients and optimizer state.")
-    if isinstance(config, PPOConfig) and config.actor_rollout_ref.actor.strategy == MEGATRON:
-        lines.append("Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.")
+    keys = RL_KEYS if isinstance(config, PPOConfig) else SUPERVISED
+    if note := train_engine(lookup(config, keys.strategy), keys).plan_note:
+        lines.append(note)
     if generating := getattr(shape, "generating", 0):
         lines.append(f"The column generate is of each of the {generating} worker(s) that only generate.")
     return lines

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.packing import Unit, plan_micro_batches, units_for
-from posttrain.engine.pair_units import passes_of_pairs, plan_pairs
+from posttrain.engine.packing import Unit, passes_of_pairs, plan_micro_batches, plan_pairs, units_for
 from posttrain.protocol import DataProto
 
 

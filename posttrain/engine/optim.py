@@ -86,6 +86,10 @@ class Optimizer:
         if sums:
             torch._foreach_add_(sums, grads)  # pyright: ignore
 
+    def reduce_gradients(self) -> None:
+        """After the last pass: let ranks with copies of a weight add their gradients up. FSDP2 does that in the
+        backward pass."""
+
     def step(self, *, grad_clip: float, total_steps: int) -> dict[str, float]:
         """Clip, step and clear; a gradient that is not finite changes nothing and is reported."""
         norm = self._clip(grad_clip if grad_clip > 0 else math.inf)

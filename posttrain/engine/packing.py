@@ -81,8 +81,28 @@ def _parts(
 
 def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
     """The units of each forward pass over a batch that one process computes alone."""
+    if facts.pairs:
+        return passes_of_pairs(plan_pairs(data, facts), facts)
     units = units_for(facts, data, facts.max_rows)
     return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
+
+
+def plan_pairs(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
+    """By pair, the units that its two rows, which follow each other, are computed in: one where they share a beginning
+    and that is cheaper."""
+    costs = {"width": facts.width, "all_pairs": facts.all_pairs, "joining": facts.joining}
+    pairs = []
+    for first in range(0, len(data), 2):
+        units = plan_units(data[[first, first + 1]], share=facts.shares_prompts, **costs)
+        pairs.append([replace(unit, rows=[first + row for row in unit.rows]) for unit in units])
+    return pairs
+
+
+def passes_of_pairs(pairs: list[list[Unit]], facts: EngineFacts) -> list[list[Unit]]:
+    """The units of each pass, both rows of a pair always in the same one; `facts.max_rows` counts pairs."""
+    whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
+    passes = plan_micro_batches(whole, token_budget=facts.token_budget, max_rows=facts.max_rows)
+    return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
 
 def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list[Unit]:

@@ -8,7 +8,8 @@ import logging
 import warnings
 from typing import Any
 
-from posttrain.config.megatron import INSTALL, is_installed
+from posttrain.config.megatron import install_words, is_installed
+from posttrain.config.train_engines import RL
 from posttrain.errors import UserError
 
 PACKAGE = "megatron-core"
@@ -26,8 +27,8 @@ def part(name: str) -> Any:
     """A module of megatron.core, without its warnings about packages that are not used here."""
     if not is_installed():
         raise MegatronError(
-            "actor_rollout_ref.actor.strategy=megatron: the package megatron-core is not installed in this "
-            f"environment; {INSTALL}"
+            f"{RL.strategy}=megatron: the package megatron-core is not installed in this environment; "
+            f"{install_words(RL.strategy)}"
         )
     with warnings.catch_warnings(action="ignore"):
         logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -6,7 +6,7 @@ rows (data), then the stages of the pipeline. Experts are dealt out over tensor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from posttrain.config.megatron import KEY, MegatronSettings
+from posttrain.config.megatron import SECTION, megatron_settings
+from posttrain.config.train_engines import RL, EngineKeys
+from posttrain.engine.base import EngineLayout
 from posttrain.engine.ranks import RanksError, world_size
 
 
@@ -25,10 +27,18 @@ class Sizes:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    keys: EngineKeys = field(default=RL, compare=False)
+    """Where they were set, for error messages."""
 
     @classmethod
-    def of(cls, settings: MegatronSettings) -> Sizes:
-        return cls(settings.tensor_parallel_size, settings.pipeline_parallel_size, settings.expert_parallel_size)
+    def of(cls, layout: EngineLayout) -> Sizes:
+        own = megatron_settings(layout.own)
+        return cls(own.tensor_parallel_size, own.pipeline_parallel_size, own.expert_parallel_size, layout.keys)
+
+    @property
+    def key(self) -> str:
+        """The settings that these sizes are."""
+        return f"{self.keys.section}.{SECTION}"
 
     def words(self) -> str:
         return f"tensor {self.tensor}, pipeline {self.pipeline}, expert {self.expert}"
@@ -39,16 +49,16 @@ def check_sizes(sizes: Sizes, ranks: int) -> None:
     together = sizes.tensor * sizes.pipeline
     if ranks % together:
         raise RanksError(
-            f"{KEY}: tensor_parallel_size={sizes.tensor} x pipeline_parallel_size={sizes.pipeline} = {together} ranks "
-            f"hold one copy of the model, but the run has {ranks}, which is no multiple of it; set sizes whose product "
-            "divides trainer.n_gpus_per_node x trainer.nnodes"
+            f"{sizes.key}: tensor_parallel_size={sizes.tensor} x pipeline_parallel_size={sizes.pipeline} = {together} "
+            f"ranks hold one copy of the model, but the run has {ranks}, which is no multiple of it; set sizes whose "
+            "product divides trainer.n_gpus_per_node x trainer.nnodes"
         )
     stage = ranks // sizes.pipeline
     if stage % sizes.expert:
         raise RanksError(
-            f"{KEY}.expert_parallel_size={sizes.expert}: experts are dealt out over the {stage} ranks of a pipeline "
-            f"stage ({ranks} ranks / pipeline_parallel_size={sizes.pipeline}), which is no multiple of it; set a size "
-            f"that divides {stage}"
+            f"{sizes.key}.expert_parallel_size={sizes.expert}: experts are dealt out over the {stage} ranks of a "
+            f"pipeline stage ({ranks} ranks / pipeline_parallel_size={sizes.pipeline}), which is no multiple of it; "
+            f"set a size that divides {stage}"
         )
 
 

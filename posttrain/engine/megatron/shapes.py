@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from posttrain.config.megatron import KEY
 from posttrain.engine.megatron.host import computing_on, settle_experts
 from posttrain.engine.megatron.package import MegatronError, part
 from posttrain.engine.megatron.places import Places, Sizes
@@ -21,7 +20,7 @@ def check_model(config: Any, sizes: Sizes) -> None:
     kind = config.model_type
     if kind not in (*DENSE, *EXPERTS):
         raise MegatronError(
-            f"actor_rollout_ref.actor.strategy=megatron: models of type {kind} are not built for it; it trains "
+            f"{sizes.keys.strategy}=megatron: models of type {kind} are not built for it; it trains "
             f"{', '.join((*DENSE, *EXPERTS))}. Set strategy=fsdp2"
         )
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -37,7 +36,7 @@ def check_model(config: Any, sizes: Sizes) -> None:
     }
     if told := [name for name, is_so in odd.items() if is_so]:
         raise MegatronError(
-            f"actor_rollout_ref.actor.strategy=megatron: the model has {' and '.join(told)}, which are not built for "
+            f"{sizes.keys.strategy}=megatron: the model has {' and '.join(told)}, which are not built for "
             "it; set strategy=fsdp2"
         )
     _check_parts(config, sizes)
@@ -53,15 +52,15 @@ def _check_parts(config: Any, sizes: Sizes) -> None:
     experts = experts_of(config)
     if experts is None and sizes.expert > 1:
         raise MegatronError(
-            f"{KEY}.expert_parallel_size={sizes.expert}: the model ({config.model_type}) is dense, it has no experts "
-            "to deal out; set 1, or a mixture of experts as actor_rollout_ref.model.path"
+            f"{sizes.key}.expert_parallel_size={sizes.expert}: the model ({config.model_type}) is dense, it has no "
+            f"experts to deal out; set 1, or a mixture of experts as {sizes.keys.model}.path"
         )
     if experts is not None:
         cut.append(("expert_parallel_size", sizes.expert, "experts", experts))
     for name, size, what, count in cut:
         if count % size:
             raise MegatronError(
-                f"{KEY}.{name}={size}: the model has {count} {what}, which is no multiple of it; set a size that "
+                f"{sizes.key}.{name}={size}: the model has {count} {what}, which is no multiple of it; set a size that "
                 "divides it"
             )
 

@@ -1,6 +1,6 @@
-"""A pass through this rank's layers: from token ids, or from what the stage before gave, to hidden states or log-probs.
+"""A pass through this rank's layers: from token ids, or from what the stage before gave, to hidden states or outputs.
 
-Shapes: T packed tokens, E hidden size, U places whose next token is asked for.
+Shapes: T packed tokens, E hidden size, U places whose hidden state is read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.engine.heads import Head
 from posttrain.engine.megatron.head import parted_log_probs
 from posttrain.engine.megatron.places import Places
 from posttrain.engine.packing import Rows
@@ -24,6 +25,7 @@ class StagePass(torch.nn.Module):
         config: Any,
         places: Places,
         angles_D: torch.Tensor,
+        head: Head,
         *,
         padding: int | None,
         recompute: bool,
@@ -31,7 +33,7 @@ class StagePass(torch.nn.Module):
         """`angles_D` is what each position turns the pairs of a head by; `padding` is the token whose embedding learns
         nothing where it is read, as in Hugging Face's models."""
         super().__init__()
-        self.padding = padding
+        self.head, self.padding = head, padding
         self.model, self.config, self.places, self.recompute = model, config, places, recompute
         self.angles_D: torch.Tensor
         self.register_buffer("angles_D", angles_D.float(), persistent=False)
@@ -54,11 +56,10 @@ class StagePass(torch.nn.Module):
         if not self.places.last:
             return hidden
         assert isinstance(hidden, torch.Tensor)
-        hidden = self.model.decoder.final_layernorm(hidden)[:, 0].index_select(0, rows.predict_U)
-        head = getattr(self.model, "value_head", None)
-        if head is not None:
-            values_U = head(hidden)[:, 0]
-            return {"values": values_U.to(torch.promote_types(values_U.dtype, torch.float32))}
+        hidden = self.model.decoder.final_layernorm(hidden)[:, 0].index_select(0, self.head.places(rows))
+        if self.head.projection is not None:
+            (name,), values_U = self.head.outputs, getattr(self.model, self.head.projection)(hidden)[:, 0]
+            return {name: values_U.to(torch.promote_types(values_U.dtype, torch.float32))}
         log_probs_U, entropy_U = parted_log_probs(
             hidden,
             self.model.output_layer.weight,

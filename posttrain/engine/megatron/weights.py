@@ -6,13 +6,14 @@ one; tensor ranks hold rows or columns of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from posttrain.engine.heads import Head
 from posttrain.engine.megatron.places import Places
 from posttrain.engine.megatron.shapes import experts_of
 
@@ -30,10 +31,9 @@ class Match:
     kind: Kind
 
 
-def stage_matches(config: Any, places: Places, stage: int, *, values: bool = False) -> list[Match]:
-    """All weights of a stage; `values` of a value model, whose names begin otherwise and which predicts no tokens."""
-    stages = places.sizes.pipeline
-    root = "base_model" if values else "model"
+def stage_matches(config: Any, places: Places, stage: int, head: Head, theirs: Collection[str]) -> list[Match]:
+    """All weights of a stage of a model with this head; `theirs` are the names that the whole model has."""
+    stages, root = places.sizes.pipeline, head.decoder
     found = []
     if stage == 0:
         found.append(Match(("embedding.word_embeddings.weight",), (f"{root}.embed_tokens.weight",), "rows"))
@@ -42,8 +42,9 @@ def stage_matches(config: Any, places: Places, stage: int, *, values: bool = Fal
         found += _layer(config, places, f"decoder.layers.{own}", f"{root}.layers.{stage * count + own}")
     if stage == stages - 1:
         found.append(Match(("decoder.final_layernorm.weight",), (f"{root}.norm.weight",), "same"))
-        if values:
-            found += [Match((f"value_head.{end}",), (f"value_head.{end}",), "same") for end in ("weight", "bias")]
+        if head.projection is not None:
+            names = (f"{head.projection}.{end}" for end in ("weight", "bias"))
+            found += [Match((name,), (name,), "same") for name in names if name in theirs]
         elif stages > 1 or not config.tie_word_embeddings:  # tied, the last of several stages has a copy
             found.append(Match(("output_layer.weight",), ("lm_head.weight",), "rows"))
     return found
@@ -133,13 +134,12 @@ def exported(
     config: Any,
     places: Places,
     device: torch.device,
-    *,
-    values: bool = False,
+    head: Head,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of all weights under their Hugging Face names, on every rank; all ranks must take all of them."""
     dtype = next(iter(weights.values())).dtype
     for stage in range(places.sizes.pipeline):
-        for match in stage_matches(config, places, stage, values=values):
+        for match in stage_matches(config, places, stage, head, shapes):
             if match.ours == ("output_layer.weight",) and config.tie_word_embeddings:
                 continue
             if places.stage == stage:
@@ -151,5 +151,5 @@ def exported(
                     weight = weight.contiguous()
                     dist.broadcast(weight, group=places.pipeline, group_src=stage)
                 yield name, weight
-                if name == "model.embed_tokens.weight" and config.tie_word_embeddings:
+                if name == "model.embed_tokens.weight" and config.tie_word_embeddings and head.projection is None:
                     yield "lm_head.weight", weight

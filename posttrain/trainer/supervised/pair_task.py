@@ -20,7 +20,7 @@ from posttrain.workers.supervised.pairs import PairWorker, pair_losses
 
 def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     """Two rows per pair, the better first; `prompts` is what both have in common, and one token stands behind each
-    answer (see `engine/pairs.py`). `pair_weights` make a mean over the whole batch in any split."""
+    answer (see `ScoreHead` in `engine/heads.py`). `pair_weights` make a mean over the whole batch in any split."""
     prompts, answers = [], []
     for pair in pairs:
         rows = [without_trailing_padding(ids, pad_token_id) for ids in (pair.chosen, pair.rejected)]

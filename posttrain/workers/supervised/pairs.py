@@ -10,7 +10,7 @@ from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.controller.dispatch import register, to_first
 from posttrain.engine.base import Passes
-from posttrain.engine.pairs import PairEngine
+from posttrain.engine.heads import ScoreHead
 from posttrain.models.loading import resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
@@ -29,13 +29,13 @@ def pair_losses(batch: DataProto, scores: torch.Tensor, center_coef: float) -> t
 class PairWorker(SupervisedWorker):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
-    engine: PairEngine
+    head = ScoreHead()
 
-    def make_engine(self) -> PairEngine:
+    def load_model(self, device: torch.device) -> torch.nn.Module:
         model = self.config.model
         module = load_scorer(
             str(model.path),
-            self.home,
+            device,
             resolve_dtype(model.dtype, self.device),
             pad_token_id=self.tokenizer.pad_token_id,
             trust_remote_code=model.trust_remote_code,
@@ -45,9 +45,7 @@ class PairWorker(SupervisedWorker):
             quantization=model.quantization,
         )
         self.pad = module.config.get_text_config().pad_token_id
-        if model.lora_rank > 0:
-            module = with_adapters(module, model, whole=SCORE_HEADS, role="")
-        return PairEngine(module, self.settings())
+        return with_adapters(module, model, whole=SCORE_HEADS, role="") if model.lora_rank > 0 else module
 
     @register(to_first)
     def pad_token_id(self) -> int:

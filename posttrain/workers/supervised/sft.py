@@ -8,7 +8,6 @@ import torch
 
 from posttrain.controller.dispatch import register
 from posttrain.engine.base import Passes, TrainEngine
-from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.protocol import DataProto
@@ -32,13 +31,11 @@ def sft_step(engine: TrainEngine, batch: DataProto, passes: Passes | None = None
 class SFTWorker(SupervisedWorker):
     """A causal language model that learns the assistant's turns."""
 
-    def make_engine(self) -> FSDPEngine:
+    def load_model(self, device: torch.device) -> torch.nn.Module:
         model = self.config.model
         dtype = resolve_dtype(model.dtype, self.device)
-        module = load_causal_lm(model, dtype=dtype, device=self.home, quantization=model.quantization)
-        if model.lora_rank > 0:
-            module = with_adapters(module, model, role="")
-        return FSDPEngine(module, self.settings())
+        module = load_causal_lm(model, dtype=dtype, device=device, quantization=model.quantization)
+        return with_adapters(module, model, role="") if model.lora_rank > 0 else module
 
     @register(planned_step, join_steps)
     def update(self, data: DataProto, passes: Passes | None = None) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from posttrain.controller.dispatch import Calls, register, to_all
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.ranks import group_ranks, world_size
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.heads import Head
+from posttrain.engine.registry import build_train_engine, loading_device, supervised_layout
 from posttrain.protocol import DataProto
 from posttrain.workers.engine_worker import ExportingWorker
 from posttrain.workers.lora_state import lora_state
@@ -36,22 +37,26 @@ def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
 class SupervisedWorker(ExportingWorker):
     """A model that learns rows with given answers; `config` is an SFTConfig or a RewardTrainerConfig."""
 
+    head: Head | None = None
+    """What is trained on top of the decoder; None is the language model's own head."""
+
     def __init__(self, config: Any, tokenizer: Any, device: torch.device, *, total_steps: int = 1) -> None:
         self.config, self.tokenizer, self.device, self.total_steps = config, tokenizer, device, total_steps
-        self.home = device if world_size() == 1 else torch.device("cpu")  # ranks take their parts from host memory
 
     @register(to_all)
     def init_model(self) -> None:
         torch.manual_seed(self.config.trainer.seed)  # what is drawn, such as adapters, is the same on every rank
-        self.engine = self.make_engine()
+        layout = supervised_layout(self.config)
+        module = self.load_model(loading_device(layout, self.device))
+        self.engine = build_train_engine(module, self._settings(), layout, self.head)
         self.adapters = lora_state(self.engine.facts(), self.config.model)
 
     @abstractmethod
-    def make_engine(self) -> FSDPEngine:
-        """The model and its optimizer."""
+    def load_model(self, device: torch.device) -> torch.nn.Module:
+        """The model to train, on `device`."""
 
-    def settings(self) -> EngineSettings:
-        config, ranks = self.config, self.config.fsdp
+    def _settings(self) -> EngineSettings:
+        config = self.config
         return EngineSettings(
             device=self.device,
             optim=config.optim,
@@ -61,7 +66,4 @@ class SupervisedWorker(ExportingWorker):
             max_rows=config.data.micro_batch_size_per_gpu,
             pack=config.model.use_remove_padding,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
-            ranks=group_ranks(
-                self.device, fsdp_size=ranks.fsdp_size, sequence_size=ranks.ulysses_sequence_parallel_size
-            ),
         )
