@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-for folder in ("engine", "sft"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from forked_ranks import run_ranks
 from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, settings, sft, tensors
 
