@@ -21,8 +21,9 @@ from posttrain.config.schema import lookup
 from posttrain.config.train_engines import EngineKeys
 
 NAME, SECTION = "megatron", "megatron_config"
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-"""`model_type` in the config.json of models that the engine trains; those of `engine/megatron/shapes.py`."""
+DENSE, EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
+MODEL_TYPES = (*DENSE, *EXPERTS)
+"""`model_type` in the config.json of models that the engine trains."""
 
 
 def install_words(strategy: str) -> str:

@@ -74,7 +74,7 @@ class Shape:
 
     def packed_pass(self, role: Any, n: int, joining: float) -> tuple[int, int]:
         """(tokens, log-probs) of the largest packed pass over longest rows: as many as the budget holds, `n` responses
-        with their prompt once where that pays (`engine/packing.py`). The last token of a row predicts nothing."""
+        with their prompt once where that pays (`engine/pass_plan.py`). The last token of a row predicts nothing."""
         response, most = self.longest - self.prompt, role.ppo_micro_batch_size_per_gpu or self.mini_rows
         fitting = (role.ppo_max_token_len_per_gpu - self.prompt) // max(1, response - 1)
         group = max(1, min(n, most, self.mini_rows, fitting))

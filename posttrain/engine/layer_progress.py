@@ -1,7 +1,7 @@
-"""Progress inside a pass: a pass over many rows of a model takes minutes on a CPU, and every layer that is done counts.
+"""Progress inside a pass: on a CPU a pass over many rows takes minutes, so every computed layer counts.
 
-Hooks on the outputs of layers, and on their gradients, count; they change nothing. On a GPU work is queued long before
-it is done, so that only passes count there.
+Hooks on the outputs of layers, and on their gradients, count; they change no numbers. On a GPU work is queued long
+before it is done, so that only whole passes count there.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from posttrain.engine.facts import EngineFacts
 from posttrain.engine.heads import Head
 from posttrain.engine.layer_progress import LayerProgress
 from posttrain.engine.optim import Optimizer
-from posttrain.engine.packing import Rows, Unit, dummy_rows, packed_units, padded_rows, plan_passes
+from posttrain.engine.packing import Rows, dummy_rows, packed_units, padded_rows
+from posttrain.engine.pass_plan import Unit, plan_passes
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.state import EngineState
 from posttrain.protocol import DataProto

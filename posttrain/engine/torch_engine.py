@@ -16,7 +16,7 @@ from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
 from posttrain.engine.layer_progress import LayerProgress
 from posttrain.engine.optim import Optimizer
-from posttrain.engine.packing import Rows, with_a_place
+from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
 from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
 from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
@@ -62,7 +62,7 @@ class TorchStage(Stage):
             yield
 
     def packed(self, rows: Rows) -> Rows:
-        return rows if self.ranks is None else with_a_place(rows)
+        return rows if self.ranks is None else with_a_prediction(rows)
 
     def before_backward(self, *, last: bool) -> None:
         if self.ranks is not None:

@@ -137,10 +137,3 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch
     resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3"])
     found = [problem.what for problem in check_environment(resolved, tmp_path) if "deepseek_v3" in problem.what]
     assert len(found) == 1 and asked == [("deepseek-ai/DeepSeek-V3", "config.json")]
-
-
-def test_the_kinds_of_models_are_those_that_the_engine_builds():
-    from posttrain.config.megatron import MODEL_TYPES
-    from posttrain.engine.megatron.shapes import DENSE, EXPERTS
-
-    assert (*DENSE, *EXPERTS) == MODEL_TYPES, "posttrain/config/megatron.py"

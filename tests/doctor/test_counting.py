@@ -17,7 +17,8 @@ from posttrain.doctor.memory import GIB, Device
 from posttrain.doctor.meta_models import actor_model
 from posttrain.doctor.plan import plan_memory
 from posttrain.engine.base import EngineSettings
-from posttrain.engine.packing import packed_units, plan_units
+from posttrain.engine.packing import packed_units
+from posttrain.engine.pass_plan import plan_units
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.loading import load_causal_lm

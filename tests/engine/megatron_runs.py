@@ -26,12 +26,11 @@ from posttrain.checkpoint import CheckpointManager
 from posttrain.config.actor import PolicyLossConfig
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
-from posttrain.engine.balance import plan_ranks
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
+from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
-from posttrain.engine.megatron.places import leave_places
-from posttrain.engine.packing import plan_passes
+from posttrain.engine.pass_plan import plan_passes, plan_ranks
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.registry import build_train_engine
 from posttrain.models.loading import load_causal_lm
@@ -217,8 +216,8 @@ def progress(case: Case) -> Any:
     rows, passes = dealt(engine, loss.prepare(ragged_batch(12, torch.float64)))
     passes = plan_passes(rows, engine.facts()) if passes is None else passes
     assert len(passes) > 2
-    computed, forward, counted, advance = [], engine.stage.forward, [], pulse.Work.advance  # pyright: ignore
-    engine.stage.forward = lambda *given: computed.append(1) or forward(*given)  # pyright: ignore
+    computed, forward, counted, advance = [], engine.runner.stage.forward, [], pulse.Work.advance  # pyright: ignore
+    engine.runner.stage.forward = lambda *given: computed.append(1) or forward(*given)  # pyright: ignore
     pulse.Work.advance = lambda self, *given: counted.append(len(computed)) or advance(self, *given)
     found = {}
     try:
@@ -341,7 +340,7 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
             found = {check.__name__: check(case) for check in checks}
             if rank == 0:
                 torch.save(found, folder / f"{case.name}.pt")
-            leave_places()
+            leave_groups()
     if ranks == 1:
         torch.save(refusals(folder), folder / "refusals.pt")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
-from posttrain.engine import fsdp
+from posttrain.engine import torch_engine
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.kernels import compiled, gradient_sums, packed_attention, train
@@ -123,7 +123,7 @@ def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them
 def test_weights_that_are_cut_over_ranks_stay_where_they_were_mapped(monkeypatch):
     model = tiny("qwen2")
     places = [weight.data_ptr() for weight in model.parameters()]
-    monkeypatch.setattr(fsdp, "shard", lambda *args: None)
+    monkeypatch.setattr(torch_engine, "shard", lambda *args: None)
     TorchEngine(model, EngineSettings(device=torch.device("cpu"), ranks=SimpleNamespace(sequence_size=1)))
     assert [weight.data_ptr() for weight in model.parameters()] == places
 

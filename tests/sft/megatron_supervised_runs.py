@@ -24,15 +24,13 @@ from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.controller.dispatch import Calls
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
+from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
-from posttrain.engine.megatron.places import leave_places
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.models.loading import load_tokenizer
 from posttrain.trainer.sft import sft_batch
 from posttrain.trainer.supervised.pair_task import pair_batch
-from posttrain.workers.supervised.pairs import PairWorker
-from posttrain.workers.supervised.sft import SFTWorker
-from posttrain.workers.supervised.worker import join_steps, planned_step
+from posttrain.workers.supervised import PairWorker, SFTWorker, join_steps, planned_step
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "torch": (1, {}),
@@ -106,10 +104,10 @@ def run_rank(rank: int, ranks: int, folder: Path, model: Path) -> None:
                 found = steps(kind, cut, folder, model)
                 if rank == 0:
                     torch.save(found, folder / f"{kind} {cut}.pt")
-                leave_places()
+                leave_groups()
         if ranks == 1:
             torch.save(whole_runs(kind, folder, model), folder / f"{kind} runs.pt")
-            leave_places()
+            leave_groups()
 
 
 if __name__ == "__main__":

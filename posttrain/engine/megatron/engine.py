@@ -8,7 +8,7 @@ they become a Hugging Face model again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +20,31 @@ from posttrain.engine.export import host_copies
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
 from posttrain.engine.layer_progress import LayerProgress
-from posttrain.engine.megatron.host import computing_on
-from posttrain.engine.megatron.optim import CutOptimizer
+from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
+from posttrain.engine.megatron.model import build, check_model
+from posttrain.engine.megatron.optim import MegatronOptimizer
 from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
-from posttrain.engine.megatron.places import Sizes, check_sizes, take_places
-from posttrain.engine.megatron.shapes import build, check_model
-from posttrain.engine.megatron.stage import StagePass
+from posttrain.engine.megatron.stage import MegatronStage
 from posttrain.engine.megatron.weights import CUT, exported, own_part, stage_matches
-from posttrain.engine.packing import Rows
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import this_rank, world_size
-from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
+from posttrain.engine.runner import ComposedEngine, PassRunner
 from posttrain.engine.state import EngineState
-from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.lora import has_adapters, save_model
 from posttrain.models.ways import way_of
-
-
-class MegatronStage(Stage):
-    """This rank's layers and, on the last stage of a pipeline, the head."""
-
-    def __init__(self, forward_pass: StagePass, pipeline: Pipeline, device: torch.device) -> None:
-        self.module, self.forward_pass = forward_pass.model, forward_pass
-        self.pipeline, self.device = pipeline, device
-
-    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> Any:
-        return self.forward_pass(rows, arrived, temperature)
-
-    @contextmanager
-    def computing(self, rows: Rows) -> Iterator[None]:
-        with packed_rows(rows.layout), computing_on(self.device):
-            yield
 
 
 class MegatronEngine(ComposedEngine):
     """A model from Hugging Face's modules, of which this rank takes its part and keeps nothing else but the shapes."""
 
     def __init__(
-        self, module: torch.nn.Module, settings: EngineSettings, sizes: Sizes, head: Head | None = None
+        self, module: torch.nn.Module, settings: EngineSettings, sizes: ParallelSizes, head: Head | None = None
     ) -> None:
         self.settings, self.whole, self.head = settings, module, head or head_of(module)
         self.config: Any = module.config
         _check(module, settings, sizes.keys)
         check_model(self.config, sizes)
-        self.places = take_places(sizes, settings.device)
+        self.groups = join_groups(sizes, settings.device)
         facts = facts_of(
             module,
             packed=True,
@@ -75,28 +56,32 @@ class MegatronEngine(ComposedEngine):
             pipeline=sizes.pipeline,
             engine=f"{PACKAGE} {version()} ({sizes.words()})",
         )
-        rotation: Any = getattr(module, "base_model").rotary_emb  # noqa: B009
-        padding: int | None = getattr(module, "base_model").embed_tokens.padding_idx  # noqa: B009
-        angles = rotation.inv_freq.detach().clone()
+        decoder: Any = getattr(module, "base_model")  # noqa: B009
+        angles, padding = decoder.rotary_emb.inv_freq.detach().clone(), decoder.embed_tokens.padding_idx
         self.module = self._take_part(module, facts.dtype)
-        recompute = settings.gradient_checkpointing and settings.optim is not None
-        forward_pass = StagePass(
-            self.module, self.config, self.places, angles, self.head, padding=padding, recompute=recompute
-        ).to(settings.device)
-        pipeline = Pipeline(self.places.pipeline, settings.device, facts.dtype, self.config.hidden_size)
         trained = dict(self.module.named_parameters())
-        self.optimizer: CutOptimizer | None = None
+        self.optimizer: MegatronOptimizer | None = None
         if settings.optim is None:
             self.module.requires_grad_(False)
         else:
             cut = {name for match in self.matches if match.kind in CUT for name in match.ours}
-            self.optimizer = CutOptimizer(
-                trained, settings.optim, self.places, cut=cut, saved=self._saved_names(), tied=self._tied
+            self.optimizer = MegatronOptimizer(
+                trained, settings.optim, self.groups, cut=cut, saved=self._saved_names(), tied=self._tied
             )
+        stage = MegatronStage(
+            self.module,
+            self.config,
+            self.groups,
+            Pipeline(self.groups.pipeline, settings.device, facts.dtype, self.config.hidden_size),
+            self.head,
+            angles,
+            device=settings.device,
+            padding=padding,
+            recompute=settings.gradient_checkpointing and settings.optim is not None,
+        )
         alone = world_size() == 1 and settings.device.type == "cpu"
         progress = LayerProgress(self.module) if alone else None
-        self.stage = MegatronStage(forward_pass, pipeline, settings.device)
-        self.runner = PassRunner(self.stage, self.head, facts, settings, self.optimizer, progress=progress)
+        self.runner = PassRunner(stage, self.head, facts, settings, self.optimizer, progress=progress)
         # Of a run with as many tensor ranks a checkpoint can be loaded; stages and expert ranks may be others, so that
         # it holds weights that this rank does not have.
         self.state = EngineState(
@@ -108,11 +93,11 @@ class MegatronEngine(ComposedEngine):
     def create(
         cls, module: torch.nn.Module, settings: EngineSettings, layout: EngineLayout, head: Head | None = None
     ) -> MegatronEngine:
-        return cls(module, settings, Sizes.of(layout), head)
+        return cls(module, settings, ParallelSizes.of(layout), head)
 
     @classmethod
     def check_model(cls, config: Any, layout: EngineLayout, *, ranks: int, packed: bool) -> None:
-        sizes = Sizes.of(layout)
+        sizes = ParallelSizes.of(layout)
         check_model(config, sizes)
         check_sizes(sizes, ranks)
 
@@ -124,19 +109,19 @@ class MegatronEngine(ComposedEngine):
     def _take_part(self, module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         """This rank's modules with their weights; of `module` only the shapes are left."""
         device, projection = self.settings.device, self.head.projection
-        own: Any = build(self.config, self.places, device, dtype)
-        if self.places.last and projection is not None:
+        own: Any = build(self.config, self.groups, device, dtype)
+        if self.groups.last and projection is not None:
             own.output_layer = None
             bias = module.get_submodule(projection).bias is not None
             setattr(own, projection, torch.nn.Linear(self.config.hidden_size, 1, bias=bias, device=device, dtype=dtype))
-        elif self.places.last and self.places.first and self._tied:
+        elif self.groups.last and self.groups.first and self._tied:
             own.output_layer.weight = own.embedding.word_embeddings.weight
         state, weights = module.state_dict(), dict(own.named_parameters())
         self.shapes = {name: weight.shape for name, weight in state.items()}
-        self.matches = stage_matches(self.config, self.places, self.places.stage, self.head, self.shapes)
+        self.matches = stage_matches(self.config, self.groups, self.groups.stage, self.head, self.shapes)
         filled: set[str] = set()
         for match in self.matches:
-            parts = own_part(match, [state[name] for name in match.theirs], self.config, self.places)
+            parts = own_part(match, [state[name] for name in match.theirs], self.config, self.groups)
             for name, part in zip(match.ours, parts, strict=True):
                 assert weights[name].shape == part.shape, f"{name}: {tuple(weights[name].shape)}, {tuple(part.shape)}"
                 weights[name].data.copy_(part)
@@ -148,19 +133,19 @@ class MegatronEngine(ComposedEngine):
     def _saved_names(self) -> dict[str, str]:
         """What a checkpoint calls this rank's weights: layers and experts counted over all ranks; parts of tensor ranks
         say whose they are."""
-        layers = self.config.num_hidden_layers // self.places.sizes.pipeline
-        size, names = self.places.sizes.tensor, {}
+        layers = self.config.num_hidden_layers // self.groups.sizes.pipeline
+        size, names = self.groups.sizes.tensor, {}
         for match in self.matches:
             for number, name in enumerate(match.ours):
                 saved = name
                 if name.startswith("decoder.layers."):
                     own, _, rest = name.removeprefix("decoder.layers.").partition(".")
-                    saved = f"decoder.layers.{int(own) + self.places.stage * layers}.{rest}"
+                    saved = f"decoder.layers.{int(own) + self.groups.stage * layers}.{rest}"
                 if match.kind == "experts":
-                    whole = self.places.expert.rank() * len(match.ours) + number
+                    whole = self.groups.expert.rank() * len(match.ours) + number
                     saved = saved.replace(f".local_experts.{number}.", f".experts.{whole}.")
                 if match.kind in CUT and size > 1:
-                    saved += f".part_{self.places.tensor.rank()}_of_{size}"
+                    saved += f".part_{self.groups.tensor.rank()}_of_{size}"
                 names[name] = saved
         return names
 
@@ -176,7 +161,7 @@ class MegatronEngine(ComposedEngine):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = dict(self.module.named_parameters())
-        yield from exported(weights, self.shapes, self.config, self.places, self.settings.device, self.head)
+        yield from exported(weights, self.shapes, self.config, self.groups, self.settings.device, self.head)
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
         with self.on_device():

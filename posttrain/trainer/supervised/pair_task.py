@@ -15,7 +15,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
 from posttrain.trainer.supervised.task import Metrics, Task
-from posttrain.workers.supervised.pairs import PairWorker, pair_losses
+from posttrain.workers.supervised import PairWorker, pair_losses
 
 
 def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:

@@ -1,7 +1,7 @@
-"""Which ranks hold what: the sizes of the cut, and where this rank stands in it.
+"""Which ranks hold what: the sizes of tensor, pipeline and expert parallelism, and the process groups of this rank.
 
-Ranks are counted as Megatron-Core does: neighbours cut the matrices of a layer (tensor), then come copies with other
-rows (data), then the stages of the pipeline. Experts are dealt out over tensor and data ranks of a stage.
+Ranks are numbered as in Megatron-Core: neighbours share the matrices of a layer (tensor), then come copies with other
+rows (data), then the stages of the pipeline. Experts are distributed over the tensor and data ranks of a stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.engine.ranks import RanksError, world_size
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelSizes:
     """Into how many parts a model is cut: the matrices of a layer, its layers, its experts."""
 
     tensor: int = 1
@@ -31,7 +31,7 @@ class Sizes:
     """Where they were set, for error messages."""
 
     @classmethod
-    def of(cls, layout: EngineLayout) -> Sizes:
+    def of(cls, layout: EngineLayout) -> ParallelSizes:
         own = megatron_settings(layout.own)
         return cls(own.tensor_parallel_size, own.pipeline_parallel_size, own.expert_parallel_size, layout.keys)
 
@@ -44,8 +44,8 @@ class Sizes:
         return f"tensor {self.tensor}, pipeline {self.pipeline}, expert {self.expert}"
 
 
-def check_sizes(sizes: Sizes, ranks: int) -> None:
-    """Refuses sizes that do not divide the ranks."""
+def check_sizes(sizes: ParallelSizes, ranks: int) -> None:
+    """Rejects sizes that do not divide the ranks."""
     together = sizes.tensor * sizes.pipeline
     if ranks % together:
         raise RanksError(
@@ -63,19 +63,19 @@ def check_sizes(sizes: Sizes, ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Places:
-    """The groups of this rank."""
+class RankGroups:
+    """The process groups of this rank."""
 
-    sizes: Sizes
+    sizes: ParallelSizes
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     data: dist.ProcessGroup
-    """Those who hold the same weights and compute other rows."""
+    """The ranks with the same weights, which compute other rows."""
     expert: dist.ProcessGroup
     expert_data: dist.ProcessGroup
-    """Those who hold the same experts."""
+    """The ranks with the same experts."""
     ends: dist.ProcessGroup | None
-    """First and last stage, which both hold a tied embedding; None on others."""
+    """The first and the last stage, which both hold a tied embedding; None on other stages."""
 
     @property
     def stage(self) -> int:
@@ -90,12 +90,12 @@ class Places:
         return self.stage == self.sizes.pipeline - 1
 
 
-_grouped: tuple[Sizes, Any] | None = None
-"""By which sizes, and among whom, this process has groups: Megatron-Core keeps one set of them for a process."""
+_grouped: tuple[ParallelSizes, Any] | None = None
+"""The sizes and the ranks that this process has groups for: Megatron-Core keeps one set of groups per process."""
 
 
-def take_places(sizes: Sizes, device: torch.device) -> Places:
-    """Groups the ranks of this run; all of them must call it alike. A process alone is a group of one."""
+def join_groups(sizes: ParallelSizes, device: torch.device) -> RankGroups:
+    """Groups the ranks of this run; all of them must call it in the same order. A single process is a group of one."""
     from posttrain.engine.megatron.package import parallel_state
 
     if not dist.is_initialized():
@@ -104,8 +104,8 @@ def take_places(sizes: Sizes, device: torch.device) -> Places:
     check_sizes(sizes, world_size())
     state: Any = parallel_state()
     global _grouped
-    if _grouped != (sizes, dist.group.WORLD):  # a process that serves another run than before groups itself anew
-        leave_places()
+    if _grouped != (sizes, dist.group.WORLD):  # this process may have served another run before
+        leave_groups()
         state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
@@ -113,7 +113,7 @@ def take_places(sizes: Sizes, device: torch.device) -> Places:
             expert_tensor_parallel_size=1,
         )
         _grouped = sizes, dist.group.WORLD
-    return Places(
+    return RankGroups(
         sizes,
         tensor=state.get_tensor_model_parallel_group(),
         pipeline=state.get_pipeline_model_parallel_group(),
@@ -124,8 +124,8 @@ def take_places(sizes: Sizes, device: torch.device) -> Places:
     )
 
 
-def leave_places() -> None:
-    """Lets the ranks be grouped anew."""
+def leave_groups() -> None:
+    """Drop the groups, so that the ranks can be grouped in another way."""
     from posttrain.engine.megatron.package import parallel_state
 
     global _grouped
