@@ -12,12 +12,12 @@ from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.declared import declared_choices, declared_ranges
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
-from posttrain.config.megatron import check_megatron
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import MAY_BE_INFINITE, RANGES
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.train_engines import RL, check_train_engines, engine_names
 from posttrain.config.turns import check_turns
 from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.values import split_hint
@@ -135,7 +135,9 @@ def one_process(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, CHOICES | declared_choices(), NOT_BUILT_VALUES),
+    lambda checked: check_choices(
+        checked, CHOICES | declared_choices() | engine_names(RL, checked.config), NOT_BUILT_VALUES
+    ),
     lambda checked: check_ranges(checked, RANGES | declared_ranges()),
     _batches,
     *ALGORITHM_CHECKS,
@@ -147,7 +149,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_sizes,
     check_one_step_off,
     check_ray,
-    check_megatron,
+    check_train_engines,
     check_turns,
     check_engine_kwargs,
     check_agent,

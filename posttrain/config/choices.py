@@ -7,6 +7,7 @@ from posttrain.algorithms.kl import KL_TYPES
 from posttrain.algorithms.registry import ADV_ESTIMATORS
 from posttrain.algorithms.registry import POLICY_LOSSES as _LOSSES
 from posttrain.algorithms.rejection import REJECTIONS as REJECTIONS
+from posttrain.config.train_engines import ENGINES, RL
 from posttrain.registry import built_in_names
 
 _estimators = {name: estimator for name, estimator in ADV_ESTIMATORS.items() if estimator.is_built_in}
@@ -31,7 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "actor_rollout_ref.model.quantization": ("nf4",),
     "actor_rollout_ref.model.dtype": _DTYPES,
-    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2", "megatron"),
+    RL.strategy: tuple(ENGINES),
     "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
     "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
     "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),

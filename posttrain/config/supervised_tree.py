@@ -28,6 +28,7 @@ from posttrain.config.ranges import (
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
+from posttrain.config.train_engines import SUPERVISED, check_train_engines, engine_names
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 
@@ -82,7 +83,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.quantization": ("nf4",),
     "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
-    "fsdp.strategy": ("fsdp", "fsdp2"),
     "trainer.export_hf": ("last", "all", "none"),
     "trainer.export_lora": ("merged", "adapter"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
@@ -194,12 +194,13 @@ def _notes(checked: Checked) -> Iterator[Finding]:
 def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem], list[str]]]:
     def check(checked: Checked) -> tuple[list[Problem], list[str]]:
         findings = [
-            *check_choices(checked, _CHOICES, {}),
+            *check_choices(checked, _CHOICES | engine_names(SUPERVISED, checked.config), {}),
             *check_ranges(checked, ranges),
             *check_resume(checked),
             *check_quantization(checked, "model"),
             *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
             *check_ray(checked),
+            *check_train_engines(checked, SUPERVISED),
             *one_process(checked),
             *_notes(checked),
         ]

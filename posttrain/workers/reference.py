@@ -11,7 +11,6 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.fsdp import FSDPEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.fields import batch_of
 from posttrain.workers.roles import reference_engine
@@ -21,7 +20,7 @@ from posttrain.workers.spread import by_passes, in_row_order
 class ReferenceWorker:
     """Log-probs of the policy as it was at the start."""
 
-    reference: FSDPEngine | None = None
+    reference: TrainEngine | None = None
 
     def __init__(self, config: PPOConfig, device: torch.device) -> None:
         self.config, self.device = config, device

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.controller.dispatch import Calls
-from posttrain.engine.balance import RankPart, plan_ranks
+from posttrain.engine.pass_plan import RankPart, plan_ranks
 from posttrain.protocol import DataProto
 
 COMPUTED = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")

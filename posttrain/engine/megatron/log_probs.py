@@ -1,7 +1,7 @@
 """Log-probs and entropies of given tokens where every tensor rank holds a part of the vocabulary.
 
-As `kernels/logprob_head.py`, a chunk of tokens at a time: no rank ever has logits of the whole vocabulary. Ranks tell
-each other the largest score of a token, and then three sums. Shapes: N tokens, E hidden size, V tokens of this rank.
+As `kernels/logprob_head.py`, a chunk of tokens at a time: no rank ever has logits of the whole vocabulary. Ranks
+exchange the largest score of each token, and then three sums. Shapes: N tokens, E hidden size, V tokens of this rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from posttrain.kernels.logprob_head import chunk_elements, logprob_head
 
 
-class _PartedHead(torch.autograd.Function):
+class _VocabularyParallelHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks, group):
         """`labels_N` are counted from this rank's first token: others are below 0 or V and above."""
@@ -63,7 +63,7 @@ def _statistics(hidden_NE, weight_VE, labels_N, temperature, group) -> tuple[tor
     return sums[2] - logsum_N, logsum_N - sums[1] / sums[0], logsum_N
 
 
-def parted_log_probs(
+def vocabulary_parallel_log_probs(
     hidden_NE: torch.Tensor,
     weight_VE: torch.Tensor,
     labels_N: torch.Tensor,
@@ -79,4 +79,4 @@ def parted_log_probs(
         return logprob_head(hidden_NE, weight_VE, labels_N, temperature=temperature)
     size = max(1, chunk_elements(hidden_NE.device) // len(weight_VE))
     chunks = [slice(start, start + size) for start in range(0, len(hidden_NE), size)]
-    return _PartedHead.apply(hidden_NE, weight_VE, labels_N - first, temperature, chunks, group)  # pyright: ignore
+    return _VocabularyParallelHead.apply(hidden_NE, weight_VE, labels_N - first, temperature, chunks, group)  # pyright: ignore

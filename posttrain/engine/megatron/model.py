@@ -1,4 +1,4 @@
-"""From a Hugging Face model to the settings of the same one in Megatron-Core; and what it cannot be."""
+"""A Hugging Face model as Megatron-Core builds it: its settings there, and the models that cannot be built."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ from typing import Any
 
 import torch
 
-from posttrain.config.megatron import KEY
-from posttrain.engine.megatron.host import computing_on, settle_experts
-from posttrain.engine.megatron.package import MegatronError, part
-from posttrain.engine.megatron.places import Places, Sizes
+from posttrain.config.megatron import EXPERTS, MODEL_TYPES
+from posttrain.engine.megatron.groups import ParallelSizes, RankGroups
+from posttrain.engine.megatron.package import MegatronError, adapt_experts, buffers_on, part
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-EXPERTS = ("mixtral", "qwen3_moe")
 ROTATIONS = ("default", "linear", "llama3")
 
 
-def check_model(config: Any, sizes: Sizes) -> None:
-    """Refuses models that cannot be built, or not be cut so."""
+def check_model(config: Any, sizes: ParallelSizes) -> None:
+    """Rejects models that cannot be built, or not be split over so many ranks."""
     kind = config.model_type
-    if kind not in (*DENSE, *EXPERTS):
+    if kind not in MODEL_TYPES:
         raise MegatronError(
-            f"actor_rollout_ref.actor.strategy=megatron: models of type {kind} are not built for it; it trains "
-            f"{', '.join((*DENSE, *EXPERTS))}. Set strategy=fsdp2"
+            f"{sizes.keys.strategy}=megatron: models of type {kind} are not built for it; it trains "
+            f"{', '.join(MODEL_TYPES)}. Set strategy=fsdp2"
         )
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     windows = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -35,15 +32,15 @@ def check_model(config: Any, sizes: Sizes) -> None:
         "layers without experts among those with experts": kind == "qwen3_moe"
         and (bool(config.mlp_only_layers) or config.decoder_sparse_step != 1),
     }
-    if told := [name for name, is_so in odd.items() if is_so]:
+    if problems := [name for name, is_so in odd.items() if is_so]:
         raise MegatronError(
-            f"actor_rollout_ref.actor.strategy=megatron: the model has {' and '.join(told)}, which are not built for "
+            f"{sizes.keys.strategy}=megatron: the model has {' and '.join(problems)}, which are not built for "
             "it; set strategy=fsdp2"
         )
     _check_parts(config, sizes)
 
 
-def _check_parts(config: Any, sizes: Sizes) -> None:
+def _check_parts(config: Any, sizes: ParallelSizes) -> None:
     cut = [
         ("tensor_parallel_size", sizes.tensor, "heads of queries", config.num_attention_heads),
         ("tensor_parallel_size", sizes.tensor, "heads of keys", config.num_key_value_heads),
@@ -53,15 +50,15 @@ def _check_parts(config: Any, sizes: Sizes) -> None:
     experts = experts_of(config)
     if experts is None and sizes.expert > 1:
         raise MegatronError(
-            f"{KEY}.expert_parallel_size={sizes.expert}: the model ({config.model_type}) is dense, it has no experts "
-            "to deal out; set 1, or a mixture of experts as actor_rollout_ref.model.path"
+            f"{sizes.key}.expert_parallel_size={sizes.expert}: the model ({config.model_type}) is dense, it has no "
+            f"experts to deal out; set 1, or a mixture of experts as {sizes.keys.model}.path"
         )
     if experts is not None:
         cut.append(("expert_parallel_size", sizes.expert, "experts", experts))
     for name, size, what, count in cut:
         if count % size:
             raise MegatronError(
-                f"{KEY}.{name}={size}: the model has {count} {what}, which is no multiple of it; set a size that "
+                f"{sizes.key}.{name}={size}: the model has {count} {what}, which is no multiple of it; set a size that "
                 "divides it"
             )
 
@@ -77,41 +74,41 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def padded_vocabulary(config: Any, sizes: Sizes) -> int:
-    """Tokens that there is room for: as many on every tensor rank."""
+def padded_vocabulary(config: Any, sizes: ParallelSizes) -> int:
+    """Tokens of the embedding, filled up so that every tensor rank has equally many."""
     return -(-config.vocab_size // sizes.tensor) * sizes.tensor
 
 
-def build(config: Any, places: Places, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+def build(config: Any, groups: RankGroups, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
     """This rank's part of the model, in Megatron-Core's modules; its weights are not set."""
-    from posttrain.engine.megatron.attention import PackedCore
+    from posttrain.engine.megatron.stage import PackedAttention
 
     experts = experts_of(config)
     if experts is not None:
-        settle_experts(device)
+        adapt_experts(device)
     specs = part("models.gpt.gpt_layer_specs")
     query_norms = config.model_type in ("qwen3", "qwen3_moe")
     layer = specs.get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=query_norms, normalization="RMSNorm"
     )
-    layer.submodules.self_attention.submodules.core_attention = PackedCore
-    with computing_on(device):
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    with buffers_on(device):
         return (
             part("models.gpt")
             .GPTModel(
-                _settings(config, places.sizes, dtype, query_norms),
+                _settings(config, groups.sizes, dtype, query_norms),
                 layer,
-                vocab_size=padded_vocabulary(config, places.sizes),
+                vocab_size=padded_vocabulary(config, groups.sizes),
                 max_sequence_length=config.max_position_embeddings,
-                pre_process=places.first,
-                post_process=places.last,
+                pre_process=groups.first,
+                post_process=groups.last,
                 position_embedding_type="none",  # angles are those of the Hugging Face model, by each token's position
             )
             .to(device=device, dtype=dtype)
         )
 
 
-def _settings(config: Any, sizes: Sizes, dtype: torch.dtype, query_norms: bool) -> Any:
+def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype, query_norms: bool) -> Any:
     return part("transformer").TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -141,7 +138,7 @@ def _settings(config: Any, sizes: Sizes, dtype: torch.dtype, query_norms: bool) 
     )
 
 
-def _expert_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _expert_settings(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
     experts = experts_of(config)
     if experts is None:
         return {}
