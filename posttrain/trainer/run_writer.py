@@ -13,7 +13,7 @@ import torch
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
 from posttrain.config.loggers import installed
-from posttrain.controller.peaks import StagePeaks
+from posttrain.controller.profiling import StagePeaks
 from posttrain.tracking.background import Background
 from posttrain.tracking.by_step import TIMELINE, append_line
 from posttrain.tracking.every import Every

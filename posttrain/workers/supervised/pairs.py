@@ -15,7 +15,7 @@ from posttrain.models.loading import resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
-from posttrain.workers.spread import by_passes, in_row_order
+from posttrain.workers.row_dispatch import by_passes, in_row_order
 from posttrain.workers.supervised.worker import SupervisedWorker, join_steps, planned_step
 
 

@@ -12,7 +12,7 @@ from posttrain.engine.fsdp import FSDPEngine
 from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.protocol import DataProto
-from posttrain.workers.spread import by_passes, in_row_order
+from posttrain.workers.row_dispatch import by_passes, in_row_order
 from posttrain.workers.supervised.worker import SupervisedWorker, join_steps, planned_step
 
 
