@@ -85,9 +85,9 @@ class TaskRunner:
         if resolved.dry_run:
             return dry_run(resolved)
         from posttrain.data.fields import look_at_prompt
-        from posttrain.trainer.run.early import look_early
+        from posttrain.trainer.run.preflight import check_inputs
 
-        look_early(resolved, look_at_prompt)
+        check_inputs(resolved, look_at_prompt)
         if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
         with waiting():

@@ -23,22 +23,21 @@ from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
 from posttrain.workers.engine_worker import ExportingWorker
 from posttrain.workers.lora_state import lora_state
-from posttrain.workers.spread import by_passes, in_row_order, ranked_parts, ranks_that_count
+from posttrain.workers.row_dispatch import by_passes, in_row_order, parts_by_rank, reporting_ranks
 
 
-def planned_step(group: Any, arguments: tuple[DataProto]) -> Calls:
+def planned_step(group: Any, batch: DataProto) -> Calls:
     """One optimizer step on a batch: parts that balance the ranks' tokens, in equal numbers of passes. The weights in
     the batch are those of its rows in the whole of it, so that shares of the loss add up."""
-    (batch,) = arguments
     if group.world_size == 1:
         return Calls([(batch, None)])
-    parts = ranked_parts(batch, group)
-    return Calls([(batch[part.rows], part.passes) for part in parts], counted=ranks_that_count(group))
+    parts = parts_by_rank(batch, group)
+    return Calls([(batch[part.rows], part.passes) for part in parts], reporting_ranks=reporting_ranks(group))
 
 
 def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
     """Losses are added up and tensors joined; what is left all ranks know alike."""
-    own = calls.those_that_count(results)
+    own = calls.reported(results)
     joined = {name: torch.cat([part[name] for part in own]) for name, x in own[0].items() if torch.is_tensor(x)}
     return {**own[0], **joined, "loss": sum(part["loss"] for part in own)}
 

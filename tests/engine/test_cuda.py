@@ -108,14 +108,14 @@ def test_log_probs_of_many_rows_are_the_same_to_the_bit_each_time(many_rows):
 
 
 def test_gradients_of_many_rows_are_the_same_to_the_bit_each_time_whatever_memory_held(many_rows, monkeypatch):
-    from posttrain.trainer.run.process import determinism_ends_with_it
+    from posttrain.trainer.run.process import restore_determinism
 
     engine, batch = many_rows
     old = engine.log_probs(batch)["log_probs"]
     batch.batch["old_log_probs"] = batch.batch["ref_log_prob"] = old
     batch.batch["advantages"] = torch.randn_like(old)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with determinism_ends_with_it():
+    with restore_determinism():
         torch.use_deterministic_algorithms(True)
         found = []
         for filled in (False,) * 6 + (True,) * 2:  # with what was there before, or with NaN

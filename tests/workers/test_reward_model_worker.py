@@ -13,7 +13,7 @@ import torch
 from reward_models import LOUD, other_tokenizer, write_reward_model
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.models.scorer import score_rows

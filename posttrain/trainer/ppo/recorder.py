@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from posttrain.config.root import PPOConfig
+from posttrain.controller.pool import Workers
 from posttrain.protocol import DataProto
 from posttrain.rollout.settings import sampling_words
 from posttrain.texts import own_words
@@ -35,10 +36,12 @@ class Recorder(RunWriter):
         total_steps: int,
         *,
         stored_config: PPOConfig,
+        workers: Workers,
         grouped: bool,
         kl_on: bool,
     ) -> None:
         super().__init__(config, run, total_steps, stored_config=stored_config)
+        self.peaks, self.worker_spans, self.traces.workers = workers.peaks(), workers.spans, workers
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
         self.before: Before | None = None
         self.tokenizer: Any = None

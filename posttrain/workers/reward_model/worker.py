@@ -23,7 +23,7 @@ from posttrain.models.scorer_loading import load_scorer
 from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 from posttrain.workers.reward_model.conversations import Conversations, Unreadable
-from posttrain.workers.spread import by_groups, in_row_order
+from posttrain.workers.row_dispatch import by_groups, in_row_order
 
 
 class RewardModelWorker:

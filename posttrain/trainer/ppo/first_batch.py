@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import numpy as np
 import torch
 
 from posttrain.algorithms import correction_is_on
@@ -13,9 +12,7 @@ from posttrain.planning.batch_sizes import Sizes
 from posttrain.protocol import DataProto
 from posttrain.tracking.fields import groups_of
 from posttrain.tracking.progress import say
-
-if TYPE_CHECKING:
-    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+from posttrain.workers.groups import ActorRolloutGroup
 
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
 
@@ -31,26 +28,73 @@ class GroupError(UserError):
     """The responses that are compared with each other are not n responses to one prompt."""
 
 
-def check_first_batch(trainer: RayPPOTrainer, batch: DataProto) -> bool:
-    """Whether the rollout's own log-probs may serve as the old ones; errors where groups are not whole, rollout and
-    trainer disagree, or the largest batch does not fit into memory."""
-    config, actor = trainer.config, trainer.actor_rollout_wg
-    turns = trainer.experience.turns
-    check_groups(batch, config.actor_rollout_ref.rollout.n, one_prompt=not (turns and turns.asks_first))
-    ours = actor.compute_log_prob(batch).batch["old_log_probs"]
-    facts = actor.engine_facts()
-    sentence, largest = compare_log_probs(batch, ours, tolerance(config, facts.dtype))
-    say(sentence)
-    corrected = correction_is_on(config.algorithm.rollout_correction)
-    if (words := sampling_words(batch, corrected=corrected)) is not None:
-        say(words)
-    lengths = largest_rows(config, trainer.sizes)
-    if too_slow_to_try(lengths, facts.parameters, trainer.device):
-        say(f"The largest batch ({sum(lengths)} tokens) was not tried beforehand: on this CPU it would take long.")
-    else:
-        actor.dry_run(lengths, config.data.max_prompt_length)
-        say(f"The largest batch ({len(lengths)} rows, {sum(lengths)} tokens at once) fits into memory.")
-    return largest <= ROLLOUT_IS_EXACT and not corrected
+class FirstBatchChecks:
+    """Checks a process's first batch that the present weights sampled: whole groups, agreement of rollout and trainer,
+    and a trial of the largest batch. `one_prompt` is off where agents make prompts of their own.
+
+    `rollout_is_exact` is what the run's first batch showed: the rollout's own log-probs may serve as the old ones. A
+    run that continues keeps it, so that it goes on as it began.
+    """
+
+    def __init__(
+        self, config: PPOConfig, sizes: Sizes, actor: ActorRolloutGroup, device: torch.device, *, one_prompt: bool
+    ) -> None:
+        self.n, self.one_prompt = config.actor_rollout_ref.rollout.n, one_prompt
+        self.corrected = correction_is_on(config.algorithm.rollout_correction)
+        self.tolerance = config.trainer.rollout_mismatch_tol
+        self.lengths, self.prompt_length = largest_rows(config, sizes), config.data.max_prompt_length
+        self.actor, self.device = actor, device
+        self.done = self.rollout_is_exact = False
+
+    def unchecked(self, batch: DataProto, step: int) -> DataProto | None:
+        """The groups of this batch that the weights after `step` updates sampled; None if the checks were made."""
+        fresh = np.array(False) if self.done else fresh_groups(batch, step)
+        return batch[fresh] if fresh.any() else None
+
+    def run(self, fresh: DataProto, step: int) -> None:
+        """Check these groups; an error ends the run before its first update."""
+        self.done = True
+        # Only fresh groups: older ones were sampled by other weights, and would differ for a good reason.
+        exact = self._check(fresh)
+        if step == 0:
+            self.rollout_is_exact = exact
+
+    def _check(self, batch: DataProto) -> bool:
+        check_groups(batch, self.n, one_prompt=self.one_prompt)
+        ours = self.actor.compute_log_prob(batch).batch["old_log_probs"]
+        facts = self.actor.engine_facts()
+        sentence, largest = compare_log_probs(batch, ours, tolerance(self.tolerance, facts.dtype))
+        say(sentence)
+        if (words := sampling_words(batch, corrected=self.corrected)) is not None:
+            say(words)
+        rows, tokens = len(self.lengths), sum(self.lengths)
+        if too_slow_to_try(self.lengths, facts.parameters, self.device):
+            say(f"The largest batch ({tokens} tokens) was not tried beforehand: on this CPU it would take long.")
+        else:
+            self.actor.dry_run(self.lengths, self.prompt_length)
+            say(f"The largest batch ({rows} rows, {tokens} tokens at once) fits into memory.")
+        return largest <= ROLLOUT_IS_EXACT and not self.corrected
+
+    def state_dict(self) -> bool:
+        return self.rollout_is_exact
+
+    def load_state_dict(self, state: bool) -> None:
+        self.rollout_is_exact = bool(state)
+
+
+def is_fresh(batch: DataProto, version: int) -> np.ndarray:
+    """(B,) whether a response was sampled by this version of the weights. One in which the model wrote nothing is."""
+    versions = batch.non_tensor_batch["policy_versions"]
+    return np.array([all(sampled == version for sampled, _ in spans) for spans in versions])
+
+
+def fresh_groups(batch: DataProto, version: int) -> np.ndarray:
+    """(B,) whether a response belongs to a group that this version of the weights sampled. Groups stay whole: a
+    response in which the model wrote nothing goes with the others of its group."""
+    fresh, versions = is_fresh(batch, version), batch.non_tensor_batch["policy_versions"]
+    for rows in groups_of(batch.non_tensor_batch["uid"]):
+        fresh[rows] = fresh[rows].all() and any(versions[row] for row in rows)
+    return fresh
 
 
 def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True) -> None:
@@ -71,10 +115,10 @@ def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True) -> None:
             )
 
 
-def tolerance(config: PPOConfig, dtype: torch.dtype) -> float:
-    """Largest mean difference of log-probs that a run starts with."""
-    if config.trainer.rollout_mismatch_tol is not None:
-        return config.trainer.rollout_mismatch_tol
+def tolerance(given: float | None, dtype: torch.dtype) -> float:
+    """Largest mean difference of log-probs that a run starts with; `given` is trainer.rollout_mismatch_tol."""
+    if given is not None:
+        return given
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
@@ -93,7 +137,7 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
             f"Step 0: the trainer's own log-probs of {lost} of {gap.numel()} tokens are NaN or infinite: no rollout "
             "could agree with them. Are the weights sound, is model.dtype wide enough, rollout.temperature usual?"
         )
-    if not mean <= allowed:
+    if not mean <= allowed:  # also where the mean is NaN
         raise MismatchError(
             f"Step 0: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is "
             "trained. Is the model supported by the rollout engine (try actor_rollout_ref.rollout.name=hf), and is "

@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
+import torch
 
-from posttrain.controller.dispatch import Calls
+from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.pass_plan import RankPart, plan_ranks
 from posttrain.protocol import DataProto
 
 COMPUTED = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
 
-def by_groups(group: Any, arguments: tuple[Any, ...]) -> Calls:
+def by_groups(group: WorkerGroup, data: DataProto) -> Calls:
     """Rows with the same uid to the same rank, so that their prompt is computed once; ranks get equal tokens."""
-    data: DataProto = arguments[0]
     if group.world_size == 1:
-        return Calls([arguments])
+        return Calls([(data,)])
     rows = split_rows(_groups(data), _tokens(data), group.world_size)
-    return Calls([(data[own], *arguments[1:]) for own in rows], rows)
+    return Calls([(data[own],) for own in rows], rows)
 
 
-def by_passes(group: Any, arguments: tuple[Any, ...]) -> Calls:
+def by_passes(group: WorkerGroup, data: DataProto) -> Calls:
     """Rows and equal numbers of passes for every rank; ranks that compute the same rows together get the same ones. A
     rank alone plans for itself."""
-    data: DataProto = arguments[0]
     if group.world_size == 1:
-        return Calls([(*arguments, None)])
-    parts = ranked_parts(data, group)
+        return Calls([(data, None)])
+    parts = parts_by_rank(data, group)
+    # Only what a forward pass reads: the other tensors of a batch would travel to every rank for nothing.
     needed = data.select([name for name in COMPUTED if name in data.batch], [], [])
-    calls = [(needed[part.rows], *arguments[1:], part.passes) for part in parts]
-    return Calls(calls, [part.rows for part in parts])
+    return Calls([(needed[part.rows], part.passes) for part in parts], [part.rows for part in parts])
 
 
-def ranked_parts(data: DataProto, group: Any) -> list[RankPart]:
+def parts_by_rank(data: DataProto, group: WorkerGroup) -> list[RankPart]:
     """A part for every rank; ranks that hold one copy of the model together have the same."""
     facts = group.once("engine_facts")
+    # Ranks are ordered pipeline stage first, then data-parallel copies, then the ranks that share a sequence.
     stage = group.world_size // facts.pipeline
     parts = plan_ranks(data, facts, stage // facts.sequence_parallel)
     return [parts[rank % stage // facts.sequence_parallel] for rank in range(group.world_size)]
 
 
-def ranks_that_count(group: Any) -> list[int]:
+def reporting_ranks(group: WorkerGroup) -> list[int]:
     """One rank for every part: of those that compute the same rows the first, in the last stage of a pipeline, which
     alone sees losses."""
     if group.world_size == 1:
@@ -59,6 +58,7 @@ def split_rows(groups: Sequence[Hashable], tokens: Sequence[int], ranks: int) ->
     members: dict[Hashable, list[int]] = {}
     for row, name in enumerate(groups):
         members.setdefault(name, []).append(row)
+    # Largest first to the least loaded (LPT): at most 4/3 of the best balance, and the same on every run.
     sizes = sorted(((sum(tokens[row] for row in rows), rows) for rows in members.values()), key=lambda s: (-s[0], s[1]))
     ranked = [(0, rank) for rank in range(ranks)]
     chosen: list[list[int]] = [[] for _ in range(ranks)]
@@ -89,3 +89,8 @@ def in_row_order(results: list[DataProto], calls: Calls) -> DataProto:
     rows = np.concatenate([rows for _, rows in parts])
     _, first = np.unique(rows, return_index=True)  # what several ranks computed together is taken once
     return joined[first]
+
+
+def batch_of(**tensors: torch.Tensor | None) -> DataProto:
+    """A batch of these; a rank without rows has none to give."""
+    return DataProto.from_dict(tensors={name: tensor for name, tensor in tensors.items() if tensor is not None})

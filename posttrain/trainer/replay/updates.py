@@ -26,6 +26,7 @@ from posttrain.trainer.replay.steps import start_of
 from posttrain.trainer.run.process import prepare_torch
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from posttrain.workers.groups import ColocatedGroup, CriticGroup
 from posttrain.workers.roles import pick_device
 
 Watch = Callable[[str, torch.Tensor], object]
@@ -72,20 +73,24 @@ def _checkpoints(run: Path) -> CheckpointManager:
     return CheckpointManager(run / "checkpoints", keep=None, on_note=lambda text: None)
 
 
-def _workers(stack: ExitStack, run: Path, facts: dict[str, Any], start: int) -> tuple[Any, Any]:
+def _workers(
+    stack: ExitStack, run: Path, facts: dict[str, Any], start: int
+) -> tuple[ColocatedGroup, CriticGroup | None]:
     """Actor and critic as the run had them after step `start`."""
     config = load_config(facts["config"]).config
     config.actor_rollout_ref.rollout.n_workers = 0  # nobody generates
     device = pick_device(config.trainer.device)
-    prepare_torch(config, device)
+    prepare_torch(config.trainer, device)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
-    actor = workers.create("actor", ActorRolloutRefWorker, config, tokenizer, device, total_updates=facts["updates"])
+    made = workers.create("actor", ActorRolloutRefWorker, config, tokenizer, device, total_updates=facts["updates"])
+    actor = ColocatedGroup(made)
     actor.init_model()
     critic = None
     if get_adv_estimator(config.algorithm.adv_estimator).needs_critic:
         updates, tokens = facts["critic_updates"], min(len(tokenizer), actor.vocabulary())
-        critic = workers.create("critic", CriticWorker, config, device, total_updates=updates, tokens=tokens)
+        made = workers.create("critic", CriticWorker, config, device, total_updates=updates, tokens=tokens)
+        critic = CriticGroup(made)
         critic.init_model()
     if start:
         manager = _checkpoints(run)

@@ -17,7 +17,7 @@ Kept = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(rows, their log-probs, their entropies), in the order in which they were trained on."""
 
 
-class SeenTokens:
+class TokenStats:
     """Gathers on one rank; tensors stay on their device until they are taken."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class SeenTokens:
         return [(rows.cpu(), log_probs.float().cpu(), entropy.float().cpu()) for rows, log_probs, entropy in kept]
 
 
-def in_batch(results: list[Kept], calls: Calls) -> dict[str, torch.Tensor]:
+def join_token_stats(results: list[Kept], calls: Calls) -> dict[str, torch.Tensor]:
     """`new_log_probs` and `entropy` of a batch's rows, each as of the first time that it was trained on."""
     kept = [part for result in results for part in reversed(result)]
     if not kept:

@@ -26,18 +26,18 @@ COMBINED = {
 """Metric -> (the sums that it is made of, and how)."""
 
 
-def can_weigh_in_update(correction: Any) -> bool:
+def can_weight_in_update(correction: Any) -> bool:
     """Whether these settings ask for weights alone; what is rejected is decided beforehand."""
     return correction.rollout_is is not None and correction.rollout_rs is None
 
 
 @torch.no_grad()
-def weights_in_update(
+def importance_weights(
     log_prob: torch.Tensor, micro: DataProto, correction: Any, measures: Measures
 ) -> torch.Tensor | None:
     """(rows, length) the weights of a micro-batch without old log-probs; None where there is nothing to weigh."""
     batch = micro.batch
-    if not can_weigh_in_update(correction) or "old_log_probs" in batch or "rollout_log_probs" not in batch:
+    if not can_weight_in_update(correction) or "old_log_probs" in batch or "rollout_log_probs" not in batch:
         return None
     mask, rollout = batch["response_mask"], sampled_from(batch)
     made = importance(log_prob, rollout, mask, correction)
@@ -63,7 +63,7 @@ def _mismatch(
     measures.add(_GAP, gap_B.sum() / rows, steps="first")
 
 
-def combined(metrics: dict[str, float]) -> dict[str, float]:
+def finish_importance_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics of a batch, those that are made of sums in their place."""
     for name, (parts, made_of) in COMBINED.items():
         if all(part in metrics for part in parts):

@@ -19,7 +19,7 @@ Look = Callable[[RowTable, int, Any], object]
 """Takes a table, a row and the settings `data`; raises a UserError for a row that lacks something."""
 
 
-def look_early(resolved: Resolved, look: Look) -> None:
+def check_inputs(resolved: Resolved, look: Look) -> None:
     """Raises the UserError that the run would raise later. What was read is kept for the run."""
     if resolved.node_rank:
         return  # another machine drives the run, and has the data

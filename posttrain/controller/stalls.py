@@ -7,12 +7,74 @@ computes is never reported, however long it takes.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from posttrain.controller.process_state import STOPPED, TRACED, State
 from posttrain.controller.worker_died import CONTINUES, WorkerDied
+
+STOPPED, TRACED = "T", "t"
+"""By a signal (SIGSTOP, Ctrl-Z); by a debugger."""
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a machine. `started` (ticks after boot) tells it from a later one with its number, and from one of
+    another container."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True)
+class State:
+    """`letter` as in /proc/PID/stat; `seconds` of processor time, with those of the processes below it."""
+
+    letter: str
+    seconds: float
+
+
+def this_process() -> Process:
+    """`started` is 0 where the kernel does not say it."""
+    fields = _stat(os.getpid())
+    return Process(os.getpid(), int(fields[19]) if fields else 0)
+
+
+def state_of(process: Process) -> State | None:
+    """None where it is gone, or where nothing is known of it."""
+    fields = _stat(process.pid)
+    if not fields or int(fields[19]) != process.started:
+        return None
+    used = sum(_ticks(pid) for pid in _with_those_below(process.pid))
+    return State(fields[0], used / _TICKS)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the name, which may hold anything: state, parent, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _ticks(pid: int) -> int:
+    fields = _stat(pid)
+    return sum(map(int, fields[11:15])) if fields else 0  # its own, and those of children that have ended
+
+
+def _with_those_below(pid: int) -> Iterator[int]:
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            below = children.read_text().split()
+        except OSError:  # that thread has ended
+            continue
+        for child in below:
+            yield from _with_those_below(int(child))
+
 
 EVERY_S = 2.0
 """Between two looks."""
@@ -38,7 +100,7 @@ class _Stop:
     told: bool = False
 
 
-class Standstill:
+class StallWatch:
     """Give it the states of all workers' processes by their names, every `EVERY_S` seconds or so.
 
     Only time between looks counts, so a driver that was stopped too (Ctrl-Z of the whole run) blames no worker for it.
@@ -63,6 +125,7 @@ class Standstill:
     def look(self, states: Mapping[str, State | None], waiting: Collection[str]) -> None:
         """`waiting` are those whose answers the driver waits for. Raises WorkerStopped when the limit has passed."""
         now = self.clock()
+        # Capped: after a pause of the driver itself (Ctrl-Z) the time that passed says nothing about the workers.
         passed, self._last = min(now - self._last, 2 * EVERY_S), now
         for who, state in states.items():
             self._look_at_stop(who, state, passed)
@@ -97,6 +160,7 @@ class Standstill:
         used = {who: state.seconds for who, state in states.items() if state is not None}
         computed = any(now - self._used.get(who, now) > IDLE_SHARE * passed for who, now in used.items())
         self._used = used
+        # One rank that computes is progress for all: the others may wait for it in a collective.
         if computed or self._stops or not used:
             self.answered()
             return
