@@ -2,12 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+from posttrain import moved
+
 __version__ = "0.1.0"
 __all__ = ["DataProto", "__version__", "train"]
 
 if TYPE_CHECKING:
     from posttrain.api import train
     from posttrain.protocol import DataProto
+
+moved.install()
 
 
 def __dir__() -> list[str]:

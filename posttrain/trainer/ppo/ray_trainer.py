@@ -17,11 +17,11 @@ from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_e
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.rows import Loop
 from posttrain.tracking.fields import groups_of
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
@@ -89,7 +89,7 @@ class RayPPOTrainer:
         explicit: set[str] | None = None,
         stored_config: PPOConfig | None = None,
         workers: Workers | None = None,
-        turns: Loop | None = None,
+        turns: ConversationLoop | None = None,
     ) -> None:
         self.workers = workers or LocalWorkers()
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run

@@ -36,7 +36,7 @@ def check_first_batch(trainer: RayPPOTrainer, batch: DataProto) -> bool:
     trainer disagree, or the largest batch does not fit into memory."""
     config, actor = trainer.config, trainer.actor_rollout_wg
     turns = trainer.experience.turns
-    check_groups(batch, config.actor_rollout_ref.rollout.n, one_prompt=not (turns and turns.asks_first))
+    check_groups(batch, config.actor_rollout_ref.rollout.n, one_prompt=not (turns and turns.has_agents))
     ours = actor.compute_log_prob(batch).batch["old_log_probs"]
     facts = actor.engine_facts()
     sentence, largest = compare_log_probs(batch, ours, tolerance(config, facts.dtype))
