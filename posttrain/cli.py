@@ -105,7 +105,7 @@ def reward(args: Arguments) -> int:
 
 def tool(args: Arguments) -> int:
     if args and args[0] == "try":
-        from posttrain.rollout.tools import try_command
+        from posttrain.conversations.tools import try_command
 
         return try_command.main(args[1:])
     parser = _parser("tool", "Tools that a model calls while it answers, outside a run.")

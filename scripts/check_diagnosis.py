@@ -114,15 +114,15 @@ def another_template() -> Iterator[None]:
 @contextmanager
 def calls_of_a_broken_tool() -> Iterator[None]:
     """Whatever the model writes is taken for a call: the embedded model does not know how to write one."""
-    from posttrain.rollout.tools.base import ToolCall
-    from posttrain.rollout.turns.calls import FORMATS
+    from posttrain.conversations.formats import FORMATS
+    from posttrain.conversations.tools.base import ToolCall
 
-    before = FORMATS["hermes"]
-    FORMATS["hermes"] = lambda text: [ToolCall("broken", {})]
+    before = FORMATS["hermes"].read
+    FORMATS["hermes"].read = lambda text: [ToolCall("broken", {})]
     try:
         yield
     finally:
-        FORMATS["hermes"] = before
+        FORMATS["hermes"].read = before
 
 
 def broken() -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from posttrain.conversations.untrusted_text import untrusted_text
 from posttrain.models.loading import ModelError
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.outside_text import outside_text
 from posttrain.texts import texts_of
 
 
@@ -43,7 +43,7 @@ class Conversations:
     vocabulary: int | None = None
 
     def __init__(self, policy: Any, own: Any, *, renders: bool = False, path: str | None = None) -> None:
-        self.policy, self.own, self.outside = policy, own, outside_text(own)
+        self.policy, self.own, self.outside = policy, own, untrusted_text(own)
         self.renders = renders or not same_tokenizer(policy, own)
         if self.renders and policy.chat_template and not own.chat_template:
             raise ModelError(
