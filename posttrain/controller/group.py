@@ -4,8 +4,9 @@ A group finds a method by its name in the worker class and reads from its mark (
 spread over the ranks and how results are joined. `LocalWorkerGroup` and `RayWorkerGroup` differ in how one rank is
 called; what a role answers, with types, stands in `workers/groups.py`.
 
-Ranks may act as one, a team: where a method's mark says so (`register(..., team=...)`), whoever calls it sees as many
-ranks as there are teams. Data is spread over these, `group.method.on(number)` asks a team, and each gives one answer.
+Neighbouring ranks may form a team, such as the ranks that hold one rollout engine together. For a method whose mark
+says so (`register(..., team=...)`) a team counts as one rank: data is spread over teams, `group.method.on(number)`
+calls a team, and each team gives one answer.
 """
 
 from __future__ import annotations
@@ -186,8 +187,8 @@ class RoleGroup:
 
 
 class Teams(WorkerGroup):
-    """A group in which every `size` neighbouring ranks act as one: they are given the same, in the same order, so that
-    they can wait for each other. The answer of a team is that of its first rank, or the first error of any."""
+    """A group in which every `size` neighbouring ranks count as one. All ranks of a team get the same calls in the same
+    order, because they meet in collectives. A team's answer is that of its first rank, or the first error of any."""
 
     def __init__(self, group: WorkerGroup, size: int) -> None:
         assert group.world_size % size == 0, f"{group.world_size} ranks are no teams of {size}"

@@ -1,13 +1,13 @@
-"""Experience: prompts to scored rows, for training, validation and greedy baselines alike.
+"""Experience turns prompts into scored samples, for training, validation and greedy baselines.
 
     rows = experience.ask(prompts, n)    requests go to the rollout, each known by (uid, sample)
     experience.wait_for_responses(rows)  rows with their responses; each went to the rewards when it ended
     experience.wait_for_scores(rows)     rows with their scores
     experience.complete(rows)            both, and the reward model's
 
-Any number of batches may be under way; a prompt may give any number of rows. Nothing calls back: whoever waits for a
-batch moves all of them on, by asking the rollout what has ended and the rewards what was scored. How far a trainer runs
-ahead of its updates is when it asks and when it waits.
+Any number of batches may be under way; a prompt may give any number of rows. There are no callbacks: waiting for one
+batch polls the rollout and the reward workers, and so advances all batches. Synchronous and one-step-off training
+differ only in when they ask and when they wait.
 
 A prompt's uid and the seeds of its samples follow from its serial number, counted over the whole run and saved with it:
 what is sampled depends neither on the step, nor on the size of batches, nor on who decodes it.
@@ -136,7 +136,7 @@ class Experience:
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
         if self.turns:
             outputs.union(fields_of_turns(self.turns, keys))
-        return rows.union(outputs).set_decoder(self.decode)  # `response` is there for whoever reads it
+        return rows.union(outputs).set_decoder(self.decode)  # `response` is decoded when it is first read
 
     def wait_for_scores(self, rows: DataProto) -> DataProto:
         """The rows with `reward_score`, `reward_parts` and `reward_error` by the reward functions; waits for what is
