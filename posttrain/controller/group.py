@@ -52,6 +52,7 @@ class WorkerGroup(ABC):
     """`group.method(...)` waits for the result; `group.method.later(...)` gives a Future; `group.method.on(rank, ...)`
     asks one rank (or team, where several act as one), and gives a Future."""
 
+    worker_class: type
     world_size: int
     overlaps: bool
     """Whether workers go on while the caller does something else."""
@@ -59,10 +60,6 @@ class WorkerGroup(ABC):
     """The settings that the workers were made with."""
     meanwhile: Callable[[Future[Any]], None] | None = None
     """What the caller does while it waits for a result; it comes back when that is there, or earlier."""
-
-    @abstractmethod
-    def _method(self, name: str) -> Any:
-        """The worker class's function of that name; AttributeError if it has none."""
 
     @abstractmethod
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
@@ -80,11 +77,12 @@ class WorkerGroup(ABC):
         return self._send(rank, name, (answer.result(), *arguments))
 
     def marked(self, name: str) -> Any:
-        """A method of the worker class that can be called through the group."""
-        method = self._method(name)
-        if not hasattr(method, "spread"):
-            raise AttributeError(f"{name} is not marked for dispatch")
-        return method
+        """A method of the worker class that can be called through the group. One that overrides it without a mark of
+        its own is called as the overridden one is marked."""
+        for kind in self.worker_class.__mro__:
+            if hasattr(vars(kind).get(name), "spread"):
+                return vars(kind)[name]
+        raise AttributeError(f"{self.worker_class.__name__}.{name} is not marked for dispatch")
 
     def start(self, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Begin a call on the ranks that its mark says."""
@@ -192,11 +190,8 @@ class Teams(WorkerGroup):
 
     def __init__(self, group: WorkerGroup, size: int) -> None:
         assert group.world_size % size == 0, f"{group.world_size} ranks are no teams of {size}"
-        self.group, self.size = group, size
+        self.group, self.size, self.worker_class = group, size, group.worker_class
         self.world_size, self.config, self.overlaps = group.world_size // size, group.config, group.overlaps
-
-    def _method(self, name: str) -> Any:
-        return self.group._method(name)
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         ranks = range(rank * self.size, (rank + 1) * self.size)
