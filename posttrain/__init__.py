@@ -2,12 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from posttrain import moved, plugins
+from posttrain.version import __version__
+
+plugins.dialect = "posttrain.other_systems"
+
 __all__ = ["DataProto", "__version__", "train"]
 
 if TYPE_CHECKING:
     from posttrain.api import train
     from posttrain.protocol import DataProto
+
+moved.install()
 
 
 def __dir__() -> list[str]:

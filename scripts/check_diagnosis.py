@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.tracking.by_step import DIAGNOSIS, read_lines
 from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.rundir import DIAGNOSIS, read_lines
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 20
@@ -114,15 +114,15 @@ def another_template() -> Iterator[None]:
 @contextmanager
 def calls_of_a_broken_tool() -> Iterator[None]:
     """Whatever the model writes is taken for a call: the embedded model does not know how to write one."""
-    from posttrain.rollout.tools.base import ToolCall
-    from posttrain.rollout.turns.calls import FORMATS
+    from posttrain.conversations.formats import FORMATS
+    from posttrain.conversations.tools.base import ToolCall
 
-    before = FORMATS["hermes"]
-    FORMATS["hermes"] = lambda text: [ToolCall("broken", {})]
+    before = FORMATS["hermes"].read
+    FORMATS["hermes"].read = lambda text: [ToolCall("broken", {})]
     try:
         yield
     finally:
-        FORMATS["hermes"] = before
+        FORMATS["hermes"].read = before
 
 
 def broken() -> str:

@@ -13,9 +13,8 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 from posttrain.config.tree import Tree
 from posttrain.doctor.finding import Report
-from posttrain.doctor.memory import Device, ModelCounter, find_device
-from posttrain.doctor.plan import Counter
-from posttrain.doctor.supervised import SupervisedCounter
+from posttrain.planning.budgets import planner_for
+from posttrain.planning.memory_plan import Device, Planner, find_device
 from posttrain.rewards.pool import pool_size
 
 SPLITS = ("train", "val")
@@ -46,7 +45,7 @@ class Case:
     counts: dict[str, int] = field(default_factory=dict)
     """By split, how many rows would be left of the whole file."""
     turns: Any = None
-    """The loop over turns (rollout.turns.rows.Loop) with the run's tools or agents, filled by their check."""
+    """The ConversationLoop with the run's tools and agents, filled by their check."""
     schemas: list[dict[str, Any]] = field(default_factory=list)
     """Of the run's tools, which every prompt shows."""
     reward_s: float = 0.0
@@ -87,7 +86,7 @@ class Case:
     @cached_property
     def model_config(self) -> Any:
         """The model's config.json as transformers reads it."""
-        from posttrain.doctor.meta_models import _model_settings
+        from posttrain.planning.meta_models import _model_settings
 
         return _model_settings(self.model, self.model.path)
 
@@ -96,14 +95,14 @@ class Case:
         return find_device(self.config)
 
     @cached_property
-    def counter(self) -> ModelCounter:
-        return Counter() if self.is_rl else SupervisedCounter()
+    def planner(self) -> Planner:
+        return planner_for(self.config)
 
     @cached_property
     def parameters(self) -> int:
         """Numbers in the trained model's weights, adapters included."""
         role = "actor" if self.is_rl else "model"
-        return self.counter(self.config, self.device, role, lambda model: sum(p.numel() for p in model.parameters()))
+        return self.planner.count(self.config, self.device, role, _parameter_count)
 
     @property
     def responses(self) -> int:
@@ -124,3 +123,7 @@ class Case:
 
     def where(self, *keys: str) -> str:
         return ", and ".join(dict.fromkeys(f"{key} ({self.resolved.where(key)})" for key in keys))
+
+
+def _parameter_count(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())

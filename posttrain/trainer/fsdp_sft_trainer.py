@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.supervised import look_at_row
+from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.run.preflight import check_inputs
@@ -61,7 +62,7 @@ def _words(train: Any, val: Any, steps: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     from posttrain.config.supervised_tree import SFT
 
-    return run_cli(sys.argv[1:] if argv is None else argv, SFT, USAGE, run_sft)
+    return run_cli(sys.argv[1:] if argv is None else argv, SFT, USAGE, run_sft, dry_run)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.data.pairs import look_at_pair
+from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.run.preflight import check_inputs
@@ -53,7 +54,7 @@ def _words(train: Any, val: Any, steps: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     from posttrain.config.supervised_tree import REWARD_MODEL
 
-    return run_cli(sys.argv[1:] if argv is None else argv, REWARD_MODEL, USAGE, run_reward_model)
+    return run_cli(sys.argv[1:] if argv is None else argv, REWARD_MODEL, USAGE, run_reward_model, dry_run)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import delegate, register, to_all, to_first
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.fsdp import FSDPEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import reference_engine
@@ -22,7 +21,7 @@ class ReferenceWorker:
     """Log-probs of the policy as it was at the start: of a frozen copy, or, without one, of the base of a `policy`
     in the same process, whose adapters are switched off for it."""
 
-    engine: FSDPEngine | None = None
+    engine: TrainEngine | None = None
 
     def __init__(self, config: PPOConfig, device: torch.device, policy: PolicyWorker | None = None) -> None:
         self.config, self.device, self.policy = config, device, policy

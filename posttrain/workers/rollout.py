@@ -14,6 +14,7 @@ from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
 from posttrain.config.turns import turn_settings
 from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
+from posttrain.conversations.conversation import Key, TurnRequest
 from posttrain.engine.ranks import team_of
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto
@@ -21,7 +22,6 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.settings import sampling_for
-from posttrain.rollout.turns.next_turn import Key, NextTurn
 from posttrain.workers.buckets import Bucket, checksum_of_all
 from posttrain.workers.lora_state import policy_notes
 from posttrain.workers.policy import PolicyWorker
@@ -112,17 +112,12 @@ class RolloutWorker:
                 self.conversations[uid, sample] = (uid, sample)
 
     @register(to_all, team=engine_ranks)
-    def go_on(self, turns: Sequence[NextTurn]) -> None:
+    def go_on(self, turns: Sequence[TurnRequest]) -> None:
         """Queue turns of conversations; what the turn before left in the cache serves them."""
         if not self.awake:
             self.wake()
         for turn in turns:
-            sampling = self._sampling_of(DataProto(meta_info=turn.how))
-            sampling = replace(sampling, max_tokens=turn.max_tokens, stop=(*sampling.stop, *turn.stop))
-            if turn.fresh and turn.key in self.conversations:
-                self.engine.release([self.conversations[turn.key]])
-            self.engine.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
-            self.conversations[turn.key] = turn.id
+            turn.submit(self.engine, self._sampling_of(DataProto(meta_info=turn.how)), self.conversations)
 
     @register(to_all, team=engine_ranks)
     def end(self, conversations: Sequence[Key]) -> None:

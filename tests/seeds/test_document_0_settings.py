@@ -20,9 +20,10 @@ from seen import chdir, groups, parity_reward, settings
 import posttrain
 from posttrain.algorithms import AdvantageEstimator
 from posttrain.config import ConfigError, load_config
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
+from posttrain.planning.batch_sizes import fit_sizes
 from posttrain.trainer import main_ppo as entry
-from posttrain.trainer.ppo.sizes import fit_sizes
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MINI = "actor_rollout_ref__actor__ppo_mini_batch_size"
@@ -48,7 +49,7 @@ def test_S0_01_the_entry_prints_the_composed_tree_as_yaml(capsys, monkeypatch):
 def test_S0_10_S0_135_S0_139_only_gae_builds_a_critic_and_logs_a_value_loss(gae, small):
     grpo = small()
     ours, theirs = gae.config, grpo.config
-    assert {key for key in leaves() if _value(ours, key) != _value(theirs, key)} == {"algorithm.adv_estimator"}
+    assert {key for key in leaves(PPOConfig) if _value(ours, key) != _value(theirs, key)} == {"algorithm.adv_estimator"}
     for line in gae.steps:
         assert line["critic/vf_loss"] > 0 and line["critic/optimizer_steps"] == 1
     critic = gae.trainer.critic_wg.worker.engine

@@ -10,9 +10,9 @@ import pytest
 import scripted
 from runs import metrics_of, run
 
-from posttrain.rollout.agents.registry import AGENTS, register_agent
-from posttrain.rollout.tools.registry import TOOLS as KNOWN
-from posttrain.rollout.tools.registry import register_tool
+from posttrain.conversations.agents import AGENTS, register_agent
+from posttrain.conversations.tools.registry import TOOLS as KNOWN
+from posttrain.conversations.tools.registry import register_tool
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 

@@ -21,7 +21,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rewards import resolve_reward
-from posttrain.tracking.by_step import TIMELINE, read_lines
+from posttrain.tracking.rundir import TIMELINE, read_lines
 from posttrain.tracking.samples import sample_files, validation_files
 from posttrain.tracking.vocabulary import read_vocabulary
 from posttrain.trainer.evaluation.scoring import Scoring

@@ -23,8 +23,7 @@ from posttrain.controller.profiling import StagePeaks
 from posttrain.models import fused_layer
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.workers.fsdp_workers import ActorRefWorker, ActorRolloutRefWorker, CriticWorker, RolloutWorker
-from posttrain.workers.supervised.pairs import PairWorker
-from posttrain.workers.supervised.sft import SFTWorker
+from posttrain.workers.supervised import PairWorker, SFTWorker
 
 LENGTHS = (2, 2, 3, 5, 9, 17, 40, 200)  # tokens of a response, at most
 

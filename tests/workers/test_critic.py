@@ -83,7 +83,7 @@ def gradient(group: LocalWorkerGroup, data: DataProto) -> tuple[torch.Tensor, di
     """The flat gradient of one mini-batch, and the metrics that its micro-batches added up to."""
     worker = group.worker
     worker.critic.measures = Measures()
-    worker.engine._backward(prepared(worker, data), worker.critic._loss, 1.0)
+    worker.engine.runner.gradients(prepared(worker, data), worker.critic._loss, 1.0)
     flat = torch.cat([master.grad.flatten() for master in worker.engine.optimizer.masters])
     return flat, worker.critic.measures.numbers()
 

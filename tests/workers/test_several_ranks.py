@@ -30,11 +30,11 @@ from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack, unpack
+from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.next_turn import NextTurn
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -539,7 +539,7 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
     group.submit(prompts())
     for engine, output in wait():
         ids = [*begun[output.id], *output.token_ids, 44]
-        group.go_on.on(engine, [NextTurn(output.id, 1, ids, 5, 77, {})]).result()
+        group.go_on.on(engine, [TurnRequest(output.id, 1, ids, 5, 77, {})]).result()
     for engine, output in wait():
         group.end.on(engine, [output.id[:2]]).result()
     return ended
@@ -654,7 +654,7 @@ async def talk(chat, row):
 
 
 def test_agents_work_with_such_an_engine(runs, monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.agents.registry.AGENTS", {"talk": talk})
+    monkeypatch.setattr("posttrain.conversations.agents.AGENTS", {"talk": talk})
     given = {**HALF, f"{ROLLOUT}.agent": "talk", "data.max_response_length": 60, "trainer.total_training_steps": 2}
     one, two = runs.free("talk", 1, given), runs.free("talk cut", 2, {**given, SIZE: 2})
     check_same(one, two)

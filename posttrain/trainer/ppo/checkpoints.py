@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from posttrain.checkpoint.rng import restore_rng
 from posttrain.config.trainer import TrainerConfig
+from posttrain.planning.batch_sizes import Sizes
 from posttrain.tracking.progress import say
 from posttrain.trainer.ppo.recorder import Recorder
-from posttrain.trainer.ppo.sizes import Sizes
 from posttrain.trainer.run.adapter_base import check_bases
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
 

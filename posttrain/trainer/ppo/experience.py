@@ -24,12 +24,13 @@ import numpy as np
 from posttrain import pulse
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import Future
+from posttrain.conversations.batch import begin_conversations, turn_fields
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
-from posttrain.rollout.turns.rows import Loop, begin_all, fields_of_turns
 from posttrain.trainer.ppo.agent_rewards import AgentWatch, feed_turns
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.reward import (
@@ -55,7 +56,7 @@ class Experience:
         rewards: RewardManager,
         *,
         model_reward: ModelReward | None = None,
-        turns: Loop | None = None,
+        turns: ConversationLoop | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.rollout, self.rewards, self.model_reward, self.turns = rollout, rewards, model_reward, turns
@@ -105,8 +106,8 @@ class Experience:
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:
-            begin_all(self.turns, keys_of(rows), asked, rows, self._engines)
-        if not (self.turns and self.turns.asks_first):
+            asked = asked[begin_conversations(self.turns, keys_of(rows), asked, rows, self._engines)]
+        if len(asked):
             self.rollout.submit(asked)
             self._have_work(range(self._engines))
         return rows
@@ -131,11 +132,11 @@ class Experience:
                 ended = self.poll()
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts = [self._prompts.pop(key) for key in keys]
-        if self.turns and self.turns.asks_first:
+        if self.turns and self.turns.has_agents:
             prompts = self._watch.look([self.turns.records[key] for key in keys], rows, self.tokenizer)
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
         if self.turns:
-            outputs.union(fields_of_turns(self.turns, keys))
+            outputs.union(turn_fields(self.turns, keys))
         return rows.union(outputs).set_decoder(self.decode)  # `response` is decoded when it is first read
 
     def wait_for_scores(self, rows: DataProto) -> DataProto:
@@ -186,7 +187,7 @@ class Experience:
         for rank, future in list(self._advancing.items()):
             if future.done():
                 outputs, busy = self._advancing.pop(rank).result()
-                ended += self.turns.took(rank, outputs) if self.turns else outputs
+                ended += self.turns.receive(rank, outputs) if self.turns else outputs
                 # "Idle" may be older than requests that were sent while the rank answered: then it is busy after all.
                 if not busy and rank not in self._asked_meanwhile:
                     self._busy.discard(rank)
@@ -209,7 +210,7 @@ class Experience:
         """Whether nobody but an agent could give a reward."""
         return self.rewards.gives_none and self.model_reward is None
 
-    def _go_on(self, turns: Loop) -> list[Output]:
+    def _go_on(self, turns: ConversationLoop) -> list[Output]:
         """Conversations that were answered have their next turn; gives those that have no room for one."""
         at_rest = not self._busy
         following, full = turns.next(wait=at_rest) if at_rest or not turns.in_rounds else ({}, [])

@@ -8,10 +8,10 @@ import torch
 from posttrain.algorithms import correction_is_on
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
+from posttrain.planning.batch_sizes import Sizes
 from posttrain.protocol import DataProto
 from posttrain.tracking.fields import groups_of
 from posttrain.tracking.progress import say
-from posttrain.trainer.ppo.sizes import Sizes
 from posttrain.workers.groups import ActorRolloutGroup
 
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones

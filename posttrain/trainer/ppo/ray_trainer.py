@@ -15,11 +15,12 @@ import torch
 from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
 from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
+from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.rows import Loop
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.batch_advantage import compute_advantage
@@ -32,7 +33,6 @@ from posttrain.trainer.ppo.model_reward import ModelReward, reward_weights
 from posttrain.trainer.ppo.one_step_off import OneStepOff, staleness
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, settle_memory
@@ -70,7 +70,7 @@ class RayPPOTrainer(WorkerClasses):
         explicit: set[str] | None = None,
         stored_config: PPOConfig | None = None,
         workers: Workers | None = None,
-        turns: Loop | None = None,
+        turns: ConversationLoop | None = None,
     ) -> None:
         self.workers = workers or LocalWorkers()
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
@@ -112,7 +112,7 @@ class RayPPOTrainer(WorkerClasses):
             n = config.actor_rollout_ref.rollout.val_kwargs.n
             self.validator = Validator(config.data, n, tokenizer, val_dataset, self.experience, self.recorder)
         self.first_batch = FirstBatchChecks(
-            config, self.sizes, self.actor_rollout_wg, device, one_prompt=not (turns and turns.asks_first)
+            config, self.sizes, self.actor_rollout_wg, device, one_prompt=not (turns and turns.has_agents)
         )
         self.checkpoints = Checkpoints(
             config.trainer,

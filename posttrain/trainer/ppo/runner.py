@@ -12,6 +12,7 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.reward import RewardConfig
 from posttrain.config.reward_model import RewardModelConfig
 from posttrain.config.root import PPOConfig
+from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.held_out import held_out_words, hold_out
 from posttrain.data.rows import read_table
@@ -32,7 +33,6 @@ from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.process import explain_errors, prepare_torch, restore_determinism
 from posttrain.trainer.run.result import RunResult
@@ -108,7 +108,7 @@ def _build(
     prepare_torch(config.trainer, device)
     _fill_embedded(config, data)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    turns = stack.enter_context(opened_turns(config, tokenizer, device))
+    turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
     tools = turns.schemas if turns else ()
     trained, held_out = _rows(config.data, resolved.explicit, data, val_data)
     train = PromptDataset(trained, tokenizer, config.data, tools=tools)
@@ -124,10 +124,10 @@ def _build(
     sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
     named = spec.kind != "builtin"
     pool = None
-    others = config.reward_model.enable or bool(turns and turns.asks_first)  # who may give rewards too
+    others = config.reward_model.enable or bool(turns and turns.has_agents)  # who may give rewards too
     if named or not others or _can_judge(config.reward_model, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources, looker))
-    elif turns and turns.asks_first:
+    elif turns and turns.has_agents:
         say("note: there is no reward function for these rows: the agent's own rewards are the only ones.")
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib, run.logs))
     stack.callback(keep_worker_logs, workers, run.logs)
@@ -211,7 +211,7 @@ def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data:
 def _load_external(name: str | None) -> None:
     """Import the user's module, which may register estimators, losses, samplers or rollout engines."""
     if name:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(name)
         say(f"Loaded {name}.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
-from posttrain.tracking.find import find_run
+from posttrain.tracking.rundir import find_run
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.replay.steps import replayable, start_of
 

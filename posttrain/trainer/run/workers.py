@@ -12,9 +12,9 @@ from posttrain.config.parallel import one_process, rollout_workers_of, workers_o
 from posttrain.config.trainer import RunConfig
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.worker_died import append_log, printed_lines
+from posttrain.external import import_external
 from posttrain.tracking.progress import say
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.run.external import import_external
 from posttrain.trainer.run.process import seed_and_determinism
 
 

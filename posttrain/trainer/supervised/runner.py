@@ -12,6 +12,7 @@ import torch
 
 from posttrain.config.resolved import Resolved
 from posttrain.models.loading import check_positions, load_tokenizer
+from posttrain.planning.batch_sizes import count_steps
 from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say
 from posttrain.tracking.tee import tee_output
@@ -22,7 +23,7 @@ from posttrain.trainer.run.process import explain_errors, prepare_torch, restore
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.serving import driven_by_one_machine
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
-from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
+from posttrain.trainer.supervised.loop import SupervisedTrainer
 from posttrain.trainer.supervised.task import Task
 from posttrain.workers.lora_state import adapter_notes
 from posttrain.workers.roles import pick_device
@@ -101,7 +102,7 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
 
 def _load_external(config: Any) -> None:
     if config.model.external_lib:
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
 
         import_external(config.model.external_lib, "model.external_lib")
         say(f"Loaded {config.model.external_lib}.")
