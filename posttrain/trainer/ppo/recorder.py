@@ -23,7 +23,7 @@ from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import DIAGNOSIS, Before, RunDirectory, append_line, read_before, write_before
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
 from posttrain.tracking.vocabulary import write_vocabulary
-from posttrain.trainer.run_writer import RunWriter
+from posttrain.trainer.run.writer import RunWriter
 
 
 class Recorder(RunWriter):
