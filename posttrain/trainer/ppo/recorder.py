@@ -23,7 +23,7 @@ from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import DIAGNOSIS, Before, RunDirectory, append_line, read_before, write_before
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
 from posttrain.tracking.vocabulary import write_vocabulary
-from posttrain.trainer.run_writer import RunWriter
+from posttrain.trainer.run.writer import RunWriter
 
 
 class Recorder(RunWriter):
@@ -91,6 +91,7 @@ class Recorder(RunWriter):
         seen = metrics, self.history, self.facts
         line, advice = diagnose(*seen, width=self.progress.room, reward_error=error, tool_error=tools)
         if self.samples_are_due(step):
+            # The table is built here, as the batch's tensors are about to be freed; compressing it is left to a thread.
             table = self._samples(step, batch, sampling_words(self.config))
             self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger

@@ -10,7 +10,7 @@ from posttrain.tracking.diagnosis import fitted
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.run_writer import RunWriter
+from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.task import Task
 
 NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
