@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from posttrain import moved
+from posttrain import moved, plugins
+from posttrain.version import __version__
 
-__version__ = "0.1.0"
+plugins.dialect = "posttrain.other_systems"
+
 __all__ = ["DataProto", "__version__", "train"]
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,18 +12,31 @@ from typing import Any
 from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking.console import prepare_streams
-from posttrain.tracking.ending import exit_status
-from posttrain.tracking.folding import tell, tell_page
+from posttrain.tracking.console import exit_status, keep_going, prepare_streams
+from posttrain.tracking.terminal_text import tell, tell_page
 from posttrain.tracking.waiting import waiting
 
 Arguments = Sequence[str]
 
 
 def train(args: Arguments) -> int:
-    from posttrain import launch
+    """Train as `train.sh` does."""
+    from posttrain import launch, launch_flags
+    from posttrain.tracking.own_console import take_voice
 
-    return launch.main(args)
+    args, voice = take_voice(args)
+    request = launch.parse(args)
+    if request.help:
+        print(launch_flags.help_text(os.environ))
+        return 0
+    resolved = launch.resolve(request, os.environ, environment="--cfg" not in args)
+    if resolved.show is not None:
+        print(resolved.to_yaml(), end="")
+        return 0
+    from posttrain.trainer.main_ppo import exit_status, run_command
+
+    keep_going()
+    return exit_status(run_command(resolved, voice))
 
 
 def sft(args: Arguments) -> int:
@@ -48,9 +62,9 @@ def plan(args: Arguments) -> int:
         print(PLAN_USAGE)
         return 0
     with waiting():
-        from posttrain.doctor import table
+        from posttrain.doctor import plan_command
 
-    return table.main(args)
+    return plan_command.main(args)
 
 
 def doctor(args: Arguments) -> int:
@@ -157,7 +171,7 @@ def bench(args: Arguments) -> int:
 
 
 def compat(args: Arguments) -> int:
-    from posttrain.compat_check import command
+    from posttrain.other_systems.verl_script import command
 
     return command.main(args)
 
@@ -193,7 +207,7 @@ def replay(args: Arguments) -> int:
 
 
 def version(args: Arguments) -> int:
-    from posttrain import __version__
+    from posttrain.version import __version__
 
     _parser("version", "The version that runs.").parse_args(args)
     print(f"posttrain {__version__}")

@@ -21,11 +21,10 @@ from posttrain.launch_flags import (
     SETTINGS,
     USE_KL,
     Request,
-    help_text,
     parse,
     variable_of,
 )
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 
 if TYPE_CHECKING:
     from posttrain.config import Resolved
@@ -79,14 +78,24 @@ def resolve(request: Request, environ: Mapping[str, str], *, environment: bool =
     return resolved
 
 
+def resolve_arguments(args: Sequence[str], *, environment: bool = False) -> Resolved:
+    """Settings of a command about a run: as train.sh reads them with flags, `train` or nothing, else as main_ppo."""
+    from posttrain.config import load_config
+
+    request = parse(args[1:] if list(args[:1]) == ["train"] else args)
+    if list(args[:1]) == ["train"] or request.flags or request.problems or not request.rest:
+        return resolve(request, os.environ, environment=environment)
+    return load_config(request.rest, environment=environment)
+
+
 def _taken(rest: Sequence[str], given: Labelled) -> dict[str, str]:
     """Canonical key -> source of everything that the user set, in whatever spelling, in files and groups too."""
     from posttrain.config import load_config
-    from posttrain.config.aliases import canonical
+    from posttrain.config.aliases import PPO_SPELLINGS
 
     written = [*given, *((text, "command line") for text in rest if "=" in text)]
     keys = {text.partition("=")[0].lstrip("+"): source for text, source in written}
-    by_key = {canonical(key).key or key: source for key, source in keys.items()}
+    by_key = {PPO_SPELLINGS.canonical(key).key or key: source for key, source in keys.items()}
     if all("." in text.partition("=")[0] and not text.startswith("-") for text in rest):
         return by_key
     try:  # an option or a group choice: only a first reading of the files tells
@@ -113,26 +122,6 @@ def defaults(taken: Mapping[str, str], train_sh: Path | None) -> Labelled:
     if train_sh is not None and not own_reward and (train_sh / "reward_func.py").is_file():
         chosen.append((f"{REWARD}={train_sh / 'reward_func.py'}", DEFAULT))
     return chosen
-
-
-def main(args: Sequence[str]) -> int:
-    """Train as `train.sh` does; returns the exit status."""
-    from posttrain.tracking.own_console import take_voice
-
-    args, voice = take_voice(args)
-    request = parse(args)
-    if request.help:
-        print(help_text(os.environ))
-        return 0
-    resolved = resolve(request, os.environ, environment="--cfg" not in args)
-    if resolved.show is not None:
-        print(resolved.to_yaml(), end="")
-        return 0
-    from posttrain.tracking.console import keep_going
-    from posttrain.trainer.main_ppo import exit_status, run_command
-
-    keep_going()
-    return exit_status(run_command(resolved, voice))
 
 
 def show_config(args: Sequence[str]) -> int:

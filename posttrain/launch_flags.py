@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.config.closest import closest
-from posttrain.config.other_systems import counterpart
 from posttrain.config.problem import Problem
+from posttrain.other_systems.names import counterpart
 
 MODEL = "actor_rollout_ref.model.path"
 REWARD = "custom_reward_function.path"

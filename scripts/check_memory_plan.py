@@ -77,7 +77,7 @@ def import_everything() -> None:
     """What takes seconds, once for all configurations; nothing here may touch the device before the fork."""
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401  # pyright: ignore
 
-    import posttrain.doctor.plan
+    import posttrain.planning.rl
     import posttrain.trainer.ppo.runner  # noqa: F401
 
 
@@ -111,9 +111,9 @@ def measure(case: Case, device: str) -> dict[str, Any]:
 
     from posttrain.bench.presets import find_shape
     from posttrain.config import load_config
-    from posttrain.controller.peaks import StagePeaks
-    from posttrain.doctor.memory import find_device
-    from posttrain.doctor.plan import plan_memory
+    from posttrain.controller.profiling import StagePeaks
+    from posttrain.planning.memory_plan import find_device
+    from posttrain.planning.rl import RLPlanner
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
     from posttrain.trainer.ppo.runner import opened_training
 
@@ -135,7 +135,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         peaks.begin()
         with opened_training(resolved, data=rows, reward=any_score, trainer_class=WithoutCheckpoints) as trainer:
             peaks.end("load")
-            plan = plan_memory(trainer.config, find_device(trainer.config))
+            plan = RLPlanner().plan(trainer.config, find_device(trainer.config))
             result = trainer.fit()
     lines = [peaks.take(), *result.metrics]
     stages = {}

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from posttrain.cache import cache_folder
-from posttrain.compat_check.command import read_script
-from posttrain.compat_check.report import Report, examine
-from posttrain.config.verl.rule import KINDS
+from posttrain.other_systems.verl.rule import KINDS
+from posttrain.other_systems.verl_script.command import read_script
+from posttrain.other_systems.verl_script.report import Report, examine
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "verl_scripts"

@@ -4,6 +4,7 @@
     python scripts/measure_mixture.py                 # 4 layers, then 48, at 512 and 1,024 rows
     python scripts/measure_mixture.py --sweep         # first tries cuts of the experts' products, and takes the best
     python scripts/measure_mixture.py --sweep --layers 4 --rows 512
+    python scripts/measure_mixture.py --fp8 --layers 48
 
 The shape is that of Qwen3-30B-A3B with random bfloat16 weights, which are drawn on the device. Responses are sampled in
 groups that share a prompt and never end early. A step's parts are each captured as a graph over all layers, so that
@@ -17,6 +18,7 @@ import gc
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -29,9 +31,11 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels.cuda import experts, fused_products
 from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention, splits_for
 from posttrain.kernels.cuda.experts import Tile
+from posttrain.kernels.cuda.fp8 import quantize_rows
 from posttrain.kernels.cuda.sampling import chunk_room
 from posttrain.kernels.cuda.sizes import FINE, LEAST_ROWS
 from posttrain.kernels.decode import BLOCK, add_rms_norm
+from posttrain.kernels.quantized import FP8, Quantized
 from posttrain.models.feed_forward import Mixture
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.generate import generate
@@ -51,7 +55,7 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = 4.8e12  # bytes a second of an H200
 
 
-def candidates() -> list[Tile]:
+def candidates(fp8: bool) -> list[Tile]:
     plain = [(16, 32, 128, 4, 4), (32, 32, 128, 4, 4), (64, 32, 128, 4, 3), (64, 64, 64, 4, 4), (128, 64, 64, 8, 3)]
     described = [
         (64, 64, 64, 4, 4),
@@ -65,6 +69,9 @@ def candidates() -> list[Tile]:
     found += [Tile(*one, described=True) for one in described]
     found += [Tile(32, 64, 64, 4, 4, turned=True), Tile(64, 64, 64, 4, 4, turned=True)]
     found += [Tile(rows, *one, turned=True, described=True) for rows in (16, 32, 64, 128) for one in turned]
+    if fp8:  # the copy engine's tiles of as many bytes, and of half as many
+        found = [tile for tile in found if tile.described]
+        found += [replace(tile, depth=2 * tile.depth) for tile in found]
     return found
 
 
@@ -106,7 +113,7 @@ def route(x: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 # -- cuts of the experts' products ------------------------------------------------------------------------------------
-def sweep(rows_swept: tuple[int, ...]) -> tuple[tuple[float, Tile, Tile], ...]:
+def sweep(rows_swept: tuple[int, ...], fp8: bool) -> tuple[tuple[float, Tile, Tile], ...]:
     """The best cut of each product by number of rows, as `experts.TILES` holds them; everything is printed."""
     torch.manual_seed(0)
     count, width, size = SHAPE["num_experts"], SHAPE["hidden_size"], SHAPE["moe_intermediate_size"]
@@ -115,8 +122,10 @@ def sweep(rows_swept: tuple[int, ...]) -> tuple[tuple[float, Tile, Tile], ...]:
         return torch.randn(*shape, device=DEVICE, dtype=DTYPE) * 0.02
 
     layers = [(drawn(count, 2 * size, width), drawn(count, width, size)) for _ in range(SWEPT_LAYERS)]
+    if fp8:
+        layers = [(quantize_rows(one), quantize_rows(other)) for one, other in layers]
     router = drawn(count, width)
-    tiles = candidates()
+    tiles = candidates(fp8)
     started = time.perf_counter()
     compile_all(tiles, layers[0], route(normed(64), router))
     print(f"sweep: {len(tiles)} cuts of two products compiled in {time.perf_counter() - started:.0f} s", flush=True)
@@ -128,27 +137,29 @@ def sweep(rows_swept: tuple[int, ...]) -> tuple[tuple[float, Tile, Tile], ...]:
         fitting = [tile for tile in tiles if mean / 4 <= tile.rows <= max(16, 4 * mean)] or tiles[-6:]
         if rows == PREFILL:
             fitting = [tile for tile in tiles if tile.rows >= 64]
-        gated = experts.gate_up_pairs(x, layers[0][0], order, ends, fitting[0])
-        parts = experts.down_pairs(gated, layers[0][1], order, ends, fitting[0])
+        x = quantize_rows(x) if fp8 else x
+        gated = experts.gate_up_pairs(x, layers[0][0], order, ends, fitting[0], DTYPE)
+        inner = quantize_rows(gated) if fp8 else gated
+        parts = experts.down_pairs(inner, layers[0][1], order, ends, fitting[0], DTYPE)
         wins = []
         for name, number, given, wanted, product in (
             ("gate and up", 0, x, gated, experts.gate_up_pairs),
-            ("down", 1, gated, parts, experts.down_pairs),
+            ("down", 1, inner, parts, experts.down_pairs),
         ):
             found = []
             for tile in fitting:
                 try:
-                    y = product(given, layers[0][number], order, ends, tile)
+                    y = product(given, layers[0][number], order, ends, tile, DTYPE)
                     off = float((y.float() - wanted.float()).abs().max() / wanted.float().abs().max())
                     if not off < 0.02:
                         print(f"  WRONG: {name}, {tile}, off by {off:.3g}")
                         continue
-                    given_all = [(given, layer[number], order, ends, tile) for layer in layers]
+                    given_all = [(given, layer[number], order, ends, tile, DTYPE) for layer in layers]
                     found.append((timed(partial(over_all, product, given_all)) / len(layers) * 1e3, tile))
                 except Exception as error:
                     print(f"  not possible: {name}, {tile}: {type(error).__name__} {str(error)[:90]}")
             found.sort(key=lambda one: one[0])
-            floor = layers[0][number].nbytes / BANDWIDTH * 1e6
+            floor = sum(part.nbytes for part in as_parts(layers[0][number])) / BANDWIDTH * 1e6
             shown = "; ".join(f"{us:.0f} us {tile}" for us, tile in found[:6])
             print(f"rows {rows} (mean {mean:.0f} an expert), {name}, floor {floor:.0f} us: {shown}", flush=True)
             wins.append(found[0])
@@ -157,17 +168,23 @@ def sweep(rows_swept: tuple[int, ...]) -> tuple[tuple[float, Tile, Tile], ...]:
     return table_of(best)
 
 
-def compile_all(tiles: list[Tile], layer: tuple[torch.Tensor, torch.Tensor], routed: Any) -> None:
+def as_parts(x: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x) if isinstance(x, Quantized) else (x,)
+
+
+def compile_all(tiles: list[Tile], layer: tuple[Any, Any], routed: Any) -> None:
     """Compiling takes seconds a kernel and lets other threads run; what fails here is told where it is measured."""
     _, order, ends = routed
-    x = normed(64)
-    gated = experts.gate_up_pairs(x, layer[0], order, ends, tiles[0])
-    experts.down_pairs(gated, layer[1], order, ends, tiles[0])
+    fp8, x = isinstance(layer[0], Quantized), normed(64)
+    x = quantize_rows(x) if fp8 else x
+    gated = experts.gate_up_pairs(x, layer[0], order, ends, tiles[0], DTYPE)
+    gated = quantize_rows(gated) if fp8 else gated
+    experts.down_pairs(gated, layer[1], order, ends, tiles[0], DTYPE)
 
     def one(tile: Tile) -> None:
         for product, given, weight in ((experts.gate_up_pairs, x, layer[0]), (experts.down_pairs, gated, layer[1])):
             try:
-                product(given, weight, order, ends, tile)
+                product(given, weight, order, ends, tile, DTYPE)
             except Exception:
                 continue
 
@@ -210,7 +227,7 @@ def measure(layers: int, options: argparse.Namespace) -> None:
     torch.cuda.synchronize()
     print(f"\n== {layers} layers, {size / 1e9:.1f} GB, drawn in {time.perf_counter() - started:.1f} s", flush=True)
     settings = RolloutConfig(max_num_seqs=max(options.rows), kv_cache_gb=options.cache_gb)
-    engine, name = build_native(model, settings, decode=None)
+    engine, name = build_native(model, settings, decode=None, fp8=options.fp8)
     started = time.perf_counter()
     print(f"engine: {name}")
     print(f"log-probs against transformers': {why_wrong(engine, model) or 'equal up to rounding'} "
@@ -265,9 +282,15 @@ def parts(engine: Any, rows: int, step_ms: float, options: argparse.Namespace) -
     qkv, attended = layers[0].qkv(x), torch.randn(rows, decoder.heads * decoder.size, device=DEVICE, dtype=DTYPE)
     mixtures = [layer.feed for layer in layers if isinstance(layer.feed, Mixture)]
     share, order, ends = route(x, mixtures[0].router_XE)
-    first, second = experts.tiles_for(len(order), SHAPE["num_experts"], DTYPE)
-    gated = experts.gate_up_pairs(x, mixtures[0].gate_up_X2IE, order, ends, first)
-    down = experts.down_pairs(gated, mixtures[0].down_XEI, order, ends, second)
+    first, second = experts.tiles_for(len(order), SHAPE["num_experts"], FP8 if options.fp8 else DTYPE)
+    held: list[tuple[Any, Any]] = [(one.gate_up_X2IE, one.down_XEI) for one in mixtures]
+    given: Any = x
+    if options.fp8:
+        held = [tuple(copy.rounded for copy in one.fp8 or ()) for one in mixtures]  # pyright: ignore
+        given = quantize_rows(x)
+    gated: Any = experts.gate_up_pairs(given, held[0][0], order, ends, first, DTYPE)
+    gated = quantize_rows(gated) if options.fp8 else gated
+    down = experts.down_pairs(gated, held[0][1], order, ends, second, DTYPE)
     works: dict[str, Callable[[], Any]] = {
         "norms": lambda: [
             add_rms_norm(residual, x, weight, decoder.epsilon)
@@ -281,9 +304,9 @@ def parts(engine: Any, rows: int, step_ms: float, options: argparse.Namespace) -
         "product out": lambda: [layer.out(attended) for layer in layers],
         "router": lambda: [route(x, one.router_XE) for one in mixtures],
         "experts, gate and up": lambda: [
-            experts.gate_up_pairs(x, one.gate_up_X2IE, order, ends, first) for one in mixtures
+            experts.gate_up_pairs(given, one, order, ends, first, DTYPE) for one, _ in held
         ],
-        "experts, down": lambda: [experts.down_pairs(gated, one.down_XEI, order, ends, second) for one in mixtures],
+        "experts, down": lambda: [experts.down_pairs(gated, one, order, ends, second, DTYPE) for _, one in held],
         "experts, weighted sum": lambda: [experts.weigh_parts(down, share) for _ in mixtures],
     }  # fmt: skip
     found = {name: timed(work) for name, work in works.items()}
@@ -350,13 +373,14 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="responses of a prompt")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--cache-gb", type=float, default=48)
+    parser.add_argument("--fp8", action="store_true", help="products of fp8 copies")
     parser.add_argument("--sweep", action="store_true", help="try cuts of the experts' products, and take the best")
     parser.add_argument("--sweep-rows", type=int, nargs="*", default=list(SWEPT_ROWS))
     options = parser.parse_args()
     started = time.perf_counter()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     if options.sweep:
-        experts.TILES = sweep(tuple(options.sweep_rows))
+        setattr(experts, "FP8_TILES" if options.fp8 else "TILES", sweep(tuple(options.sweep_rows), options.fp8))
     for layers in options.layers:
         measure(layers, options)
         gc.collect()

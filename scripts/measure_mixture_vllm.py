@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""vLLM on the work of `measure_mixture.py`: the same shape, prompts, groups and lengths, a log-prob for each token.
+"""vLLM on the work of `measure_mixture.py` and `measure_fp8.py`: the same shape, prompts, groups and lengths, and a
+log-prob for each token.
 
     python scripts/measure_mixture_vllm.py --rows 512 1024
+    python scripts/measure_mixture_vllm.py --rows 512 1024 --set quantization=fp8
+    python scripts/measure_mixture_vllm.py --model 7b --tokens 512 --rows 64 512 1024 --set quantization=fp8
 
 Weights are vLLM's own random ones (`load_format=dummy`): on disk they would take 61 GB. Its settings are those of
 `posttrain bench rollout`, and the first run warms up.
@@ -14,7 +17,9 @@ import importlib
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from needs import need
@@ -23,12 +28,19 @@ need("vllm", get='pip install "posttrain[vllm]"')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "posttrain" / "bench" / "peers"))  # run_vllm's folder
 import vllm  # noqa: E402
 from measure_mixture import LAYERS, SHAPE  # noqa: E402
-from transformers import Qwen3MoeConfig  # noqa: E402
+from transformers import Qwen2Config, Qwen3MoeConfig  # noqa: E402
+
+from posttrain.bench.presets import PRESETS  # noqa: E402
+
+NO_TOKENS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument(
+        "--model", choices=["mixture", *PRESETS], default="mixture", help="a shape; all but the first dense"
+    )
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the mixture")
     parser.add_argument("--rows", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
@@ -38,8 +50,10 @@ def main() -> None:
     options = parser.parse_args()
     more = {name: _value(text) for name, _, text in (item.partition("=") for item in options.set)}
     with tempfile.TemporaryDirectory() as folder:
-        config = Qwen3MoeConfig(**SHAPE, num_hidden_layers=options.layers, dtype="bfloat16")
-        config.architectures = ["Qwen3MoeForCausalLM"]
+        config: Any = Qwen3MoeConfig(**SHAPE, num_hidden_layers=options.layers, dtype="bfloat16")
+        if options.model != "mixture":
+            config = Qwen2Config(**asdict(PRESETS[options.model]) | NO_TOKENS)
+        config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
         config.save_pretrained(folder)
         started = time.perf_counter()
         length = options.prompt + options.tokens
@@ -49,11 +63,14 @@ def main() -> None:
             max_num_seqs=max(options.rows), disable_log_stats=True, seed=0, **settings,
         )  # fmt: skip
     ready = time.perf_counter() - started
-    print(f"vLLM {vllm.__version__}, {options.layers} layers, ready in {ready:.0f} s", flush=True)
+    print(
+        f"vLLM {vllm.__version__}, {options.model}, {config.num_hidden_layers} layers, {more}: ready in {ready:.0f} s",
+        flush=True,
+    )
     for rows in options.rows:
         generator = torch.Generator().manual_seed(rows)
         count = -(-rows // options.group)
-        unique = torch.randint(0, SHAPE["vocab_size"], (count, options.prompt), generator=generator).tolist()
+        unique = torch.randint(0, config.vocab_size, (count, options.prompt), generator=generator).tolist()
         prompts = [{"prompt_token_ids": unique[row // options.group]} for row in range(rows)]
         found = []
         for run in range(options.repeat + 1):

@@ -38,7 +38,7 @@ class NamedManager:
         from posttrain.trainer.constants_ppo import apply_environment
 
         apply_environment()
-        from posttrain.trainer.run.external import import_external
+        from posttrain.external import import_external
         from verl._trainer import RayPPOTrainer
 
         external = resolved.value("actor_rollout_ref.model.external_lib")

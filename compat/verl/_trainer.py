@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from posttrain.algorithms.common import setting
+from posttrain.algorithms.common import read_setting as setting
 from posttrain.errors import UserError
 from posttrain.trainer.main_ppo import as_resolved
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer as Ours

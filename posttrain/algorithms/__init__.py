@@ -3,6 +3,8 @@
 Shapes in names: B rows (responses), T tokens of the response, G groups (prompts).
 """
 
+from enum import StrEnum
+
 from posttrain.algorithms.advantages.gae import compute_gae_advantage_return
 from posttrain.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
 from posttrain.algorithms.advantages.gpg import compute_gpg_outcome_advantage
@@ -52,14 +54,18 @@ from posttrain.algorithms.losses.value import compute_value_loss
 from posttrain.algorithms.losses.vanilla import compute_policy_loss_vanilla
 from posttrain.algorithms.overlong import overlong_penalty
 from posttrain.algorithms.registry import (
-    AdvantageEstimator,
+    ADV_ESTIMATORS,
     critic_estimators,
     get_adv_estimator,
     get_policy_loss,
     group_estimators,
+    own_settings,
     register_adv_est,
     register_policy_loss,
 )
+
+AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATORS})
+"""The estimators that come with the package."""
 
 __all__ = [
     "AGGREGATION_MODES",
@@ -109,6 +115,7 @@ __all__ = [
     "mask_counts",
     "mismatch_metrics",
     "overlong_penalty",
+    "own_settings",
     "prepare_policy_loss",
     "register_adv_est",
     "register_policy_loss",

@@ -7,12 +7,12 @@ by one and added up: no split changes the gradient. Rows without any response to
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TypeAlias
 
 from posttrain.algorithms.common import AlgorithmError, keep_masked, unknown_name
+from posttrain.lazy import torch
 
-Count = int | float | torch.Tensor
+Count: TypeAlias = "int | float | torch.Tensor"
 
 
 def token_mean(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float) -> torch.Tensor:
@@ -88,7 +88,7 @@ def aggregation_weights(
     loss_scale_factor: float | None = None,
     total_tokens: Count | None = None,
     total_rows: Count | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Weights (rows, length) with loss == (weights * token losses).sum(), 0 outside the mask.
 
@@ -102,10 +102,10 @@ def aggregation_weights(
             f"`seq-mean-token-sum-norm` divides by a constant above 0, but `loss_scale_factor` is {loss_scale_factor}. "
             "Set actor_rollout_ref.actor.loss_scale_factor (customary: data.max_response_length)."
         )
-    mask_BT = response_mask.bool().to(dtype)
+    mask_BT = response_mask.bool().to(dtype or torch.float32)
     own_tokens, own_rows = mask_counts(response_mask)
     tokens, rows = (
-        torch.as_tensor(own if total is None else total, dtype=dtype, device=mask_BT.device).clamp(min=1)
+        torch.as_tensor(own if total is None else total, dtype=mask_BT.dtype, device=mask_BT.device).clamp(min=1)
         for own, total in ((own_tokens, total_tokens), (own_rows, total_rows))
     )
     return AGGREGATION_MODES[mode](mask_BT, tokens, rows, loss_scale_factor or 1.0)

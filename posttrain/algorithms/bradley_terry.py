@@ -11,8 +11,8 @@ Shapes: P pairs.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from posttrain.lazy import functional as F
+from posttrain.lazy import torch
 
 
 def bradley_terry_loss(

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
-
-from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
-from posttrain.algorithms.registry import get_adv_estimator, get_policy_loss, name_of
+from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting
+from posttrain.algorithms.losses.shared import loss_settings
+from posttrain.algorithms.registry import get_adv_estimator, get_policy_loss, own_settings
+from posttrain.lazy import torch
+from posttrain.registry import name_of
 
 
 @dataclass
@@ -50,7 +51,8 @@ def compute_advantage(
 
     A parameter that has the name of a setting of `config` (the section `algorithm`) receives that setting.
     """
-    function, name = get_adv_estimator(name), name_of(name)
+    estimator, name = get_adv_estimator(name), name_of(name)
+    function = estimator.function
     if token_level_rewards.shape != response_mask.shape:
         raise AlgorithmError(
             f"`token_level_rewards` has shape {tuple(token_level_rewards.shape)} and `response_mask` "
@@ -59,8 +61,9 @@ def compute_advantage(
     offered = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, **more}
     offered |= {"index": index, "config": config}
     arguments = _accepted(function, offered)
-    for parameter in _parameters(function):
-        value = None if parameter in offered else setting(config, parameter, None)
+    own = {} if estimator.settings is None else vars(own_settings(estimator.settings, config, "algorithm."))
+    for parameter in _parameters(function).keys() - offered.keys():
+        value = read_setting(config, parameter, own.get(parameter))
         if value is not None:
             arguments[parameter] = value
     result = _call(function, "advantage estimator", name, arguments)
@@ -104,12 +107,20 @@ def call_policy_loss(
     counts: Mapping[str, Any] | None = None,
 ) -> PolicyLoss:
     """The named loss on one part of a mini-batch. `prepared` is what the loss's `prepare` gave for the whole of it,
-    `counts` what `agg_loss` needs to know of it; a loss that takes them by name gives its share as one number."""
-    function, name = get_policy_loss(name), name_of(name)
+    `counts` what `agg_loss` needs to know of it; a loss that takes them by name gives its share as one number.
+
+    A parameter that has the name of one of the loss's own settings receives that setting.
+    """
+    loss, name = get_policy_loss(name), name_of(name)
+    function = loss.function
     arguments = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
     arguments |= {"response_mask": response_mask, "config": config, "rollout_is_weights": rollout_is_weights}
-    arguments |= {"loss_agg_mode": setting(config, "loss_agg_mode", "token-mean"), **(prepared or {})}
-    takes_counts = "counts" in _parameters(function)
+    arguments |= {"loss_agg_mode": read_setting(config, "loss_agg_mode", "token-mean"), **(prepared or {})}
+    parameters = _parameters(function)
+    if loss.settings is not None:
+        own = vars(loss_settings(loss.settings, config))
+        arguments |= {name: value for name, value in own.items() if name in parameters}
+    takes_counts = "counts" in parameters
     if takes_counts:
         arguments["counts"] = dict(counts or {})
     accepted = _accepted(function, arguments)
@@ -119,19 +130,20 @@ def call_policy_loss(
             "`rollout_is_weights`. Multiply them into its token losses, or set both to null."
         )
     result = _call(function, "policy loss", name, accepted)
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(loss, torch.Tensor) or loss.shape not in ((), log_prob.shape) or not isinstance(metrics, Mapping):
+    losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    shapes = ((), log_prob.shape)
+    if not isinstance(losses, torch.Tensor) or losses.shape not in shapes or not isinstance(metrics, Mapping):
         raise AlgorithmError(
             f"The policy loss `{name}` must return (loss, metrics): losses per token of shape {tuple(log_prob.shape)} "
             f"or one number, and a dict, but gave {_describe(result)}."
         )
-    if loss.ndim > 0:
-        loss = keep_masked(loss, response_mask)
+    if losses.ndim > 0:
+        losses = keep_masked(losses, response_mask)
     elif not response_mask.any():
         # A mean over no token is 0/0: this part has nothing to say, and must not spoil the others.
         return PolicyLoss(keep_masked(log_prob, response_mask).sum(), {}, is_scalar=True)
     checked = {key: _metric(name, key, value, response_mask) for key, value in metrics.items()}
-    return PolicyLoss(loss, checked, is_scalar=loss.ndim == 0, is_share=takes_counts and loss.ndim == 0)
+    return PolicyLoss(losses, checked, is_scalar=losses.ndim == 0, is_share=takes_counts and losses.ndim == 0)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

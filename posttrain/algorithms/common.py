@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
-import torch
-
+from posttrain import registry
 from posttrain.errors import UserError
+from posttrain.lazy import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class AlgorithmError(UserError, ValueError):
     """A mistake in how an algorithm was named, set up or called; the text says what to do about it."""
 
 
-def unknown_name(what: str, name: object, known: Iterable[str], hint: str = "") -> AlgorithmError:
-    """The error for a name that is not offered: lists the known ones and the nearest."""
-    names = sorted(known)
-    # None is better than a wrong one: `gspo` is not `grpo`, but `grop` is.
-    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
-    nearest = nearest or [known for known in names if sorted(known) == sorted(str(name))]
-    guess = f" Did you mean `{nearest[0]}`?" if nearest else ""
-    return AlgorithmError(f"Unknown {what} `{name}`.{guess} Known: {', '.join(names)}.{' ' + hint if hint else ''}")
+def unknown_name(kind: str, name: object, known: Iterable[str], hint: str = "") -> AlgorithmError:
+    """The error for a name that does not exist: lists the known ones and the nearest."""
+    return AlgorithmError(registry.unknown_name(kind, name, known, hint))
 
 
-def setting(config: Any, name: str, default: Any) -> Any:
+def read_setting(config: Any, name: str, default: Any) -> Any:
     """`config.name` of a settings class, a mapping or a plain object; `default` where it is missing or null."""
     if config is None:
         return default
@@ -34,6 +32,17 @@ def setting(config: Any, name: str, default: Any) -> Any:
     else:
         value = getattr(config, name, None)
     return default if value is None else value
+
+
+def without_gradient(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator, as `@torch.no_grad()`, which would import torch together with the module."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def keep_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -41,16 +41,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from posttrain.algorithms.common import keep_masked, masked_mean, setting, unknown_name
+from posttrain.algorithms.common import keep_masked, masked_mean, read_setting, unknown_name, without_gradient
 from posttrain.algorithms.kl import MAX_LOG_RATIO
 from posttrain.algorithms.rejection import bounds_of, kept_tokens, rejection_rules
+from posttrain.lazy import torch
 
 
 def correction_is_on(config: Any) -> bool:
     """Whether the section `algorithm.rollout_correction` asks for weights or rejection."""
-    return setting(config, "rollout_is", None) is not None or setting(config, "rollout_rs", None) is not None
+    return read_setting(config, "rollout_is", None) is not None or read_setting(config, "rollout_rs", None) is not None
 
 
 def sampled_from(batch: Any) -> torch.Tensor:
@@ -68,7 +67,8 @@ def compute_rollout_correction(
     """
     weights, metrics = rollout_is_weights(old_log_prob, rollout_log_prob, response_mask, config)
     metrics = {**mismatch_metrics(old_log_prob, rollout_log_prob, response_mask), **metrics}
-    rules = rejection_rules(setting(config, "rollout_rs", None), setting(config, "rollout_rs_threshold", None))
+    names, thresholds = (read_setting(config, name, None) for name in ("rollout_rs", "rollout_rs_threshold"))
+    rules = rejection_rules(names, thresholds)
     if rules:
         kept, facts = kept_tokens(old_log_prob, rollout_log_prob, response_mask, rules)
         weights = kept if weights is None else weights * kept
@@ -89,15 +89,15 @@ class Importance:
     cut: str
 
 
-@torch.no_grad()
+@without_gradient
 def importance(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
 ) -> Importance | None:
     """Bounded weights as `config` asks for them, or None. Those of a row do not depend on other rows."""
-    level = setting(config, "rollout_is", None)
+    level = read_setting(config, "rollout_is", None)
     if level is None:
         return None
-    threshold = setting(config, "rollout_is_threshold", 2.0)
+    threshold = read_setting(config, "rollout_is_threshold", 2.0)
     low, high = bounds_of(threshold, "algorithm.rollout_correction.rollout_is_threshold")
     log_ratio_BT = keep_masked(old_log_prob - rollout_log_prob, response_mask).to(torch.float32)
     if level == "token":
@@ -113,7 +113,7 @@ def importance(
     return Importance(ratio, weights, outside, counted, "truncated" if low is None else "masked")
 
 
-@torch.no_grad()
+@without_gradient
 def rollout_is_weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
@@ -136,7 +136,7 @@ def _weight_metrics(ratio: torch.Tensor, weights: torch.Tensor, counted: torch.T
     }
 
 
-@torch.no_grad()
+@without_gradient
 def mismatch_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:

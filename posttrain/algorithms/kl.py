@@ -26,9 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from posttrain.algorithms.common import unknown_name
+from posttrain.lazy import torch
 
 # One token with a very unlikely reference must stay finite and must not outweigh a whole batch.
 MAX_LOG_RATIO = 20.0

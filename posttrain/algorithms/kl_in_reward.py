@@ -22,10 +22,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from posttrain.algorithms.common import AlgorithmError, keep_masked, setting, unknown_name
+from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting, unknown_name
 from posttrain.algorithms.kl import kl_penalty
+from posttrain.lazy import torch
+
+KL_IN_REWARD: dict[str, Any] = {
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+}
+"""The part of a preset that several estimators share."""
 
 
 class FixedKLController:
@@ -62,12 +69,13 @@ class AdaptiveKLController(FixedKLController):
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
     """The controller that the section `algorithm.kl_ctrl` describes."""
-    kind = setting(kl_ctrl, "type", "fixed")
-    kl_coef = setting(kl_ctrl, "kl_coef", 0.001)
+    kind = read_setting(kl_ctrl, "type", "fixed")
+    kl_coef = read_setting(kl_ctrl, "kl_coef", 0.001)
     if kind == "fixed":
         return FixedKLController(kl_coef)
     if kind == "adaptive":
-        return AdaptiveKLController(kl_coef, setting(kl_ctrl, "target_kl", 0.1), setting(kl_ctrl, "horizon", 10000))
+        target, horizon = read_setting(kl_ctrl, "target_kl", 0.1), read_setting(kl_ctrl, "horizon", 10000)
+        return AdaptiveKLController(kl_coef, target, horizon)
     raise unknown_name("KL controller", kind, ("fixed", "adaptive"), "It is set by algorithm.kl_ctrl.type.")
 
 

@@ -22,7 +22,7 @@ Signs of failure: responses that become short and wrong: a smaller buffer or fac
 
 from __future__ import annotations
 
-import torch
+from posttrain.lazy import torch
 
 
 def overlong_penalty(length_B: torch.Tensor, limit: int, buffer: int, penalty_factor: float) -> torch.Tensor:

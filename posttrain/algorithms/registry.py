@@ -1,151 +1,214 @@
-"""Algorithms by name: two plain dicts, the decorators that fill them and the functions that read them.
+"""Algorithms by name. The file of an algorithm declares everything that is true of it; the rest is derived from that.
 
-    @register_adv_est("my_estimator", compares_group=True)
-    def compute_my_advantage(token_level_rewards, response_mask, **kwargs): ...
+    @dataclass
+    class ToprSettings:
+        topr_bound: float = setting(2.0, range=POSITIVE)
+        \"\"\"Largest ratio of a token with a negative advantage.\"\"\"
 
-    @register_policy_loss("my_loss")
-    def compute_my_policy_loss(old_log_prob, log_prob, advantages, response_mask, **kwargs): ...
+    @register_policy_loss("topr", settings=ToprSettings, reads=(), metrics=PPO_KL)
+    def compute_policy_loss_topr(old_log_prob, log_prob, advantages, response_mask, topr_bound, **kwargs): ...
 
-What the trainer must know about a function it reads from attributes that the decorators set.
+From this follow the key `actor_rollout_ref.actor.policy_loss.topr_bound` with its check, the note that `clip_ratio` has
+no effect, the page of `posttrain explain topr`, the YAML tree and the docs. Neither list nor table names `topr`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum, StrEnum
-from typing import Any, Protocol, TypeVar, cast
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
 
-from posttrain.algorithms.common import AlgorithmError, unknown_name
+from posttrain.algorithms.common import AlgorithmError, read_setting
+from posttrain.registry import Registry, name_of
+from posttrain.settings import range_of
 
-
-class AdvantageEstimator(StrEnum):
-    """The estimators that come with the package."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_PASSK = "grpo_passk"
-    RLOO = "rloo"
-    REMAX = "remax"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    OPO = "opo"
-    GPG = "gpg"
-    GDPO = "gdpo"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-
-
-class AdvantageFunction(Protocol):
-    """Gives (advantages, returns), both (rows, response length)."""
-
-    compares_group: bool
-    """Compares the responses of one prompt, so `rollout.n` must be above 1."""
-    needs_critic: bool
-    """Reads `values`, so a critic is trained."""
-    needs_greedy_baseline: bool
-    """Reads `reward_baselines`, so one greedy response per prompt is generated and scored."""
-    needs_sum_pi_squared: bool
-    """Reads `sum_pi_squared` and `old_log_probs`, so both are computed."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class PolicyLossFunction(Protocol):
-    """Gives (per-token losses, metrics)."""
-
-    prepare: Callable[..., dict[str, Any]] | None
-    """Run once over the whole mini-batch of all ranks; what it gives is passed to the loss by name."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-ADV_ESTIMATORS: dict[str, AdvantageFunction] = {}
-POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+_EXTERNAL = "one of your own is found when its file is loaded by `actor_rollout_ref.model.external_lib`."
 
 F = TypeVar("F", bound=Callable[..., Any])
+D = TypeVar("D", bound="Declaration")
+S = TypeVar("S")
+
+
+class Preset(NamedTuple):
+    """`algorithm=NAME`: what it is in a sentence, and the values that it sets by their full keys."""
+
+    sentence: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """An algorithm with what its file says about it. It is called like its function."""
+
+    name: str
+    function: Callable[..., Any]
+    settings: type | None = None
+    """Settings of its own: a dataclass whose fields have a default, a range or choices, and one sentence."""
+    reads: tuple[str, ...] | None = None
+    """Settings that it shares with others and reads; the others have no effect. None: it does not say."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Its metrics, each with what it is and what to make of it."""
+    presets: Mapping[str, Preset] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.function.__module__.startswith("posttrain.")
+
+    @property
+    def page(self) -> str:
+        """What `posttrain explain` says: the docstring of its file, or else of the function."""
+        module = sys.modules.get(self.function.__module__)
+        return (getattr(module, "__doc__", None) or self.function.__doc__ or "").strip()
+
+
+@dataclass(frozen=True)
+class EstimatorDeclaration(Declaration):
+    """An advantage estimator: its function gives (advantages, returns), both (rows, response length)."""
+
+    compares_group: bool = False
+    """Compares the responses of one prompt, so `rollout.n` must be above 1."""
+    needs_critic: bool = False
+    """Reads `values`, so a critic is trained."""
+    needs_greedy_baseline: bool = False
+    """Reads `reward_baselines`, so one greedy response per prompt is generated and scored."""
+    needs_sum_pi_squared: bool = False
+    """Reads `sum_pi_squared` and `old_log_probs`, so both are computed."""
+    reads_reward_parts: bool = False
+    """Learns from the parts of the reward instead of its sum, so KL in the reward would be lost."""
+    kl_belongs_in_loss: bool = False
+    """Its paper puts KL into the loss; KL in the reward is remarked on."""
+
+
+@dataclass(frozen=True)
+class LossDeclaration(Declaration):
+    """A policy loss: its function gives (per-token losses, metrics)."""
+
+    prepare: Callable[..., dict[str, Any]] | None = None
+    """Run once over the whole mini-batch of all ranks; what it gives is passed to the loss by name."""
+    loss_agg_mode: str | None = None
+    """The aggregation of its paper, which it gets where `loss_agg_mode` is not set."""
+    clips_ratio: bool = False
+    """Clips the ratio to 1 - low ... 1 + high, so the lower side must not be above 1."""
+
+
+ADV_ESTIMATORS: Registry[EstimatorDeclaration] = Registry(
+    "advantage estimator",
+    package="posttrain.algorithms.advantages",
+    error=AlgorithmError,
+    hint=f"It is set by `{ESTIMATOR_KEY}`; {_EXTERNAL}",
+)
+POLICY_LOSSES: Registry[LossDeclaration] = Registry(
+    "policy loss",
+    package="posttrain.algorithms.losses",
+    error=AlgorithmError,
+    hint=f"It is set by `{LOSS_KEY}`; {_EXTERNAL}",
+)
 
 
 def register_adv_est(
     name_or_enum: str | Enum,
     *,
+    settings: type | None = None,
+    reads: tuple[str, ...] | None = None,
+    metrics: Mapping[str, str] | None = None,
+    presets: Mapping[str, Preset] | None = None,
     compares_group: bool = False,
     needs_critic: bool = False,
     needs_greedy_baseline: bool = False,
     needs_sum_pi_squared: bool = False,
+    reads_reward_parts: bool = False,
+    kl_belongs_in_loss: bool = False,
 ) -> Callable[[F], F]:
-    """Decorator: makes a function selectable by `algorithm.adv_estimator=NAME`."""
-    facts = {"compares_group": compares_group, "needs_critic": needs_critic}
-    facts |= {"needs_greedy_baseline": needs_greedy_baseline, "needs_sum_pi_squared": needs_sum_pi_squared}
-    return _register(ADV_ESTIMATORS, "advantage estimator", name_or_enum, facts)
+    """Decorator: makes a function selectable by `algorithm.adv_estimator=NAME`; see `EstimatorDeclaration`."""
+
+    def declare(name: str, function: F) -> EstimatorDeclaration:
+        return EstimatorDeclaration(
+            name,
+            function,
+            settings,
+            reads,
+            metrics or {},
+            presets or {},
+            compares_group=compares_group,
+            needs_critic=needs_critic,
+            needs_greedy_baseline=needs_greedy_baseline,
+            needs_sum_pi_squared=needs_sum_pi_squared,
+            reads_reward_parts=reads_reward_parts,
+            kl_belongs_in_loss=kl_belongs_in_loss,
+        )
+
+    return _register(ADV_ESTIMATORS, name_or_enum, declare)
 
 
-def register_policy_loss(name: str | Enum, *, prepare: Callable[..., dict[str, Any]] | None = None) -> Callable[[F], F]:
-    """Decorator: makes a function selectable by `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`."""
-    return _register(POLICY_LOSSES, "policy loss", name, {"prepare": prepare})
+def register_policy_loss(
+    name: str | Enum,
+    *,
+    settings: type | None = None,
+    reads: tuple[str, ...] | None = None,
+    metrics: Mapping[str, str] | None = None,
+    presets: Mapping[str, Preset] | None = None,
+    prepare: Callable[..., dict[str, Any]] | None = None,
+    loss_agg_mode: str | None = None,
+    clips_ratio: bool = False,
+) -> Callable[[F], F]:
+    """Decorator: makes a function selectable by `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`; see
+    `LossDeclaration`."""
+
+    def declare(name: str, function: F) -> LossDeclaration:
+        facts = (settings, reads, metrics or {}, presets or {})
+        return LossDeclaration(
+            name, function, *facts, prepare=prepare, loss_agg_mode=loss_agg_mode, clips_ratio=clips_ratio
+        )
+
+    return _register(POLICY_LOSSES, name, declare)
 
 
-def get_adv_estimator(name_or_enum: str | Enum) -> AdvantageFunction:
+def get_adv_estimator(name_or_enum: str | Enum) -> EstimatorDeclaration:
     """The estimator of this name, or an error that lists the known ones."""
-    return _find(ADV_ESTIMATORS, "advantage estimator", "algorithm.adv_estimator", name_or_enum)
+    return ADV_ESTIMATORS.find(name_or_enum)
 
 
-def get_policy_loss(name: str | Enum) -> PolicyLossFunction:
+def get_policy_loss(name: str | Enum) -> LossDeclaration:
     """The policy loss of this name, or an error that lists the known ones."""
-    return _find(POLICY_LOSSES, "policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode", name)
+    return POLICY_LOSSES.find(name)
 
 
 def group_estimators() -> list[str]:
     """Names of the estimators that compare the responses of one prompt."""
-    return [name for name, function in ADV_ESTIMATORS.items() if function.compares_group]
+    return [name for name, estimator in ADV_ESTIMATORS.items() if estimator.compares_group]
 
 
 def critic_estimators() -> list[str]:
     """Names of the estimators that need a critic."""
-    return [name for name, function in ADV_ESTIMATORS.items() if function.needs_critic]
+    return [name for name, estimator in ADV_ESTIMATORS.items() if estimator.needs_critic]
 
 
-def name_of(name: str | Enum) -> str:
-    """The plain name behind a name or an enum member."""
-    return str(name.value if isinstance(name, Enum) else name)
+def own_settings(kind: type[S], config: Any, section: str = "") -> S:
+    """An algorithm's own settings, from a section of any kind (`section` is its name); null or absent is the default.
+
+    A run's settings are checked before it starts. This check is for those who call an algorithm from Python.
+    """
+    fields = {one.name: one for one in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    values = {name: value for name in fields if (value := read_setting(config, name, None)) is not None}
+    for name, value in values.items():
+        limits = range_of(fields[name])
+        if limits is not None and not limits.allows(value):
+            raise AlgorithmError(f"{section}{name} is {value:g}; it must be {limits.words}.")
+    return kind(**values)
 
 
-def _register(registry: dict[str, Any], what: str, name: str | Enum, facts: dict[str, Any]) -> Callable[[F], F]:
-    if callable(name):
-        raise AlgorithmError(f'The decorator for a new {what} needs a name in quotes, as in @...("my_name").')
-    key = name_of(name)
+def _register(registry: Registry[D], name: str | Enum, declare: Callable[[str, F], D]) -> Callable[[F], F]:
+    registry.check_name(name)
 
     def decorate(function: F) -> F:
-        taken = registry.get(key)
-        if taken is not None and not _same(taken, function):
-            raise AlgorithmError(
-                f"The {what} `{key}` is already registered by {_origin(taken)}, so {_origin(function)} cannot take "
-                "that name. Register it under another one."
-            )
-        for fact, value in facts.items():
-            setattr(function, fact, value)
-        registry[key] = cast(Any, function)
+        registry.add(name, declare(name_of(name), function))
         return function
 
     return decorate
-
-
-def _find(registry: dict[str, Any], what: str, setting: str, name: str | Enum) -> Any:
-    function = registry.get(name_of(name))
-    if function is None:
-        hint = f"It is set by `{setting}`; one of your own is found when its file is loaded by "
-        raise unknown_name(what, name_of(name), registry, hint + "`actor_rollout_ref.model.external_lib`.")
-    return function
-
-
-def _same(old: Any, new: Any) -> bool:
-    """The same definition run again: a notebook cell, or one file imported under two names."""
-    if old is new:
-        return True
-    name_old, name_new = (getattr(f, "__qualname__", repr(f)) for f in (old, new))
-    if name_old != name_new or "<lambda>" in name_new:
-        return False
-    file_old, file_new = (getattr(getattr(f, "__code__", None), "co_filename", f) for f in (old, new))
-    return getattr(old, "__module__", None) == getattr(new, "__module__", None) or file_old == file_new
-
-
-def _origin(function: Any) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

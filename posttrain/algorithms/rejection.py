@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from posttrain.algorithms.common import AlgorithmError, keep_masked, unknown_name
+from posttrain.algorithms.common import AlgorithmError, keep_masked, unknown_name, without_gradient
 from posttrain.algorithms.kl import MAX_LOG_RATIO
+from posttrain.lazy import torch
 
 REJECTIONS = tuple(
     f"{level}_{kind}"
@@ -75,7 +74,7 @@ def _rule(name: str, threshold: Any) -> Rule:
     return Rule(name, None, high)
 
 
-@torch.no_grad()
+@without_gradient
 def kept_tokens(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, rules: list[Rule]
 ) -> tuple[torch.Tensor, dict[str, float]]:

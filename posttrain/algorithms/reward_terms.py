@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from posttrain.algorithms.common import AlgorithmError
+from posttrain.lazy import numpy as np
 
 OVERLONG = "overlong_reward"
 SCORE = "score"

@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from posttrain import __version__
 from posttrain.bench.learning.entries import choose, entries
 from posttrain.bench.learning.results import (
     HEAD,
@@ -31,6 +30,7 @@ from posttrain.bench.pictures import write_panels
 from posttrain.bench.place import circumstances, default_threads, writable
 from posttrain.bench.table import render
 from posttrain.tracking.atomic import replace_file
+from posttrain.version import __version__
 
 PACKAGES = ("torch", "transformers")
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain import __version__
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.origin import cpu_name
+from posttrain.version import __version__
 
 DEVICES = ("auto", "cpu", "cuda")
 

@@ -6,31 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.config.declared import LOSS_KIND, holds_settings_of
 from posttrain.config.optim import FSDPConfig, OptimConfig, RefFSDPConfig
 
 
+@holds_settings_of(LOSS_KIND, after="loss_mode")
 @dataclass
 class PolicyLossConfig(Section):
-    """Which policy loss is used, and the settings that only one of them has."""
+    """Which policy loss is used, and the settings that only one of them has."""  # its file declares them
 
     loss_mode: str = "vanilla"
     """Name of the policy loss (`posttrain explain` lists them), or one registered by your own file."""
-    tau_pos: float = 1.0
-    """Temperature of `sapo`'s gate where the advantage is positive; larger fades faster."""
-    tau_neg: float = 1.05
-    """Temperature of `sapo`'s gate where it is not."""
-    clip_cov_ratio: float = 0.0002
-    """Share of the mini-batch's tokens that `clip_cov` leaves out."""
-    clip_cov_lb: float = 1.0
-    """Least covariance of a token that `clip_cov` may leave out."""
-    clip_cov_ub: float = 5.0
-    """Largest covariance of a token that `clip_cov` may leave out."""
-    kl_cov_ratio: float = 0.0002
-    """Share of the mini-batch's tokens, those with the largest covariance, that `kl_cov` holds back."""
-    ppo_kl_coef: float = 0.1
-    """Coefficient of the penalty by which `kl_cov` holds them back."""
-    dro_beta: float = 1.0
-    """Coefficient of the quadratic penalty of `dro`."""
 
 
 @dataclass

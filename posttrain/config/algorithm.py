@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.config.declared import ESTIMATOR_KIND, holds_settings_of
 
 
 @dataclass
@@ -50,6 +51,7 @@ class FilterGroupsConfig(Section):
     """Most batches generated for one step (0: no limit); groups without signal then fill what is missing."""
 
 
+@holds_settings_of(ESTIMATOR_KIND, after="gamma")
 @dataclass
 class AlgorithmConfig(Section):
     """Advantage estimator and KL in the reward. Example: `algorithm.adv_estimator=grpo`."""
@@ -58,15 +60,8 @@ class AlgorithmConfig(Section):
     """Name of the advantage estimator (`posttrain explain` lists them), or one registered by your own file."""
     gamma: float = 1.0
     """Discount per token in `gae` and `reinforce_plus_plus`."""
-    lam: float = 1.0
-    """Trade-off between bias and variance in `gae`."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards."""
-    gdpo_reward_keys: list[str] | None = None
-    """Parts of the reward that `gdpo` normalises one by one; null takes those that the reward is the sum of, or the
-    numbers that a function gave beside its score."""
-    gdpo_reward_weights: list[float] | None = None
-    """One weight per part in `gdpo`; null takes the parts' own weights in the reward, 1 where they have none."""
     use_kl_in_reward: bool = False
     """Subtract a per-token KL penalty from the reward (PPO's way; GRPO puts KL into the loss)."""
     kl_penalty: str = "kl"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES, REJECTIONS
 
 _ACTOR = "actor_rollout_ref.actor"
-_KL_BELONGS_IN_LOSS = ("grpo", "grpo_passk")
-_CLIP_RATIO = ("vanilla", "gspo", "clip_cov")
-"""Losses that clip the ratio to 1 - low ... 1 + high; for the others low is another distance, or nothing."""
 
 
 def _kl(checked: Checked) -> Iterator[Finding]:
@@ -25,7 +23,7 @@ def _kl(checked: Checked) -> Iterator[Finding]:
     if algorithm.adv_estimator not in GROUP_ESTIMATORS:
         return
     name = algorithm.adv_estimator
-    if algorithm.use_kl_in_reward and name in _KL_BELONGS_IN_LOSS:
+    if algorithm.use_kl_in_reward and ADV_ESTIMATORS[name].kl_belongs_in_loss:
         yield f"KL is in the reward under {name}; the usual place is the loss ({_ACTOR}.use_kl_loss=True)."
     elif not (actor.use_kl_loss or algorithm.use_kl_in_reward):
         yield f"This {name} run has no KL term and loads no reference model ({_ACTOR}.use_kl_loss=True adds one)."
@@ -57,18 +55,19 @@ def _estimator(checked: Checked) -> Iterator[Finding]:
 def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
     config, actor = checked.config, checked.config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
+    loss, estimator = POLICY_LOSSES.get(name), ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
     if name in PER_RESPONSE_LOSSES and actor.loss_agg_mode != PER_RESPONSE:
         yield (
             f"{name} is usually averaged over each response first ({_ACTOR}.loss_agg_mode={PER_RESPONSE}); "
             f"here it is {actor.loss_agg_mode}."
         )
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    if name in _CLIP_RATIO and low > 1:
+    if loss is not None and loss.clips_ratio and low > 1:
         key = f"{_ACTOR}.clip_ratio" if actor.clip_ratio_low is None else f"{_ACTOR}.clip_ratio_low"
         what = f"`{key}={low:g}` would let the ratio fall to {1 - low:g}; a ratio of probabilities is never below 0."
         yield checked.problem(what, f"set {_ACTOR}.clip_ratio_low to at most 1, which never clips; 0.2 is usual", key)
-    if config.algorithm.adv_estimator == "gdpo" and config.algorithm.use_kl_in_reward:
-        what = "gdpo learns from the parts of the reward, so KL in the reward would be lost."
+    if estimator is not None and estimator.reads_reward_parts and config.algorithm.use_kl_in_reward:
+        what = f"{estimator.name} learns from the parts of the reward, so KL in the reward would be lost."
         do = f"set algorithm.use_kl_in_reward=False, and {_ACTOR}.use_kl_loss=True for KL in the loss"
         yield checked.problem(what, do, "algorithm.use_kl_in_reward", "algorithm.adv_estimator")
     buffer, limit = config.reward.overlong_buffer, config.data.max_response_length

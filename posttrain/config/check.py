@@ -9,17 +9,19 @@ from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
+from posttrain.config.declared import declared_choices, declared_ranges
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
-from posttrain.config.megatron import check_megatron
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import MAY_BE_INFINITE, RANGES, Range
+from posttrain.config.ranges import MAY_BE_INFINITE, RANGES
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.train_engines import RL, check_train_engines, engine_names
 from posttrain.config.turns import check_turns
 from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.values import split_hint
+from posttrain.settings import Range
 
 _ACTOR = "actor_rollout_ref.actor"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
@@ -58,14 +60,15 @@ def check_choices(
 
 def check_ranges(checked: Checked, ranges: Mapping[str, Range]) -> Iterator[Finding]:
     """Numbers out of range, or not finite."""
+    table = leaves(type(checked.config))
     told: set[str] = set()
     for key, (fits, text) in ranges.items():
         value = lookup(checked.config, key)
         if value is not None and value == value and not fits(value):  # NaN is in no range; it is told below
             told.add(key)
-            do = f"give a value that is {text} ({leaves()[key].sentence})"
+            do = f"give a value that is {text} ({table[key].sentence})"
             yield checked.problem(f"`{key}={value}` is out of range: it must be {text}.", do, key)
-    for key, leaf in leaves().items():
+    for key, leaf in table.items():
         value = lookup(checked.config, key)
         if key in told:
             continue
@@ -132,8 +135,10 @@ def one_process(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, CHOICES, NOT_BUILT_VALUES),
-    lambda checked: check_ranges(checked, RANGES),
+    lambda checked: check_choices(
+        checked, CHOICES | declared_choices() | engine_names(RL, checked.config), NOT_BUILT_VALUES
+    ),
+    lambda checked: check_ranges(checked, RANGES | declared_ranges()),
     _batches,
     *ALGORITHM_CHECKS,
     *VALUE_CHECKS,
@@ -144,7 +149,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_sizes,
     check_one_step_off,
     check_ray,
-    check_megatron,
+    check_train_engines,
     check_turns,
     check_engine_kwargs,
     check_agent,

@@ -1,45 +1,26 @@
-"""Settings whose value is one of a few names, and the names known now."""
+"""Settings whose value is one of a few names, and the names of what is built in: read from where each is declared."""
 
 from __future__ import annotations
 
-GROUP_ESTIMATORS = (
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "gdpo",
-    "optimal_token_baseline",
-)
+from posttrain.algorithms.aggregation import AGGREGATION_MODES
+from posttrain.algorithms.kl import KL_TYPES
+from posttrain.algorithms.registry import ADV_ESTIMATORS
+from posttrain.algorithms.registry import POLICY_LOSSES as _LOSSES
+from posttrain.algorithms.rejection import REJECTIONS as REJECTIONS
+from posttrain.config.train_engines import ENGINES, RL
+from posttrain.registry import built_in_names
+
+_estimators = {name: estimator for name, estimator in ADV_ESTIMATORS.items() if estimator.is_built_in}
+_losses = {name: loss for name, loss in _LOSSES.items() if loss.is_built_in}
+ESTIMATORS, POLICY_LOSSES = tuple(_estimators), tuple(_losses)
+GROUP_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.compares_group)
 """Estimators that compare the responses of one prompt: they need `rollout.n` above 1."""
-CRITIC_ESTIMATORS = ("gae",)
-ESTIMATORS = (*GROUP_ESTIMATORS, *CRITIC_ESTIMATORS, "remax", "reinforce_plus_plus")
-POLICY_LOSSES = (
-    "vanilla",
-    "gspo",
-    "sapo",
-    "cispo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-)
-REJECTIONS = (
-    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
-    "seq_max_k2",
-    "seq_max_k3",
-)
-"""Rules of `algorithm.rollout_correction.rollout_rs`."""
-ROLLOUT_ENGINES = ("native", "hf", "vllm", "sglang")
-PER_RESPONSE_LOSSES = ("gspo", "sapo", "geo_mean")
-"""Losses whose papers average over each response first."""
+CRITIC_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.needs_critic)
+ROLLOUT_ENGINES = built_in_names("rollout/engines.py", "register_engine")
 PER_RESPONSE = "seq-mean-token-mean"
-_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-_KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+PER_RESPONSE_LOSSES = tuple(name for name, loss in _losses.items() if loss.loss_agg_mode == PER_RESPONSE)
+"""Losses whose papers average over each response first."""
+_AGGREGATIONS, _KL_TYPES = tuple(AGGREGATION_MODES), tuple(KL_TYPES)
 _DTYPES = ("auto", "float32", "bfloat16", "float64")
 _SCHEDULES = ("constant", "linear", "cosine")
 DEFAULT_GROUP_SIZE = 5
@@ -51,7 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "actor_rollout_ref.model.quantization": ("nf4",),
     "actor_rollout_ref.model.dtype": _DTYPES,
-    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2", "megatron"),
+    RL.strategy: tuple(ENGINES),
     "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
     "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
     "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),
@@ -68,10 +49,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Key -> names that it takes (null aside, where the type allows it)."""
 
-SAMPLERS = ("default", "curriculum")
-LOGGER_PACKAGES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+SAMPLERS = built_in_names("data/sampler.py", "register_sampler")
+LOGGERS = ("console", *built_in_names("tracking/loggers.py", "register_logger"))
+"""`console` is the line that a run prints per step; it needs no logger."""
+LOGGER_PACKAGES = tuple(name for name in LOGGERS if name not in ("console", "details"))
 """Each is a logger, a package on the index and an extra of posttrain by the same name."""
-LOGGERS = ("console", "details", *LOGGER_PACKAGES)
 
 NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
     ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "

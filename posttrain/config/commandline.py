@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.config.closest import closest
-from posttrain.config.other_systems import counterpart
+from posttrain.config.dialect import dialect
 from posttrain.config.problem import Problem
 
 _WITH_VALUE = {
@@ -71,8 +71,8 @@ def no_arguments() -> Problem:
     )
 
 
-def parse_options(args: Sequence[str], *, supervised: bool = False) -> tuple[CommandLine, list[str]]:
-    """Options taken off; the overrides that remain, in order. `supervised`: of a supervised trainer's command."""
+def parse_options(args: Sequence[str], program: str = "ppo_trainer") -> tuple[CommandLine, list[str]]:
+    """Options taken off; the overrides that remain, in order. `program`: the main file of the command's tree."""
     line, rest, stray = CommandLine(), [], []
     queue = [str(arg) for arg in args]
     while queue:
@@ -96,7 +96,7 @@ def parse_options(args: Sequence[str], *, supervised: bool = False) -> tuple[Com
         elif name in _REFUSED:
             line.problems.append(Problem(f"The option `{name}` is not taken.", "command line", _REFUSED[name]))
         elif name.startswith("-"):
-            line.problems.append(_unknown_option(name, supervised))
+            line.problems.append(_unknown_option(name, program))
             if not equals and queue and "=" not in queue[0] and not queue[0].startswith(("-", "#", "~")):
                 queue.pop(0)  # its value
         elif (not equals and not arg.startswith("~")) or not name:
@@ -111,10 +111,10 @@ def parse_options(args: Sequence[str], *, supervised: bool = False) -> tuple[Com
     return line, rest
 
 
-def _unknown_option(name: str, supervised: bool) -> Problem:
+def _unknown_option(name: str, program: str) -> Problem:
     close = closest(name, [option for option in [*_WITH_VALUE, *_SWITCHES] if option.startswith("--")])
     hint = f"did you mean `{close}`? " if close else ""
-    if said := counterpart(name, supervised=supervised):
+    if said := dialect(program).advice(name):
         return Problem(f"Unknown option `{name}`.", "command line", f"{said}; settings are given as key=value")
     do = f"{hint}settings are given as key=value; `--help` lists the options. Flags such as `--lr` belong to train.sh"
     return Problem(f"Unknown option `{name}`.", "command line", do)

@@ -6,9 +6,6 @@ from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_R
 from posttrain.config.data import HELD_OUT
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
-from posttrain.config.merged_entries import put as _put
-from posttrain.config.merged_entries import set_default as _default
-from posttrain.config.merged_entries import take as _take
 from posttrain.config.parallel import derive_command, derive_layout, derive_reference_sizes
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
@@ -37,35 +34,35 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
 
 def _reward_kind(merged: Merged) -> None:
     for key in ("reward.type", "trainer.reward_fn.type"):
-        kind = _take(merged, key)
+        kind = merged.take(key)
         if kind is None:
             continue
         if kind.value in ("function", "model"):
-            _put(merged, "reward_model.enable", kind.value == "model", kind)
+            merged.put("reward_model.enable", kind.value == "model", kind)
         else:
             what = f"`{kind.spelling}={kind.value}` is not known; known: function, model."
             merged.problems.append(Problem(what, kind.source, f"set {kind.spelling}=function"))
 
 
 def _kl_coefficient(merged: Merged) -> None:
-    entry = _take(merged, "algorithm.kl_coef")
+    entry = merged.take("algorithm.kl_coef")
     if entry is None:
         return
     if entry.value < 0:
         what = f"`{entry.spelling}={entry.value}`: the coefficient must not be negative."
         merged.problems.append(Problem(what, entry.source, "give 0 (no KL) or a positive number"))
     elif merged.value("algorithm.use_kl_in_reward"):
-        _put(merged, "algorithm.kl_ctrl.kl_coef", entry.value, entry)
+        merged.put("algorithm.kl_ctrl.kl_coef", entry.value, entry)
         merged.note(
             f"`algorithm.kl_coef={entry.value}` sets algorithm.kl_ctrl.kl_coef, as KL is in the reward "
             "(algorithm.use_kl_in_reward=True)."
         )
     elif entry.value > 0:
-        _put(merged, f"{_ACTOR}.use_kl_loss", True, entry)
-        _put(merged, f"{_ACTOR}.kl_loss_coef", entry.value, entry)
+        merged.put(f"{_ACTOR}.use_kl_loss", True, entry)
+        merged.put(f"{_ACTOR}.kl_loss_coef", entry.value, entry)
         merged.note(f"`algorithm.kl_coef={entry.value}` means the loss: use_kl_loss=True, kl_loss_coef={entry.value}.")
     else:
-        _put(merged, f"{_ACTOR}.use_kl_loss", False, entry)
+        merged.put(f"{_ACTOR}.use_kl_loss", False, entry)
         merged.note("`algorithm.kl_coef=0` means the loss: use_kl_loss=False, no KL term.")
 
 
@@ -76,7 +73,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
     if not absent:
         return
     for key in absent:
-        _default(merged, key, "embedded", "nothing was named")
+        merged.set_default(key, "embedded", "nothing was named")
     what = " and ".join(named[key] for key in absent)
     keys = " and ".join(absent)
     merged.note(
@@ -89,7 +86,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
         if merged.is_set(_MINI) and _BATCH in sizes_by_key:
             sizes_by_key[_BATCH] = max(sizes_by_key[_BATCH], merged.value(_MINI))
         for key, size in sizes_by_key.items():
-            _default(merged, key, size, "the embedded task's size")
+            merged.set_default(key, size, "the embedded task's size")
         if fitted:
             sizes = ", ".join(f"{key}={size}" for key, size in sizes_by_key.items())
             merged.note(f"Sizes that nobody set are the embedded task's: {sizes}.")
@@ -102,7 +99,7 @@ def _held_out(merged: Merged, provided: frozenset[str]) -> None:
     if val is None or val.value != "embedded" or not val.source.startswith("preset") or not own:
         return
     if "data.val_files" not in provided:
-        _default(merged, "data.val_files", HELD_OUT, "own training rows")
+        merged.set_default("data.val_files", HELD_OUT, "own training rows")
 
 
 def _group_size(merged: Merged) -> None:
@@ -113,7 +110,7 @@ def _group_size(merged: Merged) -> None:
         what = f"`{key}=1` under `{estimator}`: one response per prompt has no group to be compared with."
         merged.problems.append(Problem(what, merged.where(key), f"set {key} to 2 or more (5 is usual)", (key,)))
         return
-    _default(merged, key, DEFAULT_GROUP_SIZE, f"under {estimator}")
+    merged.set_default(key, DEFAULT_GROUP_SIZE, f"under {estimator}")
     merged.note(f"{key} was not set; under {estimator} it becomes {DEFAULT_GROUP_SIZE}.")
 
 
@@ -122,7 +119,7 @@ def _aggregation(merged: Merged) -> None:
     key, loss = f"{_ACTOR}.loss_agg_mode", merged.value(f"{_ACTOR}.policy_loss.loss_mode")
     chosen = merged.is_set(key) or merged.where(key).startswith("preset")
     if loss in PER_RESPONSE_LOSSES and not chosen and key not in merged.bad:
-        _default(merged, key, PER_RESPONSE, f"under {loss}")
+        merged.set_default(key, PER_RESPONSE, f"under {loss}")
 
 
 def _older_responses(merged: Merged) -> None:
@@ -131,13 +128,13 @@ def _older_responses(merged: Merged) -> None:
     said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
     if merged.value(switch) is not True or any(merged.is_set(key) or key in merged.bad for key in said):
         return
-    _default(merged, said[0], "token", f"under {switch}")
+    merged.set_default(said[0], "token", f"under {switch}")
     merged.note(f"{said[0]}=token under {switch}, as responses are one step older; null leaves that alone.")
 
 
 def _accumulation(merged: Merged) -> None:
     """Rows per optimizer step as micro-batch x accumulation x workers, turned into prompts."""
-    entry = _take(merged, "trainer.gradient_accumulation")
+    entry = merged.take("trainer.gradient_accumulation")
     if entry is None:
         return
     if merged.is_set(_MINI):
@@ -158,7 +155,7 @@ def _accumulation(merged: Merged) -> None:
         do = f"choose micro-batch x accumulation x workers as a multiple of {n}, or set {_MINI}"
         merged.problems.append(Problem(what, entry.source, do, (_MINI,)))
         return
-    _put(merged, _MINI, rows // n, entry)
+    merged.put(_MINI, rows // n, entry)
     merged.note(f"{_MINI}={rows // n} prompts: {arithmetic}, by {n} responses per prompt.")
 
 
@@ -166,5 +163,5 @@ def _fit_mini_batch(merged: Merged) -> None:
     """A mini-batch that nobody set is not larger than the batch."""
     batch, mini = merged.value("data.train_batch_size"), merged.value(_MINI)
     if mini > batch >= 1 and not merged.is_set(_MINI) and _MINI not in merged.bad:
-        _default(merged, _MINI, batch, "the whole batch")
+        merged.set_default(_MINI, batch, "the whole batch")
         merged.note(f"{_MINI} was not set; it becomes {batch}, the whole batch (data.train_batch_size).")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from posttrain.config.choices import CRITIC_ESTIMATORS, ESTIMATORS, POLICY_LOSSES
+from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
+from posttrain.config.declared import ESTIMATOR_KIND, LOSS_KIND
 from posttrain.config.devices import runs_on_cpu
 from posttrain.config.optim import OptimConfig
 from posttrain.config.parallel import SHARD_SIZES, one_worker
@@ -22,33 +23,69 @@ class Effect(NamedTuple):
     reason: str
 
 
-def _no_critic(config: PPOConfig) -> bool:
-    name = config.algorithm.adv_estimator
-    return name in ESTIMATORS and name not in CRITIC_ESTIMATORS
-
-
 _OPTIMIZERS: dict[str, Callable[[PPOConfig], OptimConfig]] = {
     _ACTOR: lambda c: c.actor_rollout_ref.actor.optim,
     "critic": lambda c: c.critic.optim,
 }
 
+SHARED_BY_ESTIMATORS = {
+    "gamma": ("discounts", "discount", ""),
+    "norm_adv_by_std_in_grpo": ("divides", "divide", "by the deviation of a group"),
+}
+"""Setting of `algorithm` that several estimators read -> what they do with it."""
+SHARED_BY_LOSSES = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+"""Settings of the actor that several policy losses read."""
+
+
+def _estimator_effects(config: PPOConfig) -> Iterator[Effect]:
+    """Settings that the chosen estimator does not read, by its declaration; one that declares nothing may read all."""
+    chosen = ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
+    if chosen is None or chosen.reads is None:
+        return
+    if not chosen.needs_critic:
+        own = [key for one in ADV_ESTIMATORS.values() if one.needs_critic for key in ESTIMATOR_KIND.own_keys(one)]
+        reason = _only(critic_estimators(), "has", "have", "a critic")
+        yield _idle("critic.", "trainer.critic_warmup", *own, reason=reason)
+    for name, what in SHARED_BY_ESTIMATORS.items():
+        readers = [one.name for one in ADV_ESTIMATORS.values() if name in (one.reads or ())]
+        if name not in chosen.reads:
+            yield _idle(f"algorithm.{name}", reason=_only(readers, *what))
+    for one in ADV_ESTIMATORS.values():
+        if one is not chosen and one.settings is not None:
+            reason = f"{ESTIMATOR_KIND.key} is not {one.name}"
+            if one.reads_reward_parts:
+                reason = f"only the estimator {one.name} reads the parts of the reward"
+            yield _idle(*ESTIMATOR_KIND.own_keys(one), reason=reason)
+
+
+def _loss_effects(config: PPOConfig) -> Iterator[Effect]:
+    """The same for the chosen policy loss."""
+    chosen = POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    if chosen is None or chosen.reads is None:
+        return
+    unread = [name for name in SHARED_BY_LOSSES if name not in chosen.reads]
+    if len(unread) == len(SHARED_BY_LOSSES):
+        yield _idle(*(f"{_ACTOR}.{name}" for name in unread), reason="this policy loss clips nothing")
+    for name in unread:
+        reason = "this policy loss has no dual clip" if name == "clip_ratio_c" else "this policy loss does not read it"
+        yield _idle(f"{_ACTOR}.{name}", reason=reason)
+    for one in POLICY_LOSSES.values():
+        if one is not chosen and one.settings is not None:
+            yield _idle(*LOSS_KIND.own_keys(one), reason=f"{LOSS_KIND.key} is not {one.name}")
+
+
+def _idle(*keys: str, reason: str) -> Effect:
+    return Effect(keys, lambda config: True, reason)
+
+
+def _only(names: list[str], does: str, do: str, what: str) -> str:
+    """Who does what: `only the estimators gae and reinforce_plus_plus discount`."""
+    *first, last = names
+    text = f"the estimators {', '.join(first)} and {last} {do}" if first else f"the estimator {last} {does}"
+    return f"only {text} {what}".rstrip()
+
+
 EFFECTS: tuple[Effect, ...] = (
-    Effect(("critic.", "trainer.critic_warmup", "algorithm.lam"), _no_critic, "only the estimator gae has a critic"),
-    Effect(
-        ("algorithm.gamma",),
-        lambda c: _no_critic(c) and c.algorithm.adv_estimator != "reinforce_plus_plus",
-        "only the estimators gae and reinforce_plus_plus discount",
-    ),
-    Effect(
-        ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: c.algorithm.adv_estimator in set(ESTIMATORS) - {"grpo", "grpo_passk", "gdpo"},
-        "only the estimators grpo, grpo_passk and gdpo divide by the deviation of a group",
-    ),
-    Effect(
-        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-        lambda c: c.algorithm.adv_estimator in set(ESTIMATORS) - {"gdpo"},
-        "only the estimator gdpo reads the parts of the reward",
-    ),
     Effect(
         ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
         lambda c: not c.algorithm.filter_groups.enable,
@@ -58,29 +95,6 @@ EFFECTS: tuple[Effect, ...] = (
         ("reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor"),
         lambda c: not c.reward.overlong_buffer.enable,
         "reward.overlong_buffer.enable is False",
-    ),
-    Effect(
-        (f"{_ACTOR}.clip_ratio", f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high", f"{_ACTOR}.clip_ratio_c"),
-        lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode in ("sapo", "gpg", "kl_cov", "dro"),
-        "this policy loss clips nothing",
-    ),
-    Effect(
-        (f"{_ACTOR}.clip_ratio_c",),
-        lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode in ("gspo", "cispo", "clip_cov", "geo_mean"),
-        "this policy loss has no dual clip",
-    ),
-    *(
-        Effect(
-            tuple(f"{_ACTOR}.policy_loss.{name}" for name in names),
-            lambda c, loss=loss: c.actor_rollout_ref.actor.policy_loss.loss_mode in set(POLICY_LOSSES) - {loss},
-            f"{_ACTOR}.policy_loss.loss_mode is not {loss}",
-        )
-        for loss, names in {
-            "sapo": ("tau_pos", "tau_neg"),
-            "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-            "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
-            "dro": ("dro_beta",),
-        }.items()
     ),
     Effect(
         (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
@@ -224,7 +238,12 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def idle_settings(config: Any, explicit: set[str], effects: Iterable[Effect] = EFFECTS) -> Iterator[str]:
+def idle_settings_of_ppo(config: PPOConfig, explicit: set[str]) -> Iterator[str]:
+    """One sentence for each set key that does nothing in a run of the PPO family."""
+    return idle_settings(config, explicit, (*_estimator_effects(config), *_loss_effects(config), *EFFECTS))
+
+
+def idle_settings(config: Any, explicit: set[str], effects: Iterable[Effect]) -> Iterator[str]:
     """One sentence for each set key that does nothing; a value that is the default anyway is not mentioned."""
     from posttrain.config.schema import leaves, lookup
 
@@ -232,7 +251,7 @@ def idle_settings(config: Any, explicit: set[str], effects: Iterable[Effect] = E
     for keys, idle, reason in effects:
         prefixes = tuple(key for key in keys if key.endswith("."))
         hit = [key for key in sorted(explicit - told) if key in keys or key.startswith(prefixes)]
-        hit = [key for key in hit if lookup(config, key) != leaves()[key].default]
+        hit = [key for key in hit if lookup(config, key) != leaves(type(config))[key].default]
         if hit and idle(config):
             told.update(hit)
             verb = "has" if len(hit) == 1 else "have"

@@ -8,7 +8,6 @@ from typing import Any
 from posttrain.config.aliases import AS_THE_ACTOR, DRY_RUN, NODE_RANK, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.merge import Merged
-from posttrain.config.merged_entries import put, take
 from posttrain.config.problem import Problem
 from posttrain.config.schema import lookup
 from posttrain.config.torchrun import SOURCE
@@ -42,9 +41,9 @@ def one_process(config: Any) -> bool:
 
 def derive_command(merged: Merged) -> None:
     """Which of the machines this is, and whether it is only looked at."""
-    dry = take(merged, DRY_RUN)
+    dry = merged.take(DRY_RUN)
     merged.dry_run = dry is not None and dry.value
-    entry, machines = take(merged, NODE_RANK), merged.value("trainer.nnodes")
+    entry, machines = merged.take(NODE_RANK), merged.value("trainer.nnodes")
     if entry is None:
         return
     if 0 <= entry.value < machines or entry.source == SOURCE:  # where torchrun knows better, it is told so
@@ -57,14 +56,14 @@ def derive_command(merged: Merged) -> None:
 
 def derive_layout(merged: Merged) -> None:
     """Workers that only generate, in verl's words: so many on each of so many machines, and that there are any."""
-    machines, each = take(merged, ROLLOUT_MACHINES), take(merged, ROLLOUT_EACH)
+    machines, each = merged.take(ROLLOUT_MACHINES), merged.take(ROLLOUT_EACH)
     given = [entry for entry in (machines, each) if entry is not None]
     if given:
         count = (1 if machines is None else machines.value) * (
             merged.value("trainer.n_gpus_per_node") if each is None else each.value
         )
-        put(merged, ROLLOUT_WORKERS, count, max(given, key=lambda entry: entry.rank))
-    entry, apart = take(merged, TOGETHER), merged.value(ROLLOUT_WORKERS)
+        merged.put(ROLLOUT_WORKERS, count, max(given, key=lambda entry: entry.rank))
+    entry, apart = merged.take(TOGETHER), merged.value(ROLLOUT_WORKERS)
     if entry is None or entry.value == (not apart):
         return
     if entry.value:
@@ -79,7 +78,7 @@ def derive_layout(merged: Merged) -> None:
 def derive_reference_sizes(merged: Merged) -> None:
     """The reference's sizes may be written, but not differ from the actor's."""
     for key, actors in AS_THE_ACTOR.items():
-        entry = take(merged, key)
+        entry = merged.take(key)
         if entry is not None and entry.value != merged.value(actors):
             what = (
                 f"`{entry.spelling}={entry.value}`: the reference is cut as the actor is, over {merged.value(actors)}."

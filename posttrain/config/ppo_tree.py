@@ -8,7 +8,7 @@ from posttrain.config.aliases import PPO_SPELLINGS
 from posttrain.config.check import check
 from posttrain.config.commandline import no_arguments
 from posttrain.config.derived import derive
-from posttrain.config.effects import idle_settings
+from posttrain.config.effects import idle_settings_of_ppo
 from posttrain.config.names import check_names
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
@@ -31,6 +31,6 @@ PPO = Tree(
     derive=derive,
     check_names=check_names,
     check=check,
-    idle=idle_settings,
+    idle=idle_settings_of_ppo,
     environment=_environment,
 )

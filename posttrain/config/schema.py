@@ -1,35 +1,15 @@
-"""The settings as a flat table: canonical dotted key -> type, default, sentence. All checks of keys read this."""
+"""The settings of a tree as a flat table: canonical dotted key -> type, default, sentence; for all checks of keys."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.config.declared import placed_settings
 from posttrain.config.docs import sentences_of
-from posttrain.config.root import PPOConfig
-
-_root: ContextVar[type[Section]] = ContextVar("root", default=PPOConfig)
-
-
-@contextmanager
-def using(root: type[Section]) -> Iterator[None]:
-    """Inside, the tables below are those of this tree of settings; elsewhere they are the PPO family's."""
-    before = _root.set(root)
-    try:
-        yield
-    finally:
-        _root.reset(before)
-
-
-def active_root() -> type[Section]:
-    """The tree of settings that the tables below are of."""
-    return _root.get()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +27,23 @@ class Leaf:
         return typing.get_origin(self.hint) is dict
 
 
-def leaves(root: type[Section] | None = None) -> dict[str, Leaf]:
-    """Every setting by its canonical key, in the order of the classes."""
-    return _leaves(root or _root.get())
+def leaves(root: type[Section]) -> dict[str, Leaf]:
+    """Every setting of a tree by its canonical key, in the order of the classes."""
+    return _leaves(root, placed_settings())
 
 
 @cache
-def _leaves(root: type[Section]) -> dict[str, Leaf]:
+def _leaves(root: type[Section], declared: tuple[type, ...]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
-def sections(root: type[Section] | None = None) -> dict[str, type[Section]]:
-    """Every section by its dotted name."""
-    return _sections(root or _root.get())
+def sections(root: type[Section]) -> dict[str, type[Section]]:
+    """Every section of a tree by its dotted name."""
+    return _sections(root, placed_settings())
 
 
 @cache
-def _sections(root: type[Section]) -> dict[str, type[Section]]:
+def _sections(root: type[Section], declared: tuple[type, ...]) -> dict[str, type[Section]]:
     found: dict[str, type[Section]] = {}
 
     def visit(section: Section, name: str) -> None:
@@ -86,13 +66,14 @@ def _walk(section: Section, prefix: str) -> list[Leaf]:
         if isinstance(value, Section):
             found += _walk(value, key + ".")
         else:
-            found.append(Leaf(key, hints[field.name], value, sentences.get(field.name, "")))
+            sentence = sentences.get(field.name) or field.metadata.get("sentence", "")
+            found.append(Leaf(key, hints[field.name], value, sentence))
     return found
 
 
-def leaf_of(key: str) -> Leaf | None:
+def leaf_of(root: type[Section], key: str) -> Leaf | None:
     """The setting that a key names: itself, or the free-form dict that it lies in."""
-    table = leaves()
+    table = leaves(root)
     if key in table:
         return table[key]
     parts = key.split(".")
@@ -103,9 +84,9 @@ def leaf_of(key: str) -> Leaf | None:
     return None
 
 
-def build(values: dict[str, Any]) -> Any:
+def build(root: type[Section], values: dict[str, Any]) -> Any:
     """The typed tree with these values by canonical key; the others keep their defaults."""
-    config = _root.get()()
+    config = root()
     for key, value in values.items():
         assign(config, key, value)
     return config

@@ -63,12 +63,15 @@ class EngineConfig(Section):
     """The train engine. Example: `fsdp.strategy=fsdp2`."""
 
     strategy: str = "fsdp2"
-    """Train engine: `fsdp` and `fsdp2` are the same one."""
+    """Train engine: `fsdp` and `fsdp2` are the same one, `megatron` is Megatron-Core's."""
     fsdp_size: int = -1
     """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
     of them."""
     ulysses_sequence_parallel_size: int = 1
     """Workers that share the tokens of each row; it must divide the workers and the model's heads."""
+    megatron_config: dict[str, Any] = field(default_factory=dict)
+    """How the engine `megatron` cuts a model: `tensor_parallel_size`, `pipeline_parallel_size`, `expert_parallel_size`;
+    docs/megatron.md says how."""
 
 
 @dataclass

@@ -15,7 +15,6 @@ from posttrain.config.devices import runs_on_cpu
 from posttrain.config.effects import Effect, idle_settings
 from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
-from posttrain.config.merged_entries import put, set_default, take
 from posttrain.config.parallel import check_sizes, derive_command, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.ranges import (
@@ -29,9 +28,8 @@ from posttrain.config.ranges import (
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
+from posttrain.config.train_engines import SUPERVISED, check_train_engines, engine_names
 from posttrain.config.tree import Tree
-from posttrain.config.verl.renamed import SUPERVISED_RENAMED
-from posttrain.config.verl.supervised import SUPERVISED_RULES
 from posttrain.errors import UserError
 
 _MICRO, _BATCH = "data.micro_batch_size_per_gpu", "data.train_batch_size"
@@ -68,7 +66,6 @@ _RENAMED: dict[str, str] = {
     "ulysses_sequence_parallel_size": _SEQUENCE,
     "engine.ulysses_sequence_parallel_size": _SEQUENCE,
     "engine.ulysses_parallel_size": _SEQUENCE,
-    **SUPERVISED_RENAMED,
 }
 _SFT_RENAMED: dict[str, str] = {
     **_RENAMED,
@@ -86,7 +83,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.quantization": ("nf4",),
     "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
-    "fsdp.strategy": ("fsdp", "fsdp2"),
     "trainer.export_hf": ("last", "all", "none"),
     "trainer.export_lora": ("merged", "adapter"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
@@ -156,28 +152,28 @@ def _derive(merged: Merged, provided: frozenset[str]) -> None:
     derive_command(merged)
     for key, what in {"model.path": "model", "data.train_files": "data"}.items():
         if merged.value(key) is None and key not in provided and key not in merged.bad:
-            set_default(merged, key, "embedded", "nothing was named")
+            merged.set_default(key, "embedded", "nothing was named")
             merged.note(f"No {what} named: what posttrain brings along (`embedded`) serves; set {key} to use your own.")
 
 
 def _derive_sft(merged: Merged, provided: frozenset[str]) -> None:
-    whole = take(merged, "data.multiturn")
+    whole = merged.take("data.multiturn")
     if whole is not None:
-        put(merged, "data.multiturn.enable", whole.value, whole)
+        merged.put("data.multiturn.enable", whole.value, whole)
     _derive(merged, provided)
     if merged.value("data.train_files") == "embedded" and not merged.is_set("data.response_key"):
-        set_default(merged, "data.response_key", "ground_truth", "the embedded data's column")
+        merged.set_default("data.response_key", "ground_truth", "the embedded data's column")
 
 
 def _rows_per_step(merged: Merged) -> None:
     """Rows per optimizer step = rows per pass x accumulation x workers, in the form that Transformers has."""
-    per_device, accumulation = take(merged, _PER_DEVICE), take(merged, _ACCUMULATION)
+    per_device, accumulation = merged.take(_PER_DEVICE), merged.take(_ACCUMULATION)
     if per_device is None and accumulation is None:
         return
     first = per_device or accumulation
     assert first is not None
     if per_device is not None:
-        put(merged, _MICRO, per_device.value, per_device)
+        merged.put(_MICRO, per_device.value, per_device)
     micro, steps = merged.value(_MICRO), accumulation.value if accumulation else 1
     if micro is None or micro < 1 or steps < 1:
         what = f"`{first.spelling}={first.value}`: rows per pass and accumulation steps must both be 1 or more."
@@ -186,7 +182,7 @@ def _rows_per_step(merged: Merged) -> None:
         return
     workers = merged.value("trainer.n_gpus_per_node") * merged.value("trainer.nnodes")
     rows = micro * steps * workers
-    put(merged, _BATCH, rows, first)
+    merged.put(_BATCH, rows, first)
     merged.note(f"{_BATCH}={rows}: {micro} rows per pass x {steps} accumulation steps x {workers} worker(s).")
 
 
@@ -198,12 +194,13 @@ def _notes(checked: Checked) -> Iterator[Finding]:
 def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem], list[str]]]:
     def check(checked: Checked) -> tuple[list[Problem], list[str]]:
         findings = [
-            *check_choices(checked, _CHOICES, {}),
+            *check_choices(checked, _CHOICES | engine_names(SUPERVISED, checked.config), {}),
             *check_ranges(checked, ranges),
             *check_resume(checked),
             *check_quantization(checked, "model"),
             *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
             *check_ray(checked),
+            *check_train_engines(checked, SUPERVISED),
             *one_process(checked),
             *_notes(checked),
         ]
@@ -221,7 +218,7 @@ def _environment(heads: tuple[str, ...]) -> Callable[[Resolved, Path | None], li
     return check
 
 
-def _no_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
+def _no_names(merged: Merged, cwd: Path) -> None:
     """No setting of these trees names something that a file of the user's registers."""
 
 
@@ -229,7 +226,7 @@ SFT = Tree(
     main="sft_trainer",
     root=SFTConfig,
     model="model",
-    spellings=Spellings({}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT, SUPERVISED_RULES),
+    spellings=Spellings(SFTConfig, "sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
@@ -241,7 +238,7 @@ REWARD_MODEL = Tree(
     main="reward_model_trainer",
     root=RewardTrainerConfig,
     model="model",
-    spellings=Spellings({}, _RENAMED, _DERIVED, _NOT_BUILT, SUPERVISED_RULES),
+    spellings=Spellings(RewardTrainerConfig, "reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,

@@ -14,21 +14,16 @@ import numpy as np
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.rows import DataError
+from posttrain.registry import Registry
 
 EpochOrder = Callable[[int], Sequence[int] | np.ndarray]
 DatasetOrder = Callable[[PromptDataset, DataConfig, int, int], Sequence[int] | np.ndarray]
-SAMPLERS: dict[str, DatasetOrder] = {}
+SAMPLERS: Registry[DatasetOrder] = Registry("sampler")
 
 
 def register_sampler(name: str) -> Callable[[DatasetOrder], DatasetOrder]:
     """Makes an order known as `data.sampler=NAME`. Example: `@register_sampler("mine")` above a function."""
-
-    def register(order: DatasetOrder) -> DatasetOrder:
-        if SAMPLERS.setdefault(name, order) is not order:
-            raise ValueError(f"a sampler '{name}' is registered already")
-        return order
-
-    return register
+    return SAMPLERS.register(name)
 
 
 class PromptSampler:

@@ -13,9 +13,8 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 from posttrain.config.tree import Tree
 from posttrain.doctor.finding import Report
-from posttrain.doctor.memory import Device, ModelCounter, find_device
-from posttrain.doctor.plan import Counter
-from posttrain.doctor.supervised import SupervisedCounter
+from posttrain.planning.budgets import planner_for
+from posttrain.planning.memory_plan import Device, Planner, find_device
 from posttrain.rewards.pool import pool_size
 
 SPLITS = ("train", "val")
@@ -87,7 +86,7 @@ class Case:
     @cached_property
     def model_config(self) -> Any:
         """The model's config.json as transformers reads it."""
-        from posttrain.doctor.meta_models import _model_settings
+        from posttrain.planning.meta_models import _model_settings
 
         return _model_settings(self.model, self.model.path)
 
@@ -96,14 +95,14 @@ class Case:
         return find_device(self.config)
 
     @cached_property
-    def counter(self) -> ModelCounter:
-        return Counter() if self.is_rl else SupervisedCounter()
+    def planner(self) -> Planner:
+        return planner_for(self.config)
 
     @cached_property
     def parameters(self) -> int:
         """Numbers in the trained model's weights, adapters included."""
         role = "actor" if self.is_rl else "model"
-        return self.counter(self.config, self.device, role, lambda model: sum(p.numel() for p in model.parameters()))
+        return self.planner.count(self.config, self.device, role, _parameter_count)
 
     @property
     def responses(self) -> int:
@@ -124,3 +123,7 @@ class Case:
 
     def where(self, *keys: str) -> str:
         return ", and ".join(dict.fromkeys(f"{key} ({self.resolved.where(key)})" for key in keys))
+
+
+def _parameter_count(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())

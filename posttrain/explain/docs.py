@@ -14,7 +14,7 @@ from pathlib import Path
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
 from posttrain.explain.api import api
-from posttrain.explain.pages import LOSS_PAGES, explain, first_sentence
+from posttrain.explain.pages import explain, first_sentence, loss_page
 from posttrain.rewards.scorers import ALIASES, SCORERS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -32,7 +32,7 @@ def estimators() -> list[str]:
 
 
 def losses() -> list[str]:
-    return _papers({name: LOSS_PAGES.get(name, name) for name in POLICY_LOSSES})
+    return _papers({name: loss_page(name) for name in POLICY_LOSSES})
 
 
 def _papers(pages: dict[str, str]) -> list[str]:

@@ -1,5 +1,5 @@
 """Every metric that a run writes, name -> what it is and what to make of it; `METRICS` of `topics` and
-`supervised` say more of the most useful ones.
+`supervised` say more of the most useful ones. Algorithms declare their own metrics.
 
 A name may stand for several: `{mean,max,min}` for each of these words, a word in capitals for any text
 (`timing_s/STAGE`), `K` for a number.
@@ -65,11 +65,6 @@ FAMILIES: dict[str, str] = {
     "actor/{reward_kl_penalty,reward_kl_penalty_coeff}": (
         "KL that was taken from the rewards (algorithm.use_kl_in_reward), and its present coefficient."
     ),
-    "actor/cov_chosen": "Under clip_cov and kl_cov: share of tokens chosen for their covariance with the advantage.",
-    "actor/cov_kl": "Under kl_cov: the KL that the chosen tokens pay.",
-    "actor/dro_penalty": "Under dro: the quadratic penalty that keeps the policy near the old one.",
-    "actor/gate_slope": "Under sapo: slope of the soft gate, 1 at a ratio of 1 and 0 where a token no longer counts.",
-    "actor/ratio_bounded": "Share of tokens whose ratio was held at its bound while they still had a gradient.",
     "response_length/{mean,max,min}": "Response tokens: mean, longest, shortest.",
     "response_length/{right,wrong}/mean": (
         "Mean length of right and of wrong responses. Wrong ones that grow alone: length bias of the loss (`drgrpo`)."
@@ -105,7 +100,6 @@ FAMILIES: dict[str, str] = {
         "Dynamic sampling: share of generated groups with signal, batches per step, groups that could not be had, "
         "groups kept for the next step (see `dapo`)."
     ),
-    "remax/baseline_mean": "Mean reward of the greedy responses that `remax` compares with.",
     "sync/probe_max": (
         "Largest difference of rollout and trainer log-probs on fixed tokens after a weight sync. Above 1e-3 "
         "(float32) or 0.5 (bfloat16) the run stops."

@@ -1,56 +1,45 @@
 """`posttrain explain NAME`: what an algorithm, setting or metric is, its source, when to use it, what to watch.
 
-The pages are the docstrings of the algorithm files, read without importing them (no torch), and the texts of
-`topics` and `supervised`; every settings key has at least its own sentence.
+The pages are the docstrings of the algorithm files, which are imported without torch, and the texts of `topics` and
+`supervised`; every settings key has at least its own sentence.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 
-from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
+from posttrain.algorithms import aggregation, correction, kl, kl_in_reward, overlong
+from posttrain.algorithms.aggregation import AGGREGATION_MODES
+from posttrain.algorithms.kl import KL_TYPES
+from posttrain.algorithms.losses import value
+from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES
+from posttrain.config.declared import load_own_algorithms
 from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaves
 from posttrain.config.supervised_tree import COMMANDS
+from posttrain.errors import working_folder
 from posttrain.explain.metrics import FAMILIES, family_text
 from posttrain.explain.supervised import METRICS as SUPERVISED_METRICS
 from posttrain.explain.supervised import TOPICS as SUPERVISED_TOPICS
 from posttrain.explain.topics import METRICS, TOPICS
 from posttrain.explain.words import SPELLINGS, WORDS
 
-LOSS_PAGES = {"gpg": "gpg_loss"}
-"""Losses that share their name with an estimator have a page of their own name."""
-# name -> (file under algorithms/, function whose docstring is the page, or "" for the file's own)
-FILES: dict[str, dict[str, tuple[str, str]]] = {
-    "Advantage estimators": {name: (f"advantages/{name}.py", "") for name in ESTIMATORS},
-    "Losses": {
-        **{LOSS_PAGES.get(name, name): (f"losses/{name}.py", "") for name in POLICY_LOSSES},
-        "value_loss": ("losses/value.py", ""),
-    },
-    "How token losses become one number": {
-        "loss_agg_mode": ("aggregation.py", ""),
-        "token-mean": ("aggregation.py", "token_mean"),
-        "token-sum": ("aggregation.py", "token_sum"),
-        "seq-mean-token-sum": ("aggregation.py", "seq_mean_token_sum"),
-        "seq-mean-token-mean": ("aggregation.py", "seq_mean_token_mean"),
-        "seq-mean-token-sum-norm": ("aggregation.py", "seq_mean_token_sum_norm"),
-    },
+DOCSTRINGS: dict[str, dict[str, object]] = {
+    "How token losses become one number": {"loss_agg_mode": aggregation, **AGGREGATION_MODES},
     "KL": {
-        "kl_loss_type": ("kl.py", ""),
-        "k1": ("kl.py", "k1"),
-        "abs": ("kl.py", "absolute"),
-        "k2": ("kl.py", "k2"),
-        "k3": ("kl.py", "k3"),
-        "use_kl_in_reward": ("kl_in_reward.py", ""),
+        "kl_loss_type": kl,
+        **{name: KL_TYPES[name] for name in ("k1", "abs", "k2", "k3")},
+        "use_kl_in_reward": kl_in_reward,
     },
-    "Off-policy": {"rollout_correction": ("correction.py", "")},
-    "Shaping": {"overlong_buffer": ("overlong.py", "")},
+    "Off-policy": {"rollout_correction": correction},
+    "Shaping": {"overlong_buffer": overlong},
 }
+"""Heading -> name -> the module or function whose docstring is the page."""
 ALIASES = {
     "ppo": "gae",
     "dr_grpo": "drgrpo",
@@ -105,30 +94,56 @@ def explain(name: str | None = None) -> str:
     if name is None:
         return _contents()
     given = name.strip().strip("`").strip()
+    if given not in _pages():  # an algorithm of the user's own, in a file of the working folder
+        load_own_algorithms({ESTIMATOR_KEY: given, LOSS_KEY: given}, (), working_folder())
     wanted = _spelled(given)
     page = _page(wanted) or _page(given)  # names of data sources and parts keep their capitals
-    settings = _settings(wanted, leaves())
+    settings = _settings(wanted, leaves(PPOConfig))
     elsewhere = _supervised(wanted, page, exact=bool(page or settings))
     if page is None and not settings and not elsewhere:
         raise UnknownPage(
             [Problem(f"There is no page on `{name}`.", do=f"{_nearest(wanted)} `posttrain explain` lists all.".strip())]
         )
-    if page in WORDS.values() and wanted not in leaves():
+    if page in WORDS.values() and wanted not in leaves(PPOConfig):
         # A section of the same name would bury the page, which names the keys that count.
-        settings = {key: leaf for key, leaf in leaves().items() if _plain(key.rpartition(".")[2]) == _plain(given)}
+        settings = {
+            key: leaf for key, leaf in leaves(PPOConfig).items() if _plain(key.rpartition(".")[2]) == _plain(given)
+        }
     if page is not None and page not in SUPERVISED_TOPICS.values():
         # The keys that a page names are followed by their own sentences.
-        settings |= {key: leaves()[key] for key in KEY.findall(page) if key in leaves()}
+        settings |= {key: leaves(PPOConfig)[key] for key in KEY.findall(page) if key in leaves(PPOConfig)}
     own = [_sentence(leaf) for leaf in settings.values()]
     others = [_sentence(leaf, commands) for text, (leaf, commands) in elsewhere.items() if text not in own]
     sentences = "\n".join([*own, *others])
     return "\n\n".join([part for part in (page, sentences) if part])
 
 
-@cache
+def algorithm_pages() -> dict[str, dict[str, str]]:
+    """Heading -> name -> page, of the estimators and losses that are registered now."""
+    estimators = {name: inspect.cleandoc(one.page) for name, one in ADV_ESTIMATORS.items()}
+    losses = {loss_page(name): inspect.cleandoc(one.page) for name, one in POLICY_LOSSES.items()}
+    return {"Advantage estimators": estimators, "Losses": {**losses, "value_loss": inspect.getdoc(value) or ""}}
+
+
+def loss_page(loss: str) -> str:
+    """The name of a loss's page: its own, unless an estimator has that."""
+    return f"{loss}_loss" if loss in ADV_ESTIMATORS else loss
+
+
+def declared_metrics() -> dict[str, str]:
+    """The metrics that algorithms declare, with what to make of them."""
+    declarations = (*ADV_ESTIMATORS.values(), *POLICY_LOSSES.values())
+    return {name: text for declaration in declarations for name, text in declaration.metrics.items()}
+
+
+def _metrics() -> dict[str, str]:
+    """The metrics that have a text of their own."""
+    return METRICS | declared_metrics() | SUPERVISED_METRICS
+
+
 def _known() -> list[str]:
     """All that can be asked for, each once."""
-    keys = [*leaves(), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
+    keys = [*leaves(PPOConfig), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
     return list(dict.fromkeys([*_pages(), *SPELLINGS, *ALIASES, *keys]))
 
 
@@ -144,11 +159,10 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", " ", name.lower()).strip()
 
 
-@cache
 def _by_plain_name() -> dict[str, str]:
     """Names of pages and settings as somebody may write them -> as they are."""
-    table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves()}
-    table |= {_plain(name): name for name in (*leaves(), *ALIASES, *_pages())}
+    table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves(PPOConfig)}
+    table |= {_plain(name): name for name in (*leaves(PPOConfig), *ALIASES, *_pages())}
     return table | {_plain(word): name for word, name in SPELLINGS.items()} | {_plain(word): word for word in WORDS}
 
 
@@ -156,11 +170,11 @@ def _spelled(given: str) -> str:
     """The name that is meant: in small letters; where that is none, with other blanks, without the numbers of a line
     (`38% no signal`), as a singular, or as the stage that bounds a step."""
     wanted, table = given.lower(), _by_plain_name()
-    if wanted in _pages() or wanted in leaves() or wanted in ALIASES:
+    if wanted in _pages() or wanted in leaves(PPOConfig) or wanted in ALIASES:
         return wanted
     if _plain(wanted) in table:
         return table[_plain(wanted)]
-    if _page(wanted) or _settings(wanted, leaves()):
+    if _page(wanted) or _settings(wanted, leaves(PPOConfig)):
         return wanted
     words = " ".join(_NUMBER.sub(" ", wanted).split()).strip(" ,:")
     if words.endswith("-bound"):
@@ -172,29 +186,33 @@ def _spelled(given: str) -> str:
     return wanted
 
 
-@cache
-def _pages() -> dict[str, str]:
+def _pages() -> Mapping[str, str]:
     """Every page by its name."""
-    files = {name: _docstring(*place) for group in FILES.values() for name, place in group.items()}
-    metrics = {name: f"`{name}`: {text}" for name, text in (FAMILIES | METRICS | SUPERVISED_METRICS).items()}
-    return files | TOPICS | SUPERVISED_TOPICS | metrics | WORDS
+    return _pages_with((*ADV_ESTIMATORS, *POLICY_LOSSES))
+
+
+@cache
+def _pages_with(algorithms: tuple[str, ...]) -> dict[str, str]:
+    """They are made anew when an algorithm of the user's own is registered."""
+    docstrings = {name: inspect.getdoc(owner) or "" for group in DOCSTRINGS.values() for name, owner in group.items()}
+    own = {name: text for group in algorithm_pages().values() for name, text in group.items()}
+    metrics = {name: f"`{name}`: {text}" for name, text in (FAMILIES | _metrics()).items()}
+    return own | docstrings | TOPICS | SUPERVISED_TOPICS | metrics | WORDS
 
 
 def _page(wanted: str) -> str | None:
     """The page of a name, of another spelling of it, or of the end of a settings key."""
     pages = _pages()
     base = wanted.removesuffix("+")
-    if base != wanted and ALIASES.get(base, base) in FILES["KL"]:
+    if base != wanted and ALIASES.get(base, base) in DOCSTRINGS["KL"]:
         return f"{pages[ALIASES.get(base, base)]}\n\n{PLUS}"
     endings = [wanted]
-    if wanted in leaves():
+    if wanted in leaves(PPOConfig):
         endings += [wanted.split(".", depth)[-1] for depth in range(1, wanted.count(".") + 1)]
     names = (ending if ending in WORDS else ALIASES.get(ending, ending) for ending in endings)
     found = next((name for name in names if name in pages), None)
     if found == "loss_agg_mode":
-        return "\n\n".join(
-            [pages[found], *(pages[mode] for mode in FILES["How token losses become one number"] if mode != found)]
-        )
+        return "\n\n".join([pages[found], *(pages[mode] for mode in AGGREGATION_MODES)])
     if found:
         return pages[found]
     text = family_text(wanted)
@@ -235,20 +253,13 @@ def _sentence(leaf: Leaf, commands: Sequence[str] = ()) -> str:
 
 def metric_text(name: str) -> str | None:
     """What a metric is and what to make of it, in a sentence or two; None without an explanation."""
-    return METRICS.get(name) or SUPERVISED_METRICS.get(name) or family_text(name)
-
-
-@cache
-def _docstring(file: str, function: str) -> str:
-    tree = ast.parse((Path(__file__).parents[1] / "algorithms" / file).read_text(encoding="utf-8"))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return ast.get_docstring(functions[function] if function else tree) or ""
+    return _metrics().get(name) or family_text(name)
 
 
 def _contents() -> str:
     lines = ["`posttrain explain NAME`, where NAME is one of these, or any settings key:"]
-    groups = {title: list(group) for title, group in FILES.items()}
-    topics, metrics = [*TOPICS, *SUPERVISED_TOPICS], [*dict.fromkeys([*METRICS, *SUPERVISED_METRICS, *FAMILIES])]
+    groups = {title: list(group) for title, group in (algorithm_pages() | DOCSTRINGS).items()}
+    topics, metrics = [*TOPICS, *SUPERVISED_TOPICS], [*dict.fromkeys([*_metrics(), *FAMILIES])]
     metrics = [name for name in metrics if name not in WORDS]
     words = {"Words of the field, and of what a run prints": list(WORDS)}
     for title, names in (words | groups | {"Topics": topics, "Metrics": metrics}).items():

@@ -166,13 +166,6 @@ off; raise it.""",
     "groups/no_signal": """\
 Share of groups whose rewards are all equal: their advantages are 0 and they teach nothing. High with low rewards:
 easier prompts, a larger rollout.n, or a broken reward. High with high rewards: the prompts are learnt; harder ones.""",
-    "actor/pg_clipfrac": """\
-Share of tokens whose ratio lies outside the clip range on the side where clipping acts: they have no gradient. 0 at the
-first update of a batch. Growing beyond about 0.2: the updates are too large; lower the learning rate or ppo_epochs.""",
-    "actor/pg_clipfrac_lower": """\
-Share of tokens with negative advantage at which dual clip acts (ratio above clip_ratio_c). Near 0 in a healthy run.""",
-    "actor/ppo_kl": """\
-Mean of old_log_prob - log_prob: how far the updates on this batch have moved the policy. 0 at the first update.""",
     "actor/entropy": """\
 Mean entropy of the policy's next-token distribution. Falls as the policy becomes sure. Near 0 early: it has stopped
 exploring; raise the temperature, the KL coefficient or actor_rollout_ref.actor.entropy_coeff.""",

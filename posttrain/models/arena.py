@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.compiled import kernel
+from posttrain.kernels.fp8 import Fp8Weight
+from posttrain.kernels.quantized import Quantized
 from posttrain.models.cut import Cut
 from posttrain.models.forward import without_adapters
 from posttrain.models.low_rank import Adapter, LowRank, fill
@@ -50,6 +52,7 @@ class Projection:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: list[Any], *, adapters: bool) -> None:
         self.weight, self.bias, self.parts = weight, bias, parts
         self.packed: torch.Tensor | None = None
+        self.fp8: Fp8Weight | None = None  # what is multiplied in place of the weight, where that is asked for
         self.low: LowRank | None = None  # copies of the adapters in the weight's type
         self.adapters: list[tuple[slice, Any]] = []
         start = 0
@@ -85,7 +88,12 @@ class Projection:
     @property
     def bare(self) -> torch.Tensor | None:
         """The weight, if a product with it is all that this layer does."""
-        return None if self.adapters or self.bias is not None else self.weight
+        return None if self.adapters or self.bias is not None or self.fp8 is not None else self.weight
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether its input may come as fp8. Adapters multiply the input itself, so that it must be there too."""
+        return self.fp8 is not None and self.fp8.multiplied and not self.adapters
 
     def wide(self, x_TE: torch.Tensor) -> torch.Tensor:
         """The product as it was summed up, in float32, where the device's matrix units give it away: logits."""
@@ -94,11 +102,15 @@ class Projection:
             return self(x_TE)
         return torch.mm(x_TE, self.weight.T, out_dtype=torch.float32)  # pyright: ignore
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        if self.packed is None:
-            y = F.linear(x_TE, self.weight, self.bias)
-        else:
+    def __call__(self, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
+        if self.fp8 is not None:
+            y = self.fp8.product(x_TE, self.bias)
+        elif self.packed is not None:
             y = torch.ops.mkldnn._linear_pointwise(x_TE, self.packed, self.bias, "none", [], "")
+        else:
+            y = F.linear(x_TE, self.weight, self.bias)  # pyright: ignore
+        if isinstance(x_TE, Quantized):  # only layers without adapters are given such
+            return y
         if self.low is not None:
             self.low.add(y, x_TE)
             return y

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm, attention
+from posttrain.kernels.fp8 import Fp8Weight
+from posttrain.kernels.quantized import Quantized
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import SHARED, Arena, Projection, base_layer
@@ -93,15 +95,33 @@ class _Layer:
     def projections(self) -> tuple[Projection, ...]:
         return self.qkv, self.out, *self.feed.projections
 
+    def hold_in_fp8(self) -> None:
+        for projection in self.projections:
+            projection.fp8 = Fp8Weight(projection.weight)
+        if isinstance(self.feed, Mixture):
+            self.feed.hold_in_fp8()
+
+    def fp8_copies(self) -> Iterator[Fp8Weight]:
+        yield from (projection.fp8 for projection in self.projections if projection.fp8 is not None)
+        if isinstance(self.feed, Mixture):
+            yield from self.feed.fp8 or ()
+
 
 class FastDecoder:
     """Hidden states and logits of flat tokens."""
 
     def __init__(
-        self, module: Any, *, share: bool, team: Team | None = None, device: torch.device | None = None
+        self,
+        module: Any,
+        *,
+        share: bool,
+        team: Team | None = None,
+        device: torch.device | None = None,
+        fp8: bool = False,
     ) -> None:
-        """With a team, this rank's part of the model, copied to `device`."""
-        self.module, self.share, self.team, self.device = module, share, team, device
+        """With a team, this rank's part of the model, copied to `device`. With `fp8` the products of all layers are
+        made of 8-bit copies of weights and inputs; embedding, router and head stay as they are."""
+        self.module, self.share, self.team, self.device, self.fp8 = module, share, team, device, fp8
         self.graphs: Any = None  # on a CUDA device: captured steps
         self.gone = False  # whether nothing is held of weights that were moved away
         self._bind()
@@ -119,13 +139,16 @@ class FastDecoder:
         self.prefix = base.base_model_prefix
         self.layers = [self._layer(number, layer, config) for number, layer in enumerate(stack.layers)]
         self.embedding, self.norm = self._named("embed_tokens.weight"), self._named("norm.weight")
+        if self.fp8:
+            for layer in self.layers:
+                layer.hold_in_fp8()
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
         self.whole: WholeStep | None = None
         if self.graphs is not None:
             self.graphs.forget()
         self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
-        self.adapters_old, self.gone = True, False
+        self.copies_old, self.gone = True, False
 
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]
@@ -148,7 +171,17 @@ class FastDecoder:
             window=window,
         )
 
-    def _qkv(self, layer: _Layer, x_TE: torch.Tensor) -> torch.Tensor:
+    def _normed(
+        self, residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, quantized: bool
+    ) -> torch.Tensor | Quantized:
+        """The norm of `residual + added`, rounded to fp8 where all that reads it takes it so."""
+        if not quantized:
+            return add_rms_norm(residual_TE, added_TE, weight_E, self.epsilon)
+        from posttrain.kernels.cuda import fp8
+
+        return fp8.add_rms_norm(residual_TE, added_TE, weight_E, self.epsilon)
+
+    def _qkv(self, layer: _Layer, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
         """Queries, keys and values side by side; normed, where the norm goes over all heads."""
         qkv_TC = layer.qkv(x_TE)
         if layer.all_heads is not None:
@@ -168,13 +201,13 @@ class FastDecoder:
             return add_rms_norm(residual_TE, None, self.norm, self.epsilon)
         added_TE: torch.Tensor | None = None
         for number, layer in enumerate(self.layers):
-            x_TE = add_rms_norm(residual_TE, added_TE, layer.before, self.epsilon)
+            x_TE = self._normed(residual_TE, added_TE, layer.before, layer.qkv.takes_quantized)
             cache = caches(number, self.key_heads, self.size)
             attended = self._attend(layer, self._qkv(layer, x_TE), cache, step, rotation)
             if wanted_N is not None and number == len(self.layers) - 1:
                 attended, residual_TE = attended[wanted_N], residual_TE[wanted_N]
             added_TE = self._summed(layer.out(attended))
-            x_TE = add_rms_norm(residual_TE, added_TE, layer.between, self.epsilon)
+            x_TE = self._normed(residual_TE, added_TE, layer.between, layer.feed.takes_quantized)
             added_TE = self._summed(layer.feed(x_TE))
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
 
@@ -238,10 +271,10 @@ class FastDecoder:
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
         how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
-            x_BE = add_rms_norm(residual_BE, added_BE, layer.before, self.epsilon)
+            x_BE = self._normed(residual_BE, added_BE, layer.before, layer.qkv.takes_quantized)
             qkv_BC = self._qkv(layer, x_BE)
             added_BE = layer.out(decode_attention(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
-            x_BE = add_rms_norm(residual_BE, added_BE, layer.between, self.epsilon)
+            x_BE = self._normed(residual_BE, added_BE, layer.between, layer.feed.takes_quantized)
             added_BE = layer.feed.captured(x_BE)
         return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
 
@@ -273,10 +306,12 @@ class FastDecoder:
     def _look_at_weights(self) -> None:
         """Follow weights that have moved, and adapters that have changed."""
         self._follow_weights()
-        if self.adapters_old:
+        if self.copies_old:
             for projection in self._projections():
                 projection.copy_adapters()
-            self.adapters_old = False
+            for copy in chain.from_iterable(layer.fp8_copies() for layer in self.layers):
+                copy.refill()
+            self.copies_old = False
 
     def _follow_weights(self) -> None:
         if self.gone or self.arena.left_behind():
@@ -302,7 +337,7 @@ class FastDecoder:
 
     def make_fast_copies(self) -> None:
         """The weights stay as they are for many steps: copies that multiply faster are worth their while."""
-        if self.whole is not None or self.head.packed is not None:
+        if self.whole is not None or self.head.packed is not None or self.fp8:
             return
         self._follow_weights()
         if any(isinstance(layer.feed, Mixture) for layer in self.layers):  # experts are most of what is multiplied
@@ -325,7 +360,7 @@ class FastDecoder:
 
     def drop_fast_copies(self) -> None:
         """The weights have changed, or the memory is needed."""
-        self.whole, self.adapters_old = None, True
+        self.whole, self.copies_old = None, True
         for projection in self._projections():
             projection.packed = None
 

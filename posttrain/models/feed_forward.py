@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from posttrain.kernels.decode import silu_mul
 from posttrain.kernels.experts import mixture
+from posttrain.kernels.fp8 import Fp8Weight
+from posttrain.kernels.quantized import Quantized
 from posttrain.models.arena import Arena, Projection
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
@@ -28,15 +30,24 @@ class Gated:
     gate_up: Projection
     down: Projection
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_mul(self.gate_up(x_TE)))
+    def __call__(self, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
+        both_T2I = self.gate_up(x_TE)
+        if not self.down.takes_quantized:
+            return self.down(silu_mul(both_T2I))
+        from posttrain.kernels.cuda import fp8
 
-    def captured(self, x_BE: torch.Tensor) -> torch.Tensor:
+        return self.down(fp8.silu_mul(both_T2I))
+
+    @property
+    def takes_quantized(self) -> bool:
+        return self.gate_up.takes_quantized
+
+    def captured(self, x_BE: torch.Tensor | Quantized) -> torch.Tensor:
         """The same in a captured decode step, where gate and up may be one product with their gating inside."""
         from posttrain.kernels.cuda import fused_products
 
         weight = self.gate_up.bare
-        if weight is not None and fused_products.takes_gated(x_BE, weight):
+        if weight is not None and not isinstance(x_BE, Quantized) and fused_products.takes_gated(x_BE, weight):
             return self.down(fused_products.gated_product(x_BE, weight))
         return self(x_BE)
 
@@ -58,6 +69,11 @@ class Mixture:
     share_dtype: torch.dtype
     shared: Gated | None = None
     shared_gate: torch.Tensor | None = None
+    fp8: tuple[Fp8Weight, Fp8Weight] | None = None  # of gate and up, and of down: multiplied in place of them
+    takes_quantized = False  # the router wants the input itself
+
+    def hold_in_fp8(self) -> None:
+        self.fp8 = Fp8Weight(self.gate_up_X2IE), Fp8Weight(self.down_XEI)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._with_shared(x_TE, None if self.shared is None else self.shared(x_TE))
@@ -67,7 +83,11 @@ class Mixture:
 
     def _with_shared(self, x_TE: torch.Tensor, shared_TE: torch.Tensor | None) -> torch.Tensor:
         how = {"top_k": self.top_k, "normalised": self.normalised, "share_dtype": self.share_dtype}
-        y_TE = mixture(x_TE, self.router_XE, self.gate_up_X2IE, self.down_XEI, **how)
+        if self.fp8 is None:
+            weights = self.gate_up_X2IE, self.down_XEI
+        else:
+            weights = self.fp8[0].rounded, self.fp8[1].rounded
+        y_TE = mixture(x_TE, self.router_XE, *weights, fp8=self.fp8 is not None, **how)
         if shared_TE is None:
             return y_TE
         assert self.shared_gate is not None

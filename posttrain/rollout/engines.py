@@ -21,6 +21,7 @@ from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.cut import KEY
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.loading import load_causal_lm, resolve_dtype
+from posttrain.registry import Registry
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native
@@ -48,19 +49,13 @@ class Order:
 
 Made = tuple[RolloutEngine, str]
 Maker = Callable[[Order], Made | str]
-ENGINES: dict[str, Maker] = {}
+ENGINES: Registry[Maker] = Registry("rollout engine")
 """Name -> maker: an engine that was proved, with its name and version; or why there is none for this model."""
 
 
 def register_engine(name: str) -> Callable[[Maker], Maker]:
     """Makes an engine known under a name; one that is taken already is an error."""
-
-    def add(maker: Maker) -> Maker:
-        if ENGINES.setdefault(name, maker) is not maker:
-            raise ValueError(f"there is a rollout engine called {name!r} already")
-        return maker
-
-    return add
+    return ENGINES.register(name)
 
 
 def check_engine_name(name: str) -> None:

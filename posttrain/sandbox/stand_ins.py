@@ -10,12 +10,29 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from posttrain.sandbox.values import plain_base
 
-if TYPE_CHECKING:
-    from posttrain.sandbox.peer import Peer
+
+class OtherSide(Protocol):
+    """What a stand-in asks of the process that holds its object (`peer.Peer`)."""
+
+    def ask(self, operation: str, target: Any, args: Any = (), options: Any = None) -> Any: ...
+    def get(self, stand_in: Any, name: str) -> Any: ...
+    def put(self, stand_in: Any, name: str, value: Any) -> None: ...
+    def delete(self, stand_in: Any, name: str) -> None: ...
+    def call(self, stand_in: Any, args: Any, options: dict[str, Any]) -> Any: ...
+    def construct(self, kind: Any, args: Any, options: dict[str, Any]) -> Any: ...
+    def derive(self, name: str, bases: tuple[type, ...], space: dict[str, Any], options: dict[str, Any]) -> type: ...
+    def item_of_class(self, kind: Any, key: Any) -> Any: ...
+    def is_instance(self, kind: Any, value: Any) -> bool: ...
+    def is_subclass(self, kind: Any, value: Any) -> bool: ...
+    def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any: ...
+    def ask_import(self, module: str, name: str, *args: Any) -> Any: ...
+    def waits(self, stand_in: Any) -> Generator[Any, Any, Any]: ...
+    def believes_value(self, stand_in: Any) -> bool: ...
+
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
 COMPARISONS = frozenset(f"__{name}__" for name in ["eq", "ne", "lt", "le", "gt", "ge"])
@@ -195,7 +212,7 @@ class FunctionStandIn(StandIn):
 
 
 def stand_in_class(
-    peer: Peer, number: int, name: str, bases: tuple[type, ...], said: dict[str, Any], space: dict[str, Any]
+    peer: OtherSide, number: int, name: str, bases: tuple[type, ...], said: dict[str, Any], space: dict[str, Any]
 ) -> type:
     """The class that stands for one of the other side. `said` is what `objects.describe` says of it."""
     bases = tuple(dict.fromkeys(StandIn if base is object else base for base in bases))
@@ -267,7 +284,7 @@ def _redefined(name: str, base: type) -> property:
     return property(read)
 
 
-def place_of(stand_in: Any) -> tuple[Peer, int]:
+def place_of(stand_in: Any) -> tuple[OtherSide, int]:
     """The other side, and what it knows the object by."""
     if isinstance(stand_in, StandInType):
         return vars(stand_in)["_place"]
@@ -283,7 +300,7 @@ def is_stand_in(value: Any) -> bool:
     return kind is StandInType or (type(kind) is StandInType and kind is not StandIn)
 
 
-def new_stand_in(kind: Any, place: tuple[Peer, int], form: str, content: Any = None) -> Any:
+def new_stand_in(kind: Any, place: tuple[OtherSide, int], form: str, content: Any = None) -> Any:
     """An object of a class that stands for one of the other side."""
     base = plain_base(kind)
     if base is None:

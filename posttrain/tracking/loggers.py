@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from posttrain.registry import Registry
 from posttrain.texts import utf8
 from posttrain.tracking.diagnosis import stage_shares
 from posttrain.tracking.own_console import active
@@ -38,7 +39,7 @@ class Logger(Protocol):
 
 
 class JsonlLogger:
-    """One JSON object per line, `step` first; floats to the bit, NaN and infinities as text that any reader takes.
+    """One JSON object per line, `step` first; floats bitwise, NaN and infinities as text that any reader takes.
 
     With a clock each line ends with its `time`.
     """
@@ -47,7 +48,7 @@ class JsonlLogger:
         self._file, self._clock = path.open("ab"), clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody would ever read
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted: lines written now would be lost
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
         line = as_line(step, metrics)
         if self._clock is not None:
@@ -115,15 +116,19 @@ class LoggerGroup:
                 del self._optional[name]
 
 
-MAKERS: dict[str, Callable[[RunDirectory, Mapping[str, Any], int, Note], Logger]] = {
-    "details": lambda run, config, first_step, say: DetailsLogger(say),
-    "tensorboard": lambda run, config, first_step, say: TensorBoardLogger(run.path / "tensorboard", first_step),
-    "wandb": lambda run, config, first_step, say: WandbLogger(run, config, say),
-    "mlflow": lambda run, config, first_step, say: MlflowLogger(run, config, say),
-    "swanlab": lambda run, config, first_step, say: SwanlabLogger(run, config, say),
-    "trackio": lambda run, config, first_step, say: TrackioLogger(run, config, say),
-}
-"""By the name that `trainer.logger` gives: (run, settings, first step that will be logged, say) -> logger."""
+LoggerMaker = Callable[[RunDirectory, Mapping[str, Any], int, Note], Logger]
+"""(run, settings, first step that will be logged, say) -> logger."""
+MAKERS: Registry[LoggerMaker] = Registry("logger")
+"""By the name that `trainer.logger` gives."""
+register_logger = MAKERS.register
+register_logger("details")(lambda run, config, first_step, say: DetailsLogger(say))
+register_logger("tensorboard")(
+    lambda run, config, first_step, say: TensorBoardLogger(run.path / "tensorboard", first_step)
+)
+register_logger("wandb")(lambda run, config, first_step, say: WandbLogger(run, config, say))
+register_logger("mlflow")(lambda run, config, first_step, say: MlflowLogger(run, config, say))
+register_logger("swanlab")(lambda run, config, first_step, say: SwanlabLogger(run, config, say))
+register_logger("trackio")(lambda run, config, first_step, say: TrackioLogger(run, config, say))
 LOGGERS = ("console", *MAKERS)
 """`console` is the line that a run prints per step; it needs no logger."""
 

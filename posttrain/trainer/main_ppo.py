@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.config.parallel import one_process
+from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking import ending
+from posttrain.tracking.console import exit_status as status_of_work
 from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.registered import registered_names
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
                                              [--quiet | --json]
@@ -36,7 +36,7 @@ def _from_command_line(args: list[str]) -> Any:
     from posttrain.config import load_config
 
     shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
-    resolved = load_config(args, environment=not shows, known_names=registered_names())
+    resolved = load_config(args, environment=not shows)
     if resolved.show == "help":
         print(HELP)
         tell(resolved.describe())
@@ -83,13 +83,11 @@ class TaskRunner:
         apply_environment()
         resolved = as_resolved(config)
         if resolved.dry_run:
-            from posttrain.doctor.checkup import dry_run
-
             return dry_run(resolved)
         from posttrain.data.fields import look_at_prompt
-        from posttrain.trainer.run.early import look_early
+        from posttrain.trainer.run.preflight import check_inputs
 
-        look_early(resolved, look_at_prompt)
+        check_inputs(resolved, look_at_prompt)
         if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
         with waiting():
@@ -106,13 +104,13 @@ def as_resolved(config: Any) -> Any:
         return config
     if isinstance(config, PPOConfig):
         config = config.to_dict()
-    return load_config(config, environment=True, known_names=registered_names())
+    return load_config(config, environment=True)
 
 
 def cli(entry: Callable[[], Any] = main) -> int:
     """An entry with errors meant for users printed as they are."""
     prepare_streams()
-    return ending.exit_status(lambda: exit_status(entry()))
+    return status_of_work(lambda: exit_status(entry()))
 
 
 def exit_status(result: Any) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.data.pairs import look_at_pair
+from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.run.early import look_early
+from posttrain.trainer.run.preflight import check_inputs
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -26,7 +27,7 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
 
     resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
     if data is None and val_data is None:
-        look_early(resolved, look_at_pair)
+        check_inputs(resolved, look_at_pair)
     with waiting():
         from posttrain.data.pairs import PairDataset
         from posttrain.trainer.embedded import embedded_pairs
@@ -53,7 +54,7 @@ def _words(train: Any, val: Any, steps: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     from posttrain.config.supervised_tree import REWARD_MODEL
 
-    return run_cli(sys.argv[1:] if argv is None else argv, REWARD_MODEL, USAGE, run_reward_model)
+    return run_cli(sys.argv[1:] if argv is None else argv, REWARD_MODEL, USAGE, run_reward_model, dry_run)
 
 
 if __name__ == "__main__":

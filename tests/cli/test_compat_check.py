@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.compat_check.command import quoted
-from posttrain.compat_check.program import find_calls
-from posttrain.compat_check.shell import Script
 from posttrain.config import load_config
 from posttrain.errors import UserError
+from posttrain.other_systems.verl_script.command import quoted
+from posttrain.other_systems.verl_script.program import find_calls
+from posttrain.other_systems.verl_script.shell import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts" / "verl_scripts").glob("*.sh"))

@@ -10,6 +10,7 @@ import pytest
 
 from posttrain import launch
 from posttrain.config import ConfigError, Resolved
+from posttrain.launch_flags import help_text
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model.path"
@@ -242,7 +243,7 @@ def test_S3_59_an_unknown_key_gives_main_ppos_error():
 def test_D_18_help_prints_both_columns_for_every_row():
     from posttrain.config.presets import EMBEDDED
 
-    lines = launch.help_text({"ROLLOUT_N": "3"}).splitlines()
+    lines = help_text({"ROLLOUT_N": "3"}).splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.startswith("  --")}
     assert set(rows) == {f"--{setting.flag}" for setting in launch.SETTINGS}
     for flag, variable, default in [

@@ -140,7 +140,7 @@ def test_own_samplers_are_found_by_name_and_unknown_ones_list_the_known(tokenize
     try:
         config = DataConfig(sampler="backwards")
         assert make_sampler(dataset(tokenizer, config, (4,)), config, batch_size=4, seed=1).next_batch() == [3, 2, 1, 0]
-        with pytest.raises(ValueError, match="'backwards' is registered already"):
+        with pytest.raises(ValueError, match="`backwards` is already registered by"):
             register_sampler("backwards")(lambda *_: [0])
     finally:
         del SAMPLERS["backwards"]

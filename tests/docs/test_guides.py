@@ -15,12 +15,13 @@ from posttrain.bench.algorithms import main as bench_algorithms
 from posttrain.bench.command import parser as bench_parser
 from posttrain.bench.learning.entries import entries
 from posttrain.bench.learning.results import between
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
-from posttrain.doctor.remedies import _LOWER
 from posttrain.explain.topics import METRICS
 from posttrain.launch import BY_FLAG
 from posttrain.models.decoder import _FIXED_ROTATIONS, KNOWN
 from posttrain.models.feed_forward import MIXTURES
+from posttrain.planning.rl import RLPlanner
 from posttrain.tracking import diagnosis
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def settings_in(words: list[str]) -> set[str]:
     found = set()
     for word in [dotted for text in words for dotted in DOTTED.findall(text)]:
         word = SHORT[word[:2]] + word[2:] if word[:2] in SHORT else word
-        found |= {key for key in leaves() if key == word or key.endswith("." + word)}
+        found |= {key for key in leaves(PPOConfig) if key == word or key.endswith("." + word)}
     return found
 
 
@@ -59,7 +60,7 @@ def test_S2_09_the_architecture_page_names_the_files_of_the_loop_and_they_exist(
 
 def test_S2_17_the_tuning_page_has_the_settings_of_plan_and_diagnosis_and_no_others():
     strings = re.findall(r'"[^"]*"', inspect.getsource(diagnosis))
-    named = set(_LOWER) | settings_in(strings)
+    named = set(RLPlanner.lower) | settings_in(strings)
     assert {"actor_rollout_ref.actor.optim.lr", "tracking.samples_freq", "actor_rollout_ref.rollout.n"} <= named
     assert settings_in(quoted(page("tuning.md"))) == named
 

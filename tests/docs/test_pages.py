@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
-from posttrain.config.aliases import DERIVED, PPO_SPELLINGS, RENAMED, canonical, spelled
+from posttrain.config.aliases import DERIVED, PPO_SPELLINGS, RENAMED
 from posttrain.config.choices import CHOICES, ESTIMATORS, POLICY_LOSSES
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.presets import PRESETS
-from posttrain.config.schema import using
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.explain.pages import _pages
 from posttrain.explain.topics import METRICS
@@ -33,19 +31,17 @@ def whole(key: str) -> str:
 
 def is_known(key: str) -> bool:
     """Whether a program of ours takes this key."""
-    for tree in (PPO, SFT, REWARD_MODEL):
-        with using(tree.root), spelled(tree.spellings):
-            if canonical(key).key is not None:
-                return True
-    return False
+    return any(tree.spellings.canonical(key).key is not None for tree in (PPO, SFT, REWARD_MODEL))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_a_page_gives_a_value_is_known(page):
     unknown = [key for key in KEY.findall(PAGES[page]) if not is_known(whole(key))]
-    unknown = [key for key in unknown if canonical(key.rpartition(".")[0]).key is None]  # entries of a free dict
+    unknown = [
+        key for key in unknown if PPO_SPELLINGS.canonical(key.rpartition(".")[0]).key is None
+    ]  # entries of a free dict
     if page in ("coming_from_verl.md", "verl_keys.md"):
-        unknown = [key for key in unknown if PPO_SPELLINGS.rule_of(key) is None]  # verl's own keys, which are answered
+        unknown = [key for key in unknown if PPO_SPELLINGS.dialect.answer(key) is None]  # keys of verl
     assert set(unknown) <= SLIPS | (VERL if page == "evaluation.md" else set())
 
 
@@ -103,55 +99,6 @@ def test_the_configuration_page_has_every_other_spelling_and_every_preset():
 def test_S2_07_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_explained_metric():
     assert [source for source in known_sources() if f"`{source}`" not in PAGES["rewards.md"]] == []
     assert [name for name in METRICS if f"`{name}`" not in PAGES["runs.md"]] == []
-
-
-def imports_of(folder: Path) -> set[str]:
-    """Rooms of posttrain that the files of a room import."""
-    found: set[str] = set()
-    for file in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found |= {name.split(".")[1] for name in names if name.startswith("posttrain.")}
-    return found
-
-
-def test_rooms_import_what_the_architecture_page_allows_and_nothing_else():
-    table = re.findall(r"^\| `(\w+)/` \|.*\| (.+?) \|$", PAGES["architecture.md"], re.M)
-    heading = re.search(r"\| may import \(besides (.+?)\) \|", PAGES["architecture.md"])
-    assert heading is not None
-    by_all = set(re.findall(r"`(\w+)`", heading[1]))
-    rooms = {room for room, _ in table}
-    assert rooms == {path.parent.name for path in (ROOT / "posttrain").glob("*/__init__.py")} - {"utils"}
-    for place, (room, allowed) in enumerate(table):
-        may = {name for name, _ in table[:place]} | {"protocol"} if allowed == "all above" else set()
-        may |= set(re.findall(r"`(\w+)`", allowed)) | {room} | by_all
-        assert imports_of(ROOT / "posttrain" / room) <= may, room
-
-
-def modules_imported(file: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules of posttrain that a file imports: at its top, in its functions, but not for type checkers alone."""
-    found: set[str] = set()
-    for node in (tree := [ast.parse(file.read_text())]):
-        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        tree += [] if typing_only else ast.iter_child_nodes(node)
-        if isinstance(node, ast.ImportFrom) and node.module:
-            whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in modules else node.module for name in whole}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & modules.keys()
-
-
-def test_no_two_modules_need_each_other_not_even_inside_functions():
-    files = {file.relative_to(ROOT).with_suffix(""): file for file in (ROOT / "posttrain").rglob("*.py")}
-    modules = {".".join(path.parts).removesuffix(".__init__"): file for path, file in files.items()}
-    waiting = {name: modules_imported(file, modules) - {name} for name, file in modules.items()}
-    while free := [name for name, needed in waiting.items() if not needed]:
-        for name in free:
-            del waiting[name]
-        waiting = {name: needed & waiting.keys() for name, needed in waiting.items()}
-    assert not waiting, f"in circles, or above them: {sorted(waiting)}"
 
 
 @pytest.mark.parametrize("page", ["algorithms.md", "rewards.md", "api.md"])

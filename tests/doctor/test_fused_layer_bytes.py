@@ -11,15 +11,15 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.config.model import ModelConfig
-from posttrain.doctor import on_cuda
-from posttrain.doctor.counting import LiveBytes, saved_bytes
-from posttrain.doctor.meta_models import META
 from posttrain.kernels import logprob_head
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.forward import hidden_states
 from posttrain.models.fused_layer import fuse_layers
 from posttrain.models.lora import with_adapters
 from posttrain.models.norms import fuse_norms
+from posttrain.planning import cuda_bytes
+from posttrain.planning.counting import LiveBytes, saved_bytes
+from posttrain.planning.meta_models import META
 from tests.machine import has_compiler
 
 FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
@@ -40,14 +40,14 @@ def meta_model(family: str, layers: int, rank: int = 0):
     return model.eval()
 
 
-def sizes(family: str, layers: int, rank: int = 0) -> on_cuda.Sizes:
+def sizes(family: str, layers: int, rank: int = 0) -> cuda_bytes.Sizes:
     """As a plan reads them from a model in half precision, but for its numbers of four bytes."""
     with META:
         settings, kind = FAMILIES[family]
         model = kind(settings(**SHAPE, num_hidden_layers=layers)).to(torch.bfloat16)  # pyright: ignore
     if rank:
         model = with_adapters(model, ModelConfig(lora_rank=rank, target_modules="all-linear"))
-    found = on_cuda.sizes_of(model)
+    found = cuda_bytes.sizes_of(model)
     assert found is not None
     return replace(found, itemsize=4)
 

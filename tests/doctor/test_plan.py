@@ -12,11 +12,11 @@ import pytest
 
 from posttrain import cli
 from posttrain.config import PPOConfig, load_config
-from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, Device, Plan
-from posttrain.doctor.plan import Counter, plan_memory
-from posttrain.doctor.remedies import find_remedies
-from posttrain.doctor.table import ROWS, report
+from posttrain.doctor.plan_command import ROWS, report
+from posttrain.planning import cuda_bytes
+from posttrain.planning.memory_plan import GIB, Device, Plan
+from posttrain.planning.remedies import find_remedies
+from posttrain.planning.rl import RLPlanner
 
 GPU = Device("cuda", 80 * GIB, "a GPU of 80 GiB")
 CPU = Device("cpu", 16 * GIB, "the CPU")
@@ -32,8 +32,8 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def counter() -> Counter:
-    return Counter()
+def planner() -> RLPlanner:
+    return RLPlanner()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def settings(folder: Path):
 
 
 @pytest.fixture(scope="module")
-def planned(settings, counter):
+def planned(settings, planner):
     def make(device: Device = GPU, **more: Any) -> Plan:
-        return plan_memory(settings(**more), device, counter)
+        return planner.plan(settings(**more), device)
 
     return make
 
@@ -105,7 +105,7 @@ def test_S3_53_checkpointing_and_lora_each_lower_the_actors_part(planned):
 
 def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(planned, monkeypatch):
     """Both counted by transformers' layers, which a base of 4 bits takes."""
-    monkeypatch.setattr(on_cuda, "sizes_of", lambda model: None)
+    monkeypatch.setattr(cuda_bytes, "sizes_of", lambda model: None)
     lora = planned(model__lora_rank=2, model__dtype="bfloat16")
     qlora = planned(model__lora_rank=2, model__dtype="bfloat16", model__quantization="nf4")
     layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks
@@ -180,12 +180,12 @@ def test_vllm_has_weights_of_its_own_and_takes_its_cache_at_once(planned):
     assert apart.stages["generate"][CACHE] + weights == 40 * GIB
 
 
-def test_S1_46_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, counter):
+def test_S1_46_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, planner):
     assert planned(**{CHECKPOINTING: True}).peak("update") < planned().peak("update")
     assert planned(rollout__n=2).peak("generate") < planned().peak("generate")
     more = {"rollout__name": "vllm", "rollout__gpu_memory_utilization": 0.8}
     config, plan = settings(**more), planned(**more)
-    remedies = {remedy.key.split(".", 1)[1]: remedy for remedy in find_remedies(config, plan, counter)}
+    remedies = {remedy.key.split(".", 1)[1]: remedy for remedy in find_remedies(config, plan, planner)}
     assert remedies["rollout.gpu_memory_utilization"].value == 0.6
     assert remedies["rollout.gpu_memory_utilization"].saves == pytest.approx(0.2 * 80 * GIB, abs=10)
     text = report(config, plan, list(remedies.values()))
@@ -194,8 +194,8 @@ def test_S1_46_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_valu
     assert "actor_rollout_ref.model.enable_gradient_checkpointing=False: with True, update takes" in text
 
 
-def test_a_remedy_that_changes_nothing_says_so(settings, planned, counter):
-    found = find_remedies(settings(), planned(), counter)
+def test_a_remedy_that_changes_nothing_says_so(settings, planned, planner):
+    found = find_remedies(settings(), planned(), planner)
     utilization = next(r for r in found if r.key.endswith("gpu_memory_utilization"))
     assert utilization.words() == "actor_rollout_ref.rollout.gpu_memory_utilization=None: changes nothing here"
     assert found[0].stage == planned().worst and found[0].saves == max(

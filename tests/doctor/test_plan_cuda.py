@@ -13,11 +13,11 @@ import torch
 
 from posttrain.bench.presets import PRESETS
 from posttrain.config import load_config
-from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, WORKSPACES, Device
-from posttrain.doctor.plan import CAPTURED, Counter, Shape, plan_memory
 from posttrain.kernels.cuda import bucket
 from posttrain.kernels.cuda.sizes import MOST_TOKENS
+from posttrain.planning import cuda_bytes
+from posttrain.planning.memory_plan import GIB, WORKSPACES, Device
+from posttrain.planning.rl import CAPTURED, RLPlanner, Shape
 
 H200 = Device("cuda", int(139.8 * GIB), "an H200", hopper=True)
 HALF: dict[str, Any] = {
@@ -30,7 +30,7 @@ HALF: dict[str, Any] = {
     "vocabulary": 100,
     "itemsize": 2,
 }
-SIZES = on_cuda.Sizes(**HALF, normed_heads=False)
+SIZES = cuda_bytes.Sizes(**HALF, normed_heads=False)
 
 
 def plan(folder: Path, name: str, device: Device = H200, **more):
@@ -51,7 +51,7 @@ def plan(folder: Path, name: str, device: Device = H200, **more):
         "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
     }
     given |= {key.replace("__", "."): value for key, value in more.items()}
-    return plan_memory(load_config(given).config, device, Counter())
+    return RLPlanner().plan(load_config(given).config, device)
 
 
 LORA = {"actor_rollout_ref__model__lora_rank": 32}
@@ -146,7 +146,7 @@ def test_nothing_is_gathered_where_a_kernel_reads_the_cache(tmp_path):
     ],
 )
 def test_a_token_keeps_what_the_fused_layer_saves(normed, halves, wide):
-    assert on_cuda.Sizes(**HALF, normed_heads=normed).kept == 2 * halves + 4 * wide
+    assert cuda_bytes.Sizes(**HALF, normed_heads=normed).kept == 2 * halves + 4 * wide
 
 
 MIB64 = 4 << 24  # the least that a chunk of logits is
@@ -161,26 +161,26 @@ MIB64 = 4 << 24  # the least that a chunk of logits is
     ],
 )
 def test_a_chunk_of_logits_is_a_share_of_the_device(predicted, memory, chunk):
-    assert on_cuda.chunk_bytes(SIZES, predicted, memory) == chunk
+    assert cuda_bytes.chunk_bytes(SIZES, predicted, memory) == chunk
 
 
 @pytest.mark.parametrize(("memory", "predicted"), [(1 << 40, 50), (1 << 40, 10**6), (1 << 20, 10**6)])
 def test_an_update_holds_layers_logits_and_the_heads_gradient(memory, predicted):
     """Logits wait for the backward pass up to a sixteenth of the device; otherwise a chunk is computed again."""
-    logits, chunk = 4 * 100 * predicted, on_cuda.chunk_bytes(SIZES, predicted, memory)
+    logits, chunk = 4 * 100 * predicted, cuda_bytes.chunk_bytes(SIZES, predicted, memory)
     held = logits if 16 * logits <= memory else chunk
     table = 4 * 100 * 16 * (1 if logits == chunk else 2)
     kept = 2 * 60 * SIZES.kept + 2 * 60 * 8 * 2 + 2 * predicted * 16 * 2
     head = held + chunk // 2 + 4 * predicted * 16
     layer = 60 * SIZES.going_back(min(1.0, predicted / 60))
-    found = on_cuda.update_bytes(SIZES, 60, predicted, False, memory)
+    found = cuda_bytes.update_bytes(SIZES, 60, predicted, False, memory)
     assert found == (kept, kept + max(head, layer)) and (layer > head) == (predicted == 50)
-    ranks = on_cuda.update_bytes(SIZES, 60, predicted, False, memory, alone=False)
+    ranks = cuda_bytes.update_bytes(SIZES, 60, predicted, False, memory, alone=False)
     assert ranks == (kept, kept + max(head + table, layer)), "cut over ranks, each pass has a gradient of the head"
 
 
 def test_with_checkpointing_inputs_are_kept_and_one_layer_is_there_again():
-    full, light = (on_cuda.update_bytes(SIZES, 10**6, 1, again, 1 << 40) for again in (False, True))
+    full, light = (cuda_bytes.update_bytes(SIZES, 10**6, 1, again, 1 << 40) for again in (False, True))
     assert full[0] - light[0] == 2 * 10**6 * (SIZES.kept - 16 * 2)
     # One token is predicted: the worst is the layer before the last, whose next has let go what it kept.
     assert light[1] - light[0] == 10**6 * (SIZES.kept + SIZES.going_back(1.0) - 16 * 2)
@@ -190,21 +190,21 @@ def test_with_checkpointing_inputs_are_kept_and_one_layer_is_there_again():
     assert _beside(single, again=False) == 10**6 * SIZES.going_back(1e-6)
 
 
-def _beside(sizes: on_cuda.Sizes, *, again: bool) -> int:
-    kept, most = on_cuda.update_bytes(sizes, 10**6, 1, again, 1 << 40)
+def _beside(sizes: cuda_bytes.Sizes, *, again: bool) -> int:
+    kept, most = cuda_bytes.update_bytes(sizes, 10**6, 1, again, 1 << 40)
     return most - kept
 
 
 def test_of_few_tokens_the_gradient_of_the_look_up_is_the_most():
-    wide = on_cuda.update_bytes(replace(SIZES, vocabulary=10**6, width=10**4), 1, 1, False, 1 << 40)
+    wide = cuda_bytes.update_bytes(replace(SIZES, vocabulary=10**6, width=10**4), 1, 1, False, 1 << 40)
     assert wide[1] == 2 * 10**6 * 10**4
 
 
 def test_adapters_keep_their_low_rank_inputs_and_the_head_has_no_gradient(tmp_path):
-    adapted = on_cuda.Sizes(**HALF, normed_heads=False, ranks=7 * 3)
+    adapted = cuda_bytes.Sizes(**HALF, normed_heads=False, ranks=7 * 3)
     assert adapted.kept - SIZES.kept == 2 * 7 * 3
     memory, table = 1 << 40, 4 * 100 * 16
-    full, lean = (on_cuda.update_bytes(sizes, 60, 10**4, False, memory, alone=False) for sizes in (SIZES, adapted))
+    full, lean = (cuda_bytes.update_bytes(sizes, 60, 10**4, False, memory, alone=False) for sizes in (SIZES, adapted))
     assert (full[1] - full[0]) - (lean[1] - lean[0]) == table
     whole = plan(tmp_path, "0.1b")
     lora = plan(tmp_path, "0.1b", actor_rollout_ref__model__lora_rank=8)
@@ -214,7 +214,7 @@ def test_adapters_keep_their_low_rank_inputs_and_the_head_has_no_gradient(tmp_pa
 
 
 def test_captured_steps_hold_float32_logits_of_the_largest_graph():
-    few, more, least = (on_cuda.captured_bytes(SIZES, rows, 64, hopper=False) for rows in (33, 48, 32))
+    few, more, least = (cuda_bytes.captured_bytes(SIZES, rows, 64, hopper=False) for rows in (33, 48, 32))
     assert few == more, "33 rows run in the graph of 48"
     assert more - least == more // 3
     assert more > 48 * 4 * 100
@@ -223,9 +223,9 @@ def test_captured_steps_hold_float32_logits_of_the_largest_graph():
 def test_captured_steps_of_many_rows_on_hopper_hold_the_logits_of_graphs_of_few_rows():
     sizes = replace(SIZES, width=64)
 
-    def logits(of: on_cuda.Sizes, rows: int) -> int:
+    def logits(of: cuda_bytes.Sizes, rows: int) -> int:
         """Rows of them, of all that is held."""
-        held = [on_cuda.captured_bytes(of, rows, 64, hopper=hopper) for hopper in (False, True)]
+        held = [cuda_bytes.captured_bytes(of, rows, 64, hopper=hopper) for hopper in (False, True)]
         return bucket(rows) - (held[0] - held[1]) // (4 * 100)
 
     assert [logits(sizes, rows) for rows in (5, 96, 97, 128, 1024)] == [8, 96, 96, 96, 96]
@@ -240,12 +240,12 @@ def test_a_head_with_adapters_writes_its_logits(tmp_path):
 
 def test_captured_steps_are_counted_with_the_sizes_of_the_kernels():
     """The rows' buffers import Triton: how many columns they have is read from their source."""
-    source = Path(on_cuda.__file__).parent.parent / "kernels" / "cuda" / "row_buffers.py"
+    source = Path(cuda_bytes.__file__).parent.parent / "kernels" / "cuda" / "row_buffers.py"
     known: dict[str, Any] = {"torch": torch}
     for line in ast.parse(source.read_text()).body:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple):
             exec(ast.unparse(line), known)
-    one, two = (on_cuda.captured_bytes(SIZES, rows, 64, hopper=True) for rows in (32, 64))
+    one, two = (cuda_bytes.captured_bytes(SIZES, rows, 64, hopper=True) for rows in (32, 64))
     numbers = 4 * len(known["_INTS"]) + 8 * len(known["_LONGS"]) + sum(kind.itemsize for kind in known["_SEEN"])
     each = numbers + 8 * MOST_TOKENS + 4 * 4 + 8 * 2 + SIZES.passing + 4 * SIZES.vocabulary
     assert two - one == 32 * each

@@ -14,12 +14,12 @@ from posttrain.config import load_config
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.data.pairs import Pair
 from posttrain.data.spans import TrainedRow
-from posttrain.doctor import on_cuda
-from posttrain.doctor.counting import LiveBytes
-from posttrain.doctor.memory import GIB, WORKSPACES, Device, Plan
-from posttrain.doctor.remedies import find_remedies
-from posttrain.doctor.supervised import LEVERS, SupervisedCounter, plan_supervised
-from posttrain.doctor.table import report
+from posttrain.doctor.plan_command import report
+from posttrain.planning import cuda_bytes
+from posttrain.planning.counting import LiveBytes
+from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan
+from posttrain.planning.remedies import find_remedies
+from posttrain.planning.supervised import SupervisedPlanner
 from posttrain.trainer.sft import sft_batch
 from posttrain.trainer.supervised.pair_task import PairTask, pair_batch
 from posttrain.trainer.supervised.sft_task import SFTTask
@@ -45,7 +45,7 @@ def config_of(kind: str, model: Path, **more: Any) -> Any:
 
 
 def planned(kind: str, model: Path, device: Device = CPU, **more: Any) -> Plan:
-    return plan_supervised(config_of(kind, model, **more), device)
+    return SupervisedPlanner().plan(config_of(kind, model, **more), device)
 
 
 class Data(list):
@@ -78,15 +78,15 @@ def size(tensors: Any) -> int:
 def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     """Weights, gradients and optimizer state to the byte, the peak of update within 5%, of validation within 10%."""
     config = config_of(kind, tiny_model, **CASES[case])
-    plan = plan_supervised(config, CPU)
+    plan = SupervisedPlanner().plan(config, CPU)
     task, batch, loss = real_task(kind, config)
     engine = task.group.worker.engine
     optimizer = engine.optimizer
-    assert len(engine._plan(batch)) == 2  # passes, each as large as the plan's
-    engine._backward(batch, loss, 1.0)
+    assert len(engine.runner.plan(batch)) == 2  # passes, each as large as the plan's
+    engine.runner.gradients(batch, loss, 1.0)
     gradients = size(master.grad for master in optimizer.masters)
     with LiveBytes(engine.module) as live:
-        engine._backward(batch, loss, 1.0)
+        engine.runner.gradients(batch, loss, 1.0)
     update = plan.stages["update"]
     passing = sum(update[part] for part in ("model gradients", "model activations", "temporary tensors"))
     assert passing == pytest.approx(live.peak, rel=0.05)  # the second pass adds to the sums that the first left
@@ -129,7 +129,7 @@ def test_every_setting_that_memory_depends_on_has_its_effect(tiny_model, kind):
 @pytest.mark.parametrize("kind", TREES)
 def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(tiny_model, kind, monkeypatch):
     """Both counted by transformers' layers, which a base of 4 bits takes."""
-    monkeypatch.setattr(on_cuda, "sizes_of", lambda model: None)
+    monkeypatch.setattr(cuda_bytes, "sizes_of", lambda model: None)
     lora = planned(kind, tiny_model, GPU, model__lora_rank=2)
     qlora = planned(kind, tiny_model, GPU, model__lora_rank=2, model__quantization="nf4")
     layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # numbers in the linear layers of two blocks
@@ -141,9 +141,9 @@ def test_a_base_of_4_bits_takes_a_quarter_of_bfloat16_and_room_for_one_matrix(ti
 
 
 def test_the_remedies_are_tried_and_named_with_their_values(tiny_model):
-    config, counter = config_of("sft", tiny_model), SupervisedCounter()
-    plan = plan_supervised(config, GPU, counter)
-    text = report(config, plan, find_remedies(config, plan, counter, LEVERS))
+    config, planner = config_of("sft", tiny_model), SupervisedPlanner()
+    plan = planner.plan(config, GPU)
+    text = report(config, plan, find_remedies(config, plan, planner))
     for words in (
         "model.enable_gradient_checkpointing=False: with True, update takes",
         "data.max_token_len_per_gpu=512: ",

@@ -11,16 +11,15 @@ import torch
 from posttrain.bench.presets import PRESETS
 from posttrain.config import load_config
 from posttrain.config.supervised_tree import SFT
-from posttrain.doctor import on_cuda
-from posttrain.doctor.memory import GIB, USABLE, Device, Plan
-from posttrain.doctor.plan import Counter, Shape, plan_generation, plan_memory
-from posttrain.doctor.remedies import RL, Levers
-from posttrain.doctor.settling import settle
-from posttrain.doctor.supervised import LEVERS, SupervisedCounter, plan_supervised
+from posttrain.planning import cuda_bytes
+from posttrain.planning.budgets import apply_plan
+from posttrain.planning.memory_plan import GIB, USABLE, Device, Plan
+from posttrain.planning.rl import RLPlanner, Shape
+from posttrain.planning.supervised import SupervisedPlanner
 from posttrain.trainer.run import memory
 
 TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-COUNTER = Counter()  # models are counted once for all tests
+PLANNER = RLPlanner()  # models are counted once for all tests
 
 
 def gpu(gib: float) -> Device:
@@ -51,8 +50,8 @@ def resolved(model: str, **more):
 
 
 def settled(found, device: Device):
-    said = settle(found.config, device, found.explicit, RL, COUNTER)
-    return found.config, said, plan_memory(found.config, device, COUNTER)
+    said = apply_plan(found.config, device, found.explicit, PLANNER)
+    return found.config, said, PLANNER.plan(found.config, device)
 
 
 def test_vllm_may_take_what_the_trainer_leaves_of_the_device(model):
@@ -85,7 +84,7 @@ def test_where_the_default_does_not_fit_a_pass_has_the_most_tokens_that_do(model
     tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     assert 640 <= tokens < 16384 and plan.fits
     assert f"{TOKENS} was not set: by the memory plan {tokens} tokens at once fit here, not the usual 16384." in said
-    sizes = COUNTER(config, gpu(16), "actor", on_cuda.sizes_of)
+    sizes = PLANNER.count(config, gpu(16), "actor", cuda_bytes.sizes_of)
     others = plan.peak("update") - sum(
         plan.stages["update"][part] for part in ("actor activations", "temporary tensors")
     )
@@ -93,7 +92,7 @@ def test_where_the_default_does_not_fit_a_pass_has_the_most_tokens_that_do(model
     def full(budget: int) -> int:
         """Passes that no prompt is shared in, as the trial before the first update has them."""
         rows = budget // 639
-        return others + on_cuda.update_bytes(sizes, rows * 639, rows * 512, False, 16 * GIB)[1]
+        return others + cuda_bytes.update_bytes(sizes, rows * 639, rows * 512, False, 16 * GIB)[1]
 
     assert full(tokens) <= USABLE * 16 * GIB < full(tokens * 3 // 2)  # the next of those that are tried
 
@@ -110,7 +109,7 @@ def test_a_run_that_cannot_fit_is_told_so_and_on_a_cpu_nothing_is_decided(model)
     _, said, _ = settled(resolved(model), gpu(8))
     assert any("does not fit: update would take" in sentence for sentence in said)
     found = resolved(model)
-    assert settle(found.config, Device("cpu", GIB, "the CPU"), set(), RL, COUNTER) == []
+    assert apply_plan(found.config, Device("cpu", GIB, "the CPU"), set(), PLANNER) == []
     assert found.config.actor_rollout_ref.rollout.kv_cache_gb is None
 
 
@@ -119,26 +118,28 @@ def test_a_critic_has_a_budget_of_its_own_and_supervised_runs_have_theirs(model)
     assert config.critic.ppo_max_token_len_per_gpu < 16384 and plan.fits
     assert any(sentence.startswith("critic.ppo_max_token_len_per_gpu was not set") for sentence in said)
     given = {"model.path": model, "data.train_files": "x.json", "data.max_length": 1024, "data.train_batch_size": 64}
-    found, counter = load_config(given, tree=SFT), SupervisedCounter()
-    (sentence,) = settle(found.config, gpu(16), found.explicit, LEVERS, counter)
+    found, planner = load_config(given, tree=SFT), SupervisedPlanner()
+    (sentence,) = apply_plan(found.config, gpu(16), found.explicit, planner)
     assert sentence.startswith("data.max_token_len_per_gpu was not set")
-    assert plan_supervised(found.config, gpu(16), counter).fits
+    assert planner.plan(found.config, gpu(16)).fits
 
 
 def test_budgets_that_meet_in_one_stage_are_lowered_until_all_stages_fit():
     """Neither the actor's nor the critic's alone would make the log-probs fit."""
     config = load_config({"algorithm.adv_estimator": "gae", "data.train_files": "x.json"}).config
 
-    def plan(config, device, counter):
-        actor, critic = (
-            config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
-            config.critic.ppo_max_token_len_per_gpu,
-        )
-        sizes = {"update": actor, "critic update": 2 * critic, "log-probs": 3 * max(actor, critic)}
-        stages = {"generate": {"KV cache": 0}, **{name: {"rows": size} for name, size in sizes.items()}}
-        return Plan(device, Shape.of(config), stages)
+    class ByTokens(RLPlanner):
+        def plan(self, config, device):
+            actor = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+            critic = config.critic.ppo_max_token_len_per_gpu
+            sizes = {"update": actor, "critic update": 2 * critic, "log-probs": 3 * max(actor, critic)}
+            stages = {"generate": {"KV cache": 0}, **{name: {"rows": size} for name, size in sizes.items()}}
+            return Plan(device, Shape.of(config), stages)
 
-    said = settle(config, Device("cuda", 20000, ""), set(), Levers({}, (), plan), lambda *asked: None)
+        def count(self, *asked):
+            return None
+
+    said = apply_plan(config, Device("cuda", 20000, ""), set(), ByTokens())
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 4096  # 3 x 4,096 of 18,000 that are usable
     assert config.critic.ppo_max_token_len_per_gpu == 4096
     assert [sentence.partition(" was not set")[0] for sentence in said[1:]] == [
@@ -148,8 +149,8 @@ def test_budgets_that_meet_in_one_stage_are_lowered_until_all_stages_fit():
 
 
 def test_a_run_settles_before_it_loads_and_goes_on_where_no_plan_can_be_made(model, monkeypatch, capsys):
-    monkeypatch.setattr("posttrain.doctor.memory.find_device", lambda config: gpu(16))
-    monkeypatch.setattr("posttrain.doctor.plan.Counter", lambda: COUNTER)
+    monkeypatch.setattr("posttrain.planning.memory_plan.find_device", lambda config: gpu(16))
+    monkeypatch.setattr("posttrain.planning.budgets.planner_for", lambda config: PLANNER)
     found = resolved(model)
     memory.settle_memory(found.config, torch.device("cuda"), found.explicit)
     assert found.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu < 16384
@@ -182,13 +183,13 @@ def test_the_trainers_of_every_kind_settle_memory_before_workers_are_made(tiny_m
 
 def test_a_run_tells_the_plan_which_settings_were_given(monkeypatch, capsys):
     from posttrain.config.root import PPOConfig
-    from posttrain.doctor import memory as devices
-    from posttrain.doctor import settling
+    from posttrain.planning import budgets
+    from posttrain.planning import memory_plan as devices
     from posttrain.trainer.run.memory import settle_memory
 
     told = []
     monkeypatch.setattr(devices, "find_device", lambda config: "the device")
-    monkeypatch.setattr(settling, "settle", lambda *given: told.append(given[1:3]) or ["The plan chose."])
+    monkeypatch.setattr(budgets, "apply_plan", lambda *given: told.append(given[1:3]) or ["The plan chose."])
     settle_memory(PPOConfig(), torch.device("cuda"), {"given.key"})
     assert told == [("the device", {"given.key"})] and "The plan chose." in capsys.readouterr().out
     settle_memory(PPOConfig(), torch.device("cpu"), set())
@@ -206,12 +207,12 @@ def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkey
         config.actor_rollout_ref.model.path, config.trainer.n_gpus_per_node = None, 8  # the run of a checkpoint
         settings = Settings(config, 4, 1.0, False, frozenset())
         monkeypatch.setattr(generating, "free_bytes", lambda device: 16 * GIB)
-        monkeypatch.setattr("posttrain.doctor.memory.is_hopper", lambda device: False)
+        monkeypatch.setattr("posttrain.planning.memory_plan.is_hopper", lambda device: False)
         generating.settle_generation(settings, ModelConfig(path=model), torch.device("cuda"), 100, pytest.fail)
         return config.actor_rollout_ref.rollout.kv_cache_gb
 
     config = resolved(model, actor_rollout_ref__rollout__n=4, data__train_batch_size=100).config
-    parts = plan_generation(config, gpu(16), COUNTER).stages["generate"]
+    parts = PLANNER.plan_generation(config, gpu(16)).stages["generate"]
     assert parts["actor weights"] > 0.9 * GIB and "actor optimizer" not in parts
     left = USABLE * 16 * GIB - sum(size for part, size in parts.items() if part != "KV cache")
     assert settled_for() == pytest.approx(left / GIB, abs=0.02) and left > 10 * GIB
@@ -260,7 +261,7 @@ def test_errors_without_words_are_told_by_their_names(tmp_path, monkeypatch):
         raise error
 
     with pytest.raises(UserError, match="cannot be counted without weights: NotImplementedError\\n"):
-        COUNTER(
+        PLANNER.count(
             load_config({"data.train_files": "x"}).config, gpu(1), "actor", lambda model: fail(NotImplementedError())
         )
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *given, **named: fail(OSError()))

@@ -61,7 +61,7 @@ def test_a_registered_engine_is_built_by_its_name_and_where_it_cannot_serve_hf_d
     assert build(model, tokenizer, "mine")[1] == "mine 1.0" and asked == [model]
     engine, said = build(model, tokenizer, "mine")
     assert isinstance(engine, hf.HFEngine) and "mine is not used for qwen2 models: it has no layers" in said
-    with pytest.raises(ValueError, match="'mine' already"):
+    with pytest.raises(ValueError, match="`mine` is already registered by"):
         engines.register_engine("mine")(lambda order: "")
     with pytest.raises(UserError, match=r"rollout\.name=native: there is no such rollout engine; known: hf, mine\."):
         build(model, tokenizer, "native")

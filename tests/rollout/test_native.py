@@ -14,7 +14,7 @@ from posttrain.models.lora import add_adapters
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
-from posttrain.rollout.native.build import _check_can_cut, build_native
+from posttrain.rollout.native.build import build_native, check_can_cut
 from posttrain.rollout.native.engine import MANY
 from tests.machine import has_compiler, multiplies
 from tests.rollout.tiny import FAST, KINDS, MIXTURES, VOCABULARY, tiny
@@ -417,4 +417,4 @@ def test_experts_that_something_stands_beside_take_the_general_way():
 
 def test_a_mixture_is_not_cut_over_several_workers():
     with pytest.raises(UserError, match=r"tensor_model_parallel_size=2: models of the kind qwen3_moe cannot be cut"):
-        _check_can_cut(tiny("qwen3-moe"), True, 2)
+        check_can_cut(tiny("qwen3-moe"), True, 2)

@@ -78,7 +78,7 @@ def gae(small: Run) -> Seen:
 @pytest.fixture(scope="session")
 def train_sh(brief_model: Path, four_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`train_sh(*args, **environment)`: what ./train.sh does after its shell part, with the brief model."""
-    from posttrain import launch
+    from posttrain import cli
 
     made: dict[str, Seen] = {}
 
@@ -88,7 +88,7 @@ def train_sh(brief_model: Path, four_rows: Path, tmp_path_factory: pytest.TempPa
             given = [f"--train-sh={ROOT}", "--model", str(brief_model), "--train_files", str(four_rows), *args]
             given += ["data.max_prompt_length=64", "reward.num_workers=1", "trainer.device=cpu"]
             with chdir(tmp_path_factory.mktemp("work"), **{"MAX_RESPONSE_LENGTH": "16", **environment}):
-                made[key] = see(lambda: launch.main(given))
+                made[key] = see(lambda: cli.train(given))
                 made[key].trainer.run.path = made[key].path.resolve()
         return made[key]
 

@@ -8,9 +8,9 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.problem import ConfigError
+from posttrain.external import import_external
 from posttrain.rewards import RewardError
 from posttrain.rewards.scorers import check_sources
-from posttrain.trainer.run.external import import_external
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 VLLM = f"`{ROLLOUT}.name=vllm`: the package vllm is not installed in this environment"

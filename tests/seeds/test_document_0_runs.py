@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -169,7 +170,7 @@ def test_S0_111_the_last_step_has_a_checkpoint_that_loads(small, freq, saved):
     assert sorted(int(path.name[12:]) for path in (seen.path / "checkpoints").glob("global_step_*")) == saved
     newest = manager.newest()
     assert newest is not None and manager.load_state(newest)["step"] == 3
-    state = seen.trainer.actor_rollout_wg.worker.engine.state()
+    state = seen.trainer.actor_rollout_wg.worker.engine.state.tensors()
     loaded = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
     manager.load_tensors(newest, "actor", loaded)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items()) and len(state) > 30
@@ -230,12 +231,14 @@ def test_S0_143_a_print_in_ones_own_estimator_is_in_console_and_log(small, tmp_p
 def test_S0_143_a_print_added_to_the_built_in_function_is_seen_and_group_mean_and_deviation_are_metrics(
     small, monkeypatch
 ):
-    @functools.wraps(ADV_ESTIMATORS["grpo"])
+    built_in = ADV_ESTIMATORS["grpo"]
+
+    @functools.wraps(built_in.function)
     def loud(*args, **named):
         print("looking at", len(named["index"]), "advantages")
-        return loud.__wrapped__(*args, **named)
+        return built_in.function(*args, **named)
 
-    monkeypatch.setitem(ADV_ESTIMATORS, "grpo", loud)
+    monkeypatch.setitem(ADV_ESTIMATORS, "grpo", dataclasses.replace(built_in, function=loud))
     seen = small(trainer__seed=143)
     assert seen.console.splitlines().count("looking at 20 advantages") == 2
     assert seen.log.splitlines().count("looking at 20 advantages") == 2

@@ -53,15 +53,16 @@ def test_S1_51_the_docs_name_the_light_path_on_one_device():
 
 
 def test_S1_54_S1_03_every_key_of_verl_is_answered_and_grpo_needs_no_plug_in(monkeypatch, tmp_path):
-    from posttrain.config.verl.answers import all_answers
+    from posttrain.other_systems.verl.answers import all_answers
 
     monkeypatch.chdir(tmp_path)
     assert all(found is not None for _, _, found in all_answers())
     assert load_config(["algorithm.adv_estimator=grpo"]).value("actor_rollout_ref.model.external_lib") is None
     settings = (ROOT / "docs" / "settings.md").read_text()
+    from posttrain.config.root import PPOConfig
     from posttrain.config.schema import leaves
 
-    assert [key for key in leaves() if f"`{key}`" not in settings] == []
+    assert [key for key in leaves(PPOConfig) if f"`{key}`" not in settings] == []
 
 
 def test_S3_09_train_sh_without_an_argument_trains_the_embedded_model_on_groups_of_5(monkeypatch, tmp_path):
@@ -75,7 +76,7 @@ def test_S3_09_train_sh_without_an_argument_trains_the_embedded_model_on_groups_
 
 def test_S3_09_the_default_run_writes_five_samples_of_each_prompt(monkeypatch, tmp_path, own_cache):
     """One step of it, with a tiny model in the embedded one's place (scripts/check_default_run.py makes all 200)."""
-    from posttrain import launch
+    from posttrain import cli
     from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
     from posttrain.models.embedded import write_model
     from posttrain.trainer.embedded import embedded_folder
@@ -84,7 +85,7 @@ def test_S3_09_the_default_run_writes_five_samples_of_each_prompt(monkeypatch, t
     write_model(embedded_folder() / "model", hidden_size=32, intermediate_size=64)
     monkeypatch.chdir(tmp_path)
     brief = ["trainer.total_training_steps=1", "trainer.val_before_train=False", "tracking.samples_freq=1"]
-    assert launch.main([f"--train-sh={ROOT}", "data.train_batch_size=20", *brief]) == 0
+    assert cli.train([f"--train-sh={ROOT}", "data.train_batch_size=20", *brief]) == 0
     [samples] = (tmp_path / "outputs").rglob("samples/step_1.parquet")
     uids = pq.read_table(samples).column("uid").to_pylist()
     assert len(uids) == 100 and {uids.count(uid) for uid in uids} == {5}

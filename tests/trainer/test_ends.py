@@ -172,7 +172,7 @@ def test_out_of_memory_names_the_stage_its_tenants_and_the_settings(
 
 
 def test_a_full_host_is_not_told_of_as_a_full_gpu(monkeypatch):
-    from posttrain.doctor import memory as plans
+    from posttrain.planning import memory_plan as plans
     from posttrain.trainer.run.memory import out_of_memory_words
 
     monkeypatch.setattr(plans, "find_device", lambda config: plans.Device("cuda", 80 * plans.GIB, "a GPU"))

@@ -28,9 +28,9 @@ class InTurn(RayPPOTrainer):
         super().__init__(config, **parts)
         self.config.trainer.one_step_off = True
 
-    def _ask_ahead(self) -> None:
-        super()._ask_ahead()
-        self.ahead.finish()
+    def _start_next_rollout(self) -> None:
+        super()._start_next_rollout()
+        self.one_step_off.finish()
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_a_resumed_run_checks_its_first_batch_whole_groups_and_all(tiny_model, s
 
 def test_rows_of_the_present_weights_take_the_trainers_own_old_log_probs(tiny_model, sums, tmp_path, monkeypatch):
     """Two updates in a step, and a rollout that is not exact: the trainer computes the old log-probs of fresh rows."""
-    monkeypatch.setattr("posttrain.trainer.ppo.step_zero.ROLLOUT_IS_EXACT", -1.0)
+    monkeypatch.setattr("posttrain.trainer.ppo.first_batch.ROLLOUT_IS_EXACT", -1.0)
     seen = []
     plain = RayPPOTrainer._old_log_probs
 

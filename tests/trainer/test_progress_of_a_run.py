@@ -11,8 +11,7 @@ import pytest
 from runs import run
 
 from posttrain import pulse
-from posttrain.explain.metrics import family_text
-from posttrain.explain.topics import METRICS
+from posttrain.explain.pages import metric_text
 from posttrain.tracking import status
 from posttrain.tracking.status import stands, write_status
 from posttrain.trainer.fsdp_sft_trainer import run_sft
@@ -42,7 +41,7 @@ def seen(monkeypatch):
 
 
 def is_explained(name: str) -> bool:
-    return name in METRICS or family_text(name) is not None
+    return metric_text(name) is not None
 
 
 def last_of(seen: list[dict], step: int) -> dict[str, tuple[str, int, int]]:

@@ -8,9 +8,9 @@ from runs import metrics_of, run
 from transformers import AutoModelForCausalLM
 
 from posttrain.config.model import ModelConfig
-from posttrain.doctor.counting import ModelBytes
-from posttrain.doctor.meta_models import actor_model
 from posttrain.models.quantized import is_quantized
+from posttrain.planning.counting import ModelBytes
+from posttrain.planning.meta_models import actor_model
 from posttrain.trainer.export import export_checkpoint
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from posttrain import algorithms
-from posttrain.algorithms.common import setting
+from posttrain.algorithms.common import read_setting as setting
 from posttrain.algorithms.registry import POLICY_LOSSES
 from posttrain.protocol import DataProto
 from verl._algorithms.aggregation import agg_loss

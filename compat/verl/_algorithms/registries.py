@@ -17,7 +17,8 @@ import torch
 
 from posttrain.algorithms import registry as ours
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.registry import name_of
+from posttrain.algorithms.registry import EstimatorDeclaration, LossDeclaration
+from posttrain.registry import is_same_definition, name_of
 
 ADV_ESTIMATOR_REGISTRY: dict[str, Any] = {}
 POLICY_LOSS_REGISTRY: dict[str, Any] = {}
@@ -55,10 +56,10 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[Any], Any]:
         name = name_of(name_or_enum)
         registry = _registry("ADV_ESTIMATOR_REGISTRY")
         known = registry.get(name)
-        if known not in (None, function) and not ours._same(known, function):
+        if known not in (None, function) and not is_same_definition(known, function):
             raise ValueError(f"Adv estimator {name} has already been registered: {known} vs {function}")
         registry[name] = function
-        ours.ADV_ESTIMATORS[name] = _trained_estimator(function)
+        ours.ADV_ESTIMATORS[name] = _trained_estimator(name, function)
         return function
 
     return decorate
@@ -78,7 +79,7 @@ def register_policy_loss(name: str) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         _registry("POLICY_LOSS_REGISTRY")[name] = function
-        ours.POLICY_LOSSES[name] = _trained_loss(function)
+        ours.POLICY_LOSSES[name] = _trained_loss(name, function)
         return function
 
     return decorate
@@ -104,7 +105,7 @@ def known_loss(name: str, function: Any) -> None:
 # -- how posttrain calls them -----------------------------------------------------------------------------------------
 
 
-def _trained_estimator(function: Any) -> Any:
+def _trained_estimator(name: str, function: Any) -> EstimatorDeclaration:
     """The estimator as posttrain calls it. What it needs beyond the batch is read from its parameters."""
     names = set(inspect.signature(function).parameters)
 
@@ -123,18 +124,16 @@ def _trained_estimator(function: Any) -> Any:
         return keep_masked(advantages, mask), keep_masked(returns, mask)
 
     _open_signature(estimate, function)
-    facts = {
-        "compares_group": False,  # it may live with rollout.n=1
-        "needs_critic": "values" in names,
-        "needs_greedy_baseline": "reward_baselines" in names,
-        "needs_sum_pi_squared": "sum_pi_squared" in names,
-    }
-    for fact, value in facts.items():
-        setattr(estimate, fact, value)
-    return estimate
+    return EstimatorDeclaration(  # not `compares_group`: it may live with rollout.n=1
+        name,
+        estimate,
+        needs_critic="values" in names,
+        needs_greedy_baseline="reward_baselines" in names,
+        needs_sum_pi_squared="sum_pi_squared" in names,
+    )
 
 
-def _trained_loss(function: Any) -> Any:
+def _trained_loss(name: str, function: Any) -> LossDeclaration:
     """The loss as posttrain calls it: `counts` tell the whole mini-batch, and what it gives is its part's share."""
 
     @functools.wraps(function)
@@ -152,8 +151,7 @@ def _trained_loss(function: Any) -> Any:
         return loss, metrics
 
     _open_signature(lose, function, "counts", "config", "rollout_is_weights")
-    lose.prepare = None  # pyright: ignore
-    return lose
+    return LossDeclaration(name, lose)
 
 
 def batch_info(counts: dict[str, Any]) -> dict[str, Any]:

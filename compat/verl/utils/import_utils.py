@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.trainer.run.external import import_external
+from posttrain.external import import_external
 from verl._missing import not_given
 
 __getattr__ = not_given(__name__)

@@ -25,16 +25,32 @@ a reward that falls as soon as updates begin (the critic is still random: lower 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.advantages.groups import masked_whiten
-from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting
+from posttrain.algorithms.kl_in_reward import KL_IN_REWARD
+from posttrain.algorithms.registry import Preset, own_settings, register_adv_est
+from posttrain.lazy import torch
+from posttrain.settings import SHARE, setting
 
 
-@register_adv_est(AdvantageEstimator.GAE, needs_critic=True)
+@dataclass
+class GAESettings:
+    """How far ahead the critic is trusted."""
+
+    lam: float = setting(1.0, range=SHARE)
+    """Trade-off between bias and variance in `gae`."""
+
+
+PPO = Preset(
+    "PPO with GAE (arXiv 1707.06347): a critic, KL in the reward.",
+    {"algorithm.adv_estimator": "gae", "algorithm.gamma": 1.0, "algorithm.lam": 1.0, **KL_IN_REWARD},
+)
+
+
+@register_adv_est("gae", settings=GAESettings, reads=("gamma",), presets={"ppo": PPO}, needs_critic=True)
 def compute_gae_advantage_return(
     token_level_rewards: torch.Tensor,
     values: torch.Tensor | None = None,
@@ -57,8 +73,8 @@ def compute_gae_advantage_return(
     if response_mask is None or not token_level_rewards.shape == values.shape == response_mask.shape:
         shapes = [None if t is None else tuple(t.shape) for t in (token_level_rewards, values, response_mask)]
         raise AlgorithmError(f"`gae` needs rewards, values and response mask of one shape, but got {shapes}.")
-    gamma = float(setting(config, "gamma", 1.0) if gamma is None else gamma)
-    lam = float(setting(config, "lam", 1.0) if lam is None else lam)
+    gamma = float(read_setting(config, "gamma", 1.0) if gamma is None else gamma)
+    lam = float(own_settings(GAESettings, config).lam if lam is None else lam)
 
     dtype = torch.promote_types(token_level_rewards.dtype, values.dtype)
     values_BT = values.detach().double()

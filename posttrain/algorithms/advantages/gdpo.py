@@ -30,10 +30,8 @@ the reward function).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import torch
 
 from posttrain.algorithms.advantages.groups import (
     EPSILON,
@@ -43,12 +41,31 @@ from posttrain.algorithms.advantages.groups import (
     on_every_token,
     outcome_scores,
 )
-from posttrain.algorithms.common import AlgorithmError, setting
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.common import AlgorithmError, read_setting
+from posttrain.algorithms.registry import own_settings, register_adv_est
 from posttrain.algorithms.reward_terms import OVERLONG, Term, reward_terms
+from posttrain.lazy import numpy as np
+from posttrain.lazy import torch
 
 
-@register_adv_est(AdvantageEstimator.GDPO, compares_group=True)
+@dataclass
+class GDPOSettings:
+    """Which parts of the reward count, and how much."""
+
+    gdpo_reward_keys: list[str] | None = None
+    """Parts of the reward that `gdpo` normalises one by one; null takes those that the reward is the sum of, or the
+    numbers that a function gave beside its score."""
+    gdpo_reward_weights: list[float] | None = None
+    """One weight per part in `gdpo`; null takes the parts' own weights in the reward, 1 where they have none."""
+
+
+@register_adv_est(
+    "gdpo",
+    settings=GDPOSettings,
+    reads=("norm_adv_by_std_in_grpo",),
+    compares_group=True,
+    reads_reward_parts=True,
+)
 def compute_gdpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -67,18 +84,18 @@ def compute_gdpo_outcome_advantage(
     rows' own sums, no errors), `reward_weights` the weighted sum that the reward is, `failure_score` what a part that a
     row lacks counts as.
     """
-    rows = len(token_level_rewards)
+    own, rows = own_settings(GDPOSettings, config), len(token_level_rewards)
     group_B = group_of_rows(index, rows, "gdpo")
     terms = reward_terms(
         outcome_scores(token_level_rewards) if reward_scores is None else np.asarray(reward_scores, dtype=np.float64),
         [None] * rows if reward_parts is None else reward_parts,
         [False] * rows if reward_errors is None else [error is not None for error in reward_errors],
-        keys=setting(config, "gdpo_reward_keys", None),
+        keys=own.gdpo_reward_keys,
         weights=reward_weights,
         failure_score=failure_score,
     )
-    terms = _weighed(terms, setting(config, "gdpo_reward_weights", None))
-    relative = normalised if setting(config, "norm_adv_by_std_in_grpo", True) else above_mean
+    terms = _weighed(terms, own.gdpo_reward_weights)
+    relative = normalised if read_setting(config, "norm_adv_by_std_in_grpo", True) else above_mean
     sums_B = np.zeros(rows)
     for term in terms:
         sums_B += term.weight * relative(term.values_B, group_B)

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
-
 from posttrain.algorithms.advantages.groups import above_mean, group_of_rows, group_sum, on_every_token, outcome_scores
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.registry import register_adv_est
+from posttrain.lazy import numpy as np
+from posttrain.lazy import torch
 
 
-@register_adv_est(AdvantageEstimator.GPG, compares_group=True)
+@register_adv_est("gpg", reads=(), compares_group=True)
 def compute_gpg_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

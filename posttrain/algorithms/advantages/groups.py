@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
-
 from posttrain.algorithms.common import AlgorithmError, keep_masked
+from posttrain.lazy import numpy as np
+from posttrain.lazy import torch
 
 EPSILON = 1e-6
 

@@ -29,8 +29,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.advantages.groups import (
     EPSILON,
     above_mean,
@@ -39,11 +37,56 @@ from posttrain.algorithms.advantages.groups import (
     on_every_token,
     outcome_scores,
 )
-from posttrain.algorithms.common import setting
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.common import read_setting
+from posttrain.algorithms.registry import Preset, register_adv_est
+from posttrain.lazy import torch
+
+GRPO = Preset(
+    "GRPO (arXiv 2402.03300): groups of 5, KL to the reference in the loss.",
+    {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 5,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+        "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    },
+)
+DRGRPO = Preset(
+    "DrGRPO (arXiv 2503.20783): no division by deviation or length, no KL.",
+    {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        "actor_rollout_ref.rollout.n": 5,
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
+        "actor_rollout_ref.actor.use_kl_loss": False,
+    },
+)
+DAPO = Preset(
+    "DAPO (arXiv 2503.14476): groups of 16, higher upper clip, dynamic sampling, overlong shaping, no KL.",
+    {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "acc",
+        "algorithm.filter_groups.max_num_gen_batches": 10,
+        "actor_rollout_ref.rollout.n": 16,
+        "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        "actor_rollout_ref.actor.clip_ratio_c": 10.0,
+        "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "reward.overlong_buffer.enable": True,
+        "reward.overlong_buffer.penalty_factor": 1.0,
+    },
+)
 
 
-@register_adv_est(AdvantageEstimator.GRPO, compares_group=True)
+@register_adv_est(
+    "grpo",
+    reads=("norm_adv_by_std_in_grpo",),
+    presets={"grpo": GRPO, "drgrpo": DRGRPO, "dapo": DAPO},
+    compares_group=True,
+    kl_belongs_in_loss=True,
+)
 def compute_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -60,7 +103,7 @@ def compute_grpo_outcome_advantage(
     """
     group_B = group_of_rows(index, len(token_level_rewards), "grpo")
     scores_B = outcome_scores(token_level_rewards)
-    normalise = norm_adv_by_std_in_grpo and setting(config, "norm_adv_by_std_in_grpo", True)
+    normalise = norm_adv_by_std_in_grpo and read_setting(config, "norm_adv_by_std_in_grpo", True)
     advantages_B = normalised(scores_B, group_B, epsilon) if normalise else above_mean(scores_B, group_B)
     advantages_BT = on_every_token(advantages_B, token_level_rewards, response_mask)
     return advantages_BT, advantages_BT

@@ -23,9 +23,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
-
 from posttrain.algorithms.advantages.groups import (
     EPSILON,
     group_deviation,
@@ -34,11 +31,13 @@ from posttrain.algorithms.advantages.groups import (
     on_every_token,
     outcome_scores,
 )
-from posttrain.algorithms.common import setting
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.common import read_setting
+from posttrain.algorithms.registry import register_adv_est
+from posttrain.lazy import numpy as np
+from posttrain.lazy import torch
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK, compares_group=True)
+@register_adv_est("grpo_passk", reads=("norm_adv_by_std_in_grpo",), compares_group=True, kl_belongs_in_loss=True)
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, config: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +49,7 @@ def compute_grpo_passk_outcome_advantage(
     lead_G = scores_B[order[best_G]] - scores_B[order[np.maximum(best_G - 1, 0)]]
     advantages_B = np.zeros_like(scores_B)
     advantages_B[order[best_G]] = lead_G
-    if setting(config, "norm_adv_by_std_in_grpo", True):
+    if read_setting(config, "norm_adv_by_std_in_grpo", True):
         advantages_B /= group_deviation(scores_B, group_B) + EPSILON
     advantages_B = np.where(group_size(group_B) == 1, scores_B, advantages_B)
     advantages_BT = on_every_token(advantages_B, token_level_rewards, response_mask)

@@ -24,14 +24,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.advantages.groups import group_of_rows, reward_to_go
 from posttrain.algorithms.common import AlgorithmError, keep_masked
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.registry import register_adv_est
+from posttrain.lazy import torch
 
 
-@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE, compares_group=True, needs_sum_pi_squared=True)
+@register_adv_est("optimal_token_baseline", reads=(), compares_group=True, needs_sum_pi_squared=True)
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -25,19 +25,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.advantages.groups import masked_whiten, reward_to_go
-from posttrain.algorithms.common import setting
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.common import read_setting
+from posttrain.algorithms.kl_in_reward import KL_IN_REWARD
+from posttrain.algorithms.registry import Preset, register_adv_est
+from posttrain.lazy import torch
+
+REINFORCE_PP = Preset(
+    "REINFORCE++ (arXiv 2501.03262): rewards normalised over the batch, KL in the reward.",
+    {"algorithm.adv_estimator": "reinforce_plus_plus", **KL_IN_REWARD},
+)
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@register_adv_est("reinforce_plus_plus", reads=("gamma",), presets={"reinforce_pp": REINFORCE_PP})
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, returns), each (rows, response length), 0 outside the mask."""
-    gamma = float(setting(config, "gamma", 1.0))
+    gamma = float(read_setting(config, "gamma", 1.0))
     returns_BT = reward_to_go(token_level_rewards, response_mask, gamma)
     dtype = token_level_rewards.dtype
     return masked_whiten(returns_BT, response_mask).to(dtype), returns_BT.to(dtype)

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.advantages.groups import (
     above_mean,
     group_of_rows,
@@ -32,10 +30,11 @@ from posttrain.algorithms.advantages.groups import (
     on_every_token,
     outcome_scores,
 )
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.registry import register_adv_est
+from posttrain.lazy import torch
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, compares_group=True)
+@register_adv_est("reinforce_plus_plus_baseline", reads=(), compares_group=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,14 +25,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.advantages.groups import reward_to_go
 from posttrain.algorithms.common import AlgorithmError, keep_masked
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.kl_in_reward import KL_IN_REWARD
+from posttrain.algorithms.registry import Preset, register_adv_est
+from posttrain.lazy import torch
+
+REMAX = Preset(
+    "ReMax (arXiv 2310.10505): against the greedy response, KL in the reward.",
+    {"algorithm.adv_estimator": "remax", "actor_rollout_ref.rollout.n": 1, **KL_IN_REWARD},
+)
 
 
-@register_adv_est(AdvantageEstimator.REMAX, needs_greedy_baseline=True)
+@register_adv_est(
+    "remax",
+    reads=(),
+    metrics={"remax/baseline_mean": "Mean reward of the greedy responses that `remax` compares with."},
+    presets={"remax": REMAX},
+    needs_greedy_baseline=True,
+)
 def compute_remax_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

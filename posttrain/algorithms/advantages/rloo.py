@@ -23,9 +23,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
-
 from posttrain.algorithms.advantages.groups import (
     above_mean,
     group_of_rows,
@@ -33,10 +30,18 @@ from posttrain.algorithms.advantages.groups import (
     on_every_token,
     outcome_scores,
 )
-from posttrain.algorithms.registry import AdvantageEstimator, register_adv_est
+from posttrain.algorithms.kl_in_reward import KL_IN_REWARD
+from posttrain.algorithms.registry import Preset, register_adv_est
+from posttrain.lazy import numpy as np
+from posttrain.lazy import torch
+
+RLOO = Preset(
+    "RLOO (arXiv 2402.14740): each response against the others, KL in the reward.",
+    {"algorithm.adv_estimator": "rloo", "actor_rollout_ref.rollout.n": 5, **KL_IN_REWARD},
+)
 
 
-@register_adv_est(AdvantageEstimator.RLOO, compares_group=True)
+@register_adv_est("rloo", reads=(), presets={"rloo": RLOO}, compares_group=True)
 def compute_rloo_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

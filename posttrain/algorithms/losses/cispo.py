@@ -23,14 +23,34 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import clip_sides, detached, safe_log_ratio, weighted
-from posttrain.algorithms.registry import register_policy_loss
+from posttrain.algorithms.losses.shared import (
+    CLIP,
+    CLIP_FRACTION,
+    PPO_KL,
+    clip_sides,
+    detached,
+    safe_log_ratio,
+    weighted,
+)
+from posttrain.algorithms.registry import Preset, register_policy_loss
+from posttrain.lazy import torch
+
+CISPO = Preset(
+    "CISPO (arXiv 2506.13585): GRPO with clipped importance weights.",
+    {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 5,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "cispo",
+        "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+        "actor_rollout_ref.actor.clip_ratio_low": 1.0,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.2,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+    },
+)
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", reads=CLIP, metrics=PPO_KL | CLIP_FRACTION, presets={"cispo": CISPO})
 def compute_policy_loss_cispo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -23,31 +23,56 @@ between the bounds: advantages are small, lower clip_cov_lb).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.covariance import mask_of, token_covariance
-from posttrain.algorithms.losses.shared import detached, loss_setting, ratio_range, safe_log_ratio, weighted
+from posttrain.algorithms.losses.covariance import COVARIANCE_METRICS, mask_of, token_covariance
+from posttrain.algorithms.losses.shared import (
+    CLIP,
+    CLIP_FRACTION,
+    PPO_KL,
+    detached,
+    loss_settings,
+    ratio_range,
+    safe_log_ratio,
+    weighted,
+)
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
+from posttrain.settings import POSITIVE, POSITIVE_SHARE, setting
+
+
+@dataclass
+class ClipCovSettings:
+    """What the loss `clip_cov` has of its own."""
+
+    clip_cov_ratio: float = setting(0.0002, range=POSITIVE_SHARE)
+    """Share of the mini-batch's tokens that `clip_cov` leaves out."""
+    clip_cov_lb: float = setting(1.0, range=POSITIVE)
+    """Least covariance of a token that `clip_cov` may leave out."""
+    clip_cov_ub: float = setting(5.0, range=POSITIVE)
+    """Largest covariance of a token that `clip_cov` may leave out."""
+
+
+METRICS = PPO_KL | CLIP_FRACTION | COVARIANCE_METRICS
 
 
 def choose_tokens(mini_batch: Any, config: Any = None) -> dict[str, torch.Tensor]:
     """`chosen`: 1 on the tokens of the mini-batch that are left out. The draw depends on the batch alone."""
-    share, low, high = (
-        loss_setting(config, name, default)
-        for name, default in (("clip_cov_ratio", 0.0002), ("clip_cov_lb", 1.0), ("clip_cov_ub", 5.0))
-    )
+    own = loss_settings(ClipCovSettings, config)
     covariance, mask = token_covariance(mini_batch)
-    candidates = ((covariance > low) & (covariance < high) & mask).flatten().nonzero().squeeze(-1)
-    count = max(1, int(share * int(mask.sum())))
+    is_candidate = (covariance > own.clip_cov_lb) & (covariance < own.clip_cov_ub) & mask
+    candidates = is_candidate.flatten().nonzero().squeeze(-1)
+    count = max(1, int(own.clip_cov_ratio * int(mask.sum())))
     generator = torch.Generator().manual_seed(int(mini_batch.meta_info.get("step", 0)))
     picked = candidates[torch.randperm(len(candidates), generator=generator)[:count].to(candidates.device)]
     return {"chosen": mask_of(picked, mask)}
 
 
-@register_policy_loss("clip_cov", prepare=choose_tokens)
+@register_policy_loss(
+    "clip_cov", settings=ClipCovSettings, reads=CLIP, metrics=METRICS, clips_ratio=True, prepare=choose_tokens
+)
 def compute_policy_loss_clip_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

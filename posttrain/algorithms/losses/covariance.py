@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from posttrain.algorithms.common import masked_mean, without_gradient
+from posttrain.lazy import torch
 
-from posttrain.algorithms.common import masked_mean
+COVARIANCE_METRICS = {
+    "actor/cov_chosen": "Under clip_cov and kl_cov: share of tokens chosen for their covariance with the advantage.",
+}
 
 
-@torch.no_grad()
+@without_gradient
 def token_covariance(mini_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """((advantage - mean) * (log-prob - mean) of each token (rows, length), the mask); means over the mini-batch.
 

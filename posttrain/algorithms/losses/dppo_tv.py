@@ -27,15 +27,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import clip_sides
-from posttrain.algorithms.losses.trusted import trusted_losses
+from posttrain.algorithms.losses.shared import CLIP, clip_sides
+from posttrain.algorithms.losses.trusted import TRUSTED_METRICS, trusted_losses
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
 
 
-@register_policy_loss("dppo_tv")
+@register_policy_loss("dppo_tv", reads=(*CLIP, "clip_ratio_c"), metrics=TRUSTED_METRICS)
 def compute_policy_loss_dppo_tv(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -21,16 +21,31 @@ Signs of failure: a penalty that outweighs the policy loss (lower dro_beta); act
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import detached, loss_setting, safe_log_ratio, weighted
+from posttrain.algorithms.losses.shared import PPO_KL, detached, loss_settings, safe_log_ratio, weighted
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
+from posttrain.settings import POSITIVE, setting
 
 
-@register_policy_loss("dro")
+@dataclass
+class DROSettings:
+    """What the loss `dro` has of its own."""
+
+    dro_beta: float = setting(1.0, range=POSITIVE)
+    """Coefficient of the quadratic penalty of `dro`."""
+
+
+METRICS = {
+    **PPO_KL,
+    "actor/dro_penalty": "Under dro: the quadratic penalty that keeps the policy near the old one.",
+}
+
+
+@register_policy_loss("dro", settings=DROSettings, reads=(), metrics=METRICS)
 def compute_policy_loss_dro(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -41,7 +56,7 @@ def compute_policy_loss_dro(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
-    beta = loss_setting(config, "dro_beta", 1.0)
+    beta = loss_settings(DROSettings, config).dro_beta
     log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
     penalty = 0.5 * beta * log_ratio**2
     losses = -keep_masked(advantages, response_mask) * keep_masked(log_prob, response_mask) + penalty

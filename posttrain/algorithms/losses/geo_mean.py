@@ -29,14 +29,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import clip_sides, detached, row_mean, safe_log_ratio
+from posttrain.algorithms.losses.shared import (
+    CLIP,
+    CLIP_FRACTION,
+    PPO_KL,
+    clip_sides,
+    detached,
+    row_mean,
+    safe_log_ratio,
+)
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
 
 
-@register_policy_loss("geo_mean")
+@register_policy_loss("geo_mean", reads=CLIP, metrics=PPO_KL | CLIP_FRACTION, loss_agg_mode="seq-mean-token-mean")
 def compute_policy_loss_geo_mean(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

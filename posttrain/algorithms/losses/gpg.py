@@ -21,14 +21,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import detached, safe_log_ratio, weighted
+from posttrain.algorithms.losses.shared import PPO_KL, detached, safe_log_ratio, weighted
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
 
 
-@register_policy_loss("gpg")
+@register_policy_loss("gpg", reads=(), metrics=PPO_KL)
 def compute_policy_loss_gpg(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

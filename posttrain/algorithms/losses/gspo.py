@@ -28,14 +28,42 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import detached, ratio_range, row_mean, safe_log_ratio, weighted
-from posttrain.algorithms.registry import register_policy_loss
+from posttrain.algorithms.losses.shared import (
+    CLIP,
+    CLIP_FRACTION,
+    PPO_KL,
+    detached,
+    ratio_range,
+    row_mean,
+    safe_log_ratio,
+    weighted,
+)
+from posttrain.algorithms.registry import Preset, register_policy_loss
+from posttrain.lazy import torch
+
+GSPO = Preset(
+    "GSPO (arXiv 2507.18071): GRPO with one ratio per response and a narrow clip.",
+    {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 5,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor_rollout_ref.actor.clip_ratio_low": 0.0003,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.0004,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+    },
+)
 
 
-@register_policy_loss("gspo")
+@register_policy_loss(
+    "gspo",
+    reads=CLIP,
+    metrics=PPO_KL | CLIP_FRACTION,
+    presets={"gspo": GSPO},
+    loss_agg_mode="seq-mean-token-mean",
+    clips_ratio=True,
+)
 def compute_policy_loss_gspo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

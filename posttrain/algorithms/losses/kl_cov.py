@@ -23,26 +23,44 @@ ppo_epochs, or raise kl_cov_ratio.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.covariance import mask_of, token_covariance
-from posttrain.algorithms.losses.shared import detached, loss_setting, safe_log_ratio, weighted
+from posttrain.algorithms.losses.covariance import COVARIANCE_METRICS, mask_of, token_covariance
+from posttrain.algorithms.losses.shared import PPO_KL, detached, loss_settings, safe_log_ratio, weighted
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
+from posttrain.settings import POSITIVE, POSITIVE_SHARE, setting
+
+
+@dataclass
+class KLCovSettings:
+    """What the loss `kl_cov` has of its own."""
+
+    kl_cov_ratio: float = setting(0.0002, range=POSITIVE_SHARE)
+    """Share of the mini-batch's tokens, those with the largest covariance, that `kl_cov` holds back."""
+    ppo_kl_coef: float = setting(0.1, range=POSITIVE)
+    """Coefficient of the penalty by which `kl_cov` holds them back."""
+
+
+METRICS = {
+    **PPO_KL,
+    **COVARIANCE_METRICS,
+    "actor/cov_kl": "Under kl_cov: the KL that the chosen tokens pay.",
+}
 
 
 def choose_tokens(mini_batch: Any, config: Any = None) -> dict[str, torch.Tensor]:
     """`chosen`: 1 on the tokens of the mini-batch with the largest covariance."""
-    share = loss_setting(config, "kl_cov_ratio", 0.0002)
+    share = loss_settings(KLCovSettings, config).kl_cov_ratio
     covariance, mask = token_covariance(mini_batch)
     count = min(max(1, int(share * int(mask.sum()))), int(mask.sum()))
     ranked = covariance.masked_fill(~mask, -torch.inf).flatten()
     return {"chosen": mask_of(torch.topk(ranked, count).indices, mask)}
 
 
-@register_policy_loss("kl_cov", prepare=choose_tokens)
+@register_policy_loss("kl_cov", settings=KLCovSettings, reads=(), metrics=METRICS, prepare=choose_tokens)
 def compute_policy_loss_kl_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -61,5 +79,6 @@ def compute_policy_loss_kl_cov(
     held = torch.zeros_like(log_ratio) if chosen is None else chosen.to(log_ratio.dtype)
     distance = held * log_ratio.abs()
     losses = -keep_masked(advantages, response_mask) * torch.exp(log_ratio)
-    losses = weighted(losses + loss_setting(config, "ppo_kl_coef", 0.1) * distance, rollout_is_weights, response_mask)
+    coefficient = loss_settings(KLCovSettings, config).ppo_kl_coef
+    losses = weighted(losses + coefficient * distance, rollout_is_weights, response_mask)
     return losses, detached({"actor/ppo_kl": -log_ratio, "actor/cov_chosen": held, "actor/cov_kl": distance})

@@ -22,16 +22,33 @@ Signs of failure: a slope near 0 (too many updates per batch, or too high a lear
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import detached, loss_setting, safe_log_ratio, weighted
+from posttrain.algorithms.losses.shared import PPO_KL, detached, loss_settings, safe_log_ratio, weighted
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
+from posttrain.settings import POSITIVE, setting
 
 
-@register_policy_loss("sapo")
+@dataclass
+class SAPOSettings:
+    """What the loss `sapo` has of its own."""
+
+    tau_pos: float = setting(1.0, range=POSITIVE)
+    """Temperature of `sapo`'s gate where the advantage is positive; larger fades faster."""
+    tau_neg: float = setting(1.05, range=POSITIVE)
+    """Temperature of `sapo`'s gate where it is not."""
+
+
+METRICS = {
+    **PPO_KL,
+    "actor/gate_slope": "Under sapo: slope of the soft gate, 1 at a ratio of 1 and 0 where a token no longer counts.",
+}
+
+
+@register_policy_loss("sapo", settings=SAPOSettings, reads=(), metrics=METRICS, loss_agg_mode="seq-mean-token-mean")
 def compute_policy_loss_sapo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -45,8 +62,8 @@ def compute_policy_loss_sapo(
     log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
     ratio = torch.exp(log_ratio)
     advantages = keep_masked(advantages, response_mask)
-    temperature = torch.full_like(ratio, loss_setting(config, "tau_neg", 1.05))
-    temperature = temperature.masked_fill(advantages > 0, loss_setting(config, "tau_pos", 1.0))
+    own = loss_settings(SAPOSettings, config)
+    temperature = torch.full_like(ratio, own.tau_neg).masked_fill(advantages > 0, own.tau_pos)
 
     share = torch.sigmoid(temperature * (ratio - 1))
     losses = weighted(-advantages * share * 4 / temperature, rollout_is_weights, response_mask)

@@ -5,14 +5,29 @@ Shapes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
-from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
+from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting
+from posttrain.algorithms.registry import own_settings
+from posttrain.lazy import torch
 
 # exp(20) is about 5e8: beyond every useful ratio, and far from overflow in float32.
 MAX_LOG_RATIO = 20.0
+
+CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+"""Shared settings that `clip_sides` and `ratio_range` read; `clip_ratio_c` is the dual clip's."""
+
+PPO_KL = {
+    "actor/ppo_kl": """\
+Mean of old_log_prob - log_prob: how far the updates on this batch have moved the policy. 0 at the first update.""",
+}
+CLIP_FRACTION = {
+    "actor/pg_clipfrac": """\
+Share of tokens whose ratio lies outside the clip range on the side where clipping acts: they have no gradient. 0 at the
+first update of a batch. Growing beyond about 0.2: the updates are too large; lower the learning rate or ppo_epochs.""",
+}
+
+S = TypeVar("S")
 
 
 def safe_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -34,8 +49,8 @@ def row_mean(values_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def clip_sides(config: Any) -> tuple[float, float]:
     """(low, high): `clip_ratio_low` and `clip_ratio_high`, each `clip_ratio` where it is not set."""
-    both = setting(config, "clip_ratio", 0.2)
-    low, high = setting(config, "clip_ratio_low", both), setting(config, "clip_ratio_high", both)
+    both = read_setting(config, "clip_ratio", 0.2)
+    low, high = read_setting(config, "clip_ratio_low", both), read_setting(config, "clip_ratio_high", both)
     if low < 0 or high < 0:
         raise AlgorithmError(
             f"The clip range is {low} below and {high} above: actor_rollout_ref.actor.clip_ratio, clip_ratio_low and "
@@ -55,12 +70,9 @@ def ratio_range(config: Any) -> tuple[float, float]:
     return low, high
 
 
-def loss_setting(config: Any, name: str, default: float) -> float:
-    """A number of the section `actor_rollout_ref.actor.policy_loss`, which must be above 0."""
-    value = float(setting(setting(config, "policy_loss", None), name, default))
-    if not value > 0:
-        raise AlgorithmError(f"actor_rollout_ref.actor.policy_loss.{name} is {value:g}; it must be above 0.")
-    return value
+def loss_settings(kind: type[S], config: Any) -> S:
+    """A loss's own settings, from the actor's section."""
+    return own_settings(kind, read_setting(config, "policy_loss", None), "actor_rollout_ref.actor.policy_loss.")
 
 
 def detached(metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting
+from posttrain.algorithms.losses.shared import CLIP_FRACTION, PPO_KL, detached, safe_log_ratio, weighted
+from posttrain.lazy import torch
 
-from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
-from posttrain.algorithms.losses.shared import detached, safe_log_ratio, weighted
-
+TRUSTED_METRICS = {
+    **PPO_KL,
+    **CLIP_FRACTION,
+    "actor/ratio_bounded": "Share of tokens whose ratio was held at its bound while they still had a gradient.",
+}
 TINY = 1e-8  # keeps the logarithm finite where a token has become certain
 
 
@@ -22,7 +26,7 @@ def trusted_losses(
     rollout_is_weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """-A * min(ratio, c) * log_prob on the tokens `inside` the trust region; the ratio carries no gradient."""
-    bound = setting(config, "clip_ratio_c", 3.0)
+    bound = read_setting(config, "clip_ratio_c", 3.0)
     if bound <= 1:
         raise AlgorithmError(f"actor_rollout_ref.actor.clip_ratio_c is {bound}; it must be above 1.")
     log_ratio = safe_log_ratio(log_prob, old_log_prob, mask)

@@ -19,9 +19,8 @@ critic.cliprange_value or scale the reward.
 
 from __future__ import annotations
 
-import torch
-
 from posttrain.algorithms.common import AlgorithmError, keep_masked
+from posttrain.lazy import torch
 
 
 def compute_value_loss(

@@ -26,14 +26,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from posttrain.algorithms.common import AlgorithmError, keep_masked, setting
-from posttrain.algorithms.losses.shared import detached, ratio_range, safe_log_ratio, weighted
+from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting
+from posttrain.algorithms.losses.shared import (
+    CLIP,
+    CLIP_FRACTION,
+    PPO_KL,
+    detached,
+    ratio_range,
+    safe_log_ratio,
+    weighted,
+)
 from posttrain.algorithms.registry import register_policy_loss
+from posttrain.lazy import torch
+
+METRICS = {
+    **PPO_KL,
+    **CLIP_FRACTION,
+    "actor/pg_clipfrac_lower": """\
+Share of tokens with negative advantage at which dual clip acts (ratio above clip_ratio_c). Near 0 in a healthy run.""",
+}
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", reads=(*CLIP, "clip_ratio_c"), metrics=METRICS, clips_ratio=True)
 def compute_policy_loss_vanilla(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -72,7 +86,7 @@ def compute_policy_loss_vanilla(
 def clip_range(config: Any) -> tuple[float, float, float]:
     """(low, high, dual) from the actor's settings."""
     low, high = ratio_range(config)
-    dual = setting(config, "clip_ratio_c", 3.0)
+    dual = read_setting(config, "clip_ratio_c", 3.0)
     if dual <= 1:
         raise AlgorithmError(f"actor_rollout_ref.actor.clip_ratio_c is {dual}; it must be above 1 (customary: 3).")
     return low, high, dual

@@ -16,24 +16,18 @@ from posttrain.conversations.tools.search.tool import SearchTool
 from posttrain.conversations.tools.settings import PLACE, secrets_of, taken
 from posttrain.conversations.tools.verl_tools import read_tools
 from posttrain.errors import UserError
+from posttrain.registry import Registry
 
 Maker = Callable[[Mapping[str, Any]], Tool]
 Made = TypeVar("Made", bound=Callable[..., Any])
-TOOLS: dict[str, Maker] = {}
-"""Name -> the tool from its settings, `actor_rollout_ref.rollout.tool_config.NAME`."""
+TOOLS: Registry[Any] = Registry("tool")
+"""Name -> a function, or a subclass of Tool."""
 
 
 def register_tool(name: str) -> Callable[[Made], Made]:
     """Makes a function, or a subclass of Tool that takes its settings as keywords, known under a name; one that is
     taken already is an error."""
-
-    def add(source: Made) -> Made:
-        if name in TOOLS:
-            raise ValueError(f"there is a tool called {name!r} already")
-        TOOLS[name] = _maker(source, name)
-        return source
-
-    return add
+    return TOOLS.register(name)
 
 
 def make_tools(
@@ -65,7 +59,7 @@ def make_tools(
 def _found(name: str) -> tuple[str, Maker]:
     """(the name under which the tool's settings are given, its maker)."""
     if name in TOOLS:
-        return name, TOOLS[name]
+        return name, _maker(TOOLS[name], name)
     if is_place(name):
         called = called_name(name)
         return called, _maker(find_tool(name), called)

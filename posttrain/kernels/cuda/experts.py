@@ -11,7 +11,9 @@ of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.fp8 import quantize_rows
 from posttrain.kernels.cuda.fused_products import _gate
+from posttrain.kernels.quantized import FP8, Quantized, round_rows
 
 MOST_TOKENS = 8192  # that are computed at once: what lies between the products is K times as large as they are
 _SORTED_AT_ONCE = 1024  # pairs
@@ -57,10 +61,20 @@ TILES: tuple[tuple[float, Tile, Tile], ...] = (
 """(mean tokens of an expert up to which they serve, the tile of gate and up, the tile of down): the fastest of 36 on an
 H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py --sweep`)."""
 
+FP8_TILES: tuple[tuple[float, Tile, Tile], ...] = (
+    (8, Tile(16, 64, 256, 4, 3, True, True), Tile(16, 64, 128, 4, 3, True, True)),
+    (23, Tile(32, 64, 128, 4, 3, True, True), Tile(32, 64, 128, 4, 3, True, True)),
+    (45, Tile(64, 64, 128, 4, 3, True, True), Tile(64, 128, 128, 4, 4, False, True)),
+    (181, Tile(128, 64, 128, 4, 3, True, True), Tile(64, 128, 128, 4, 4, False, True)),
+    (float("inf"), Tile(128, 128, 128, 8, 4, True, True), Tile(128, 128, 64, 4, 4, True, True)),
+)
+"""The same for fp8, the fastest of 58 (`scripts/measure_mixture.py --sweep --fp8`)."""
+
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
     """The tiles of a step of so many pairs. They follow from sizes alone: a captured step must serve any choice."""
-    gate_up, down = next((one, other) for most, one, other in TILES if pairs <= most * experts)
+    table = FP8_TILES if dtype is FP8 else TILES
+    gate_up, down = next((one, other) for most, one, other in table if pairs <= most * experts)
     if dtype is torch.float32:  # twice the bytes, and no matrix units that keep its digits
         return Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
     return gate_up, down
@@ -190,8 +204,21 @@ def _store(OUT, y, row, live, column, COLUMNS: tl.constexpr, BN: tl.constexpr, T
 
 
 @triton.jit
+def _scaled(y, XS, WS, row, live, expert, column, ROWS: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
+    """The product of fp8 values times the scales of its inputs' rows and of the weight's."""
+    x_scale = tl.load(XS + row, mask=live, other=0.0)
+    n = column + tl.arange(0, BN)
+    w_scale = tl.load(WS + expert.to(tl.int64) * ROWS + n, mask=n < ROWS, other=0.0)
+    if TURNED:
+        y = y * w_scale[:, None] * x_scale[None, :]
+    else:
+        y = y * x_scale[:, None] * w_scale[None, :]
+    return y
+
+
+@triton.jit
 def _gate_up(
-    X, W, OUT, ORDER, ENDS, WIDTH: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+    X, W, XS, WS, OUT, ORDER, ENDS, WIDTH: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -210,12 +237,15 @@ def _gate_up(
             x = _tokens(X, token, live, k, WIDTH, BK, EVEN)
             gate = _product(x, _piece(W, expert, column, k, 2 * SIZE, WIDTH, BN, BK, DESCRIBED, EVEN), gate, TURNED)
             up = _product(x, _piece(W, expert, SIZE + column, k, 2 * SIZE, WIDTH, BN, BK, DESCRIBED, EVEN), up, TURNED)
+        if XS is not None:
+            gate = _scaled(gate, XS, WS, token, live, expert, column, 2 * SIZE, BN, TURNED)
+            up = _scaled(up, XS, WS, token, live, expert, SIZE + column, 2 * SIZE, BN, TURNED)
         _store(OUT, _gate(gate, up, OUT.dtype.element_ty), pair, live, column, SIZE, BN, TURNED)
 
 
 @triton.jit
 def _down(
-    X, W, OUT, ORDER, ENDS, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    X, W, XS, WS, OUT, ORDER, ENDS, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -231,41 +261,66 @@ def _down(
         for k in range(0, SIZE, BK):
             x = _tokens(X, pair, live, k, SIZE, BK, EVEN)
             y = _product(x, _piece(W, expert, column, k, WIDTH, SIZE, BN, BK, DESCRIBED, EVEN), y, TURNED)
+        if XS is not None:
+            y = _scaled(y, XS, WS, pair, live, expert, column, WIDTH, BN, TURNED)
         place = tl.load(ORDER + pair, mask=live, other=0)
         _store(OUT, y.to(OUT.dtype.element_ty), place, live, column, WIDTH, BN, TURNED)
 
 
+Rows = torch.Tensor | Quantized
+
+
 def gate_up_pairs(
-    x_TE: torch.Tensor, weight_X2IE: torch.Tensor, order_P: torch.Tensor, ends_X: torch.Tensor, tile: Tile
+    x_TE: Rows,
+    weight_X2IE: Rows,
+    order_P: torch.Tensor,
+    ends_X: torch.Tensor,
+    tile: Tile,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """silu(gate) * up of every pair, (P, I), in the order of the experts."""
-    experts, both, width = weight_X2IE.shape
+    """silu(gate) * up of every pair, (P, I), in the order of the experts. Input and weight are both fp8, or neither."""
+    x, weights, scales = _parts(x_TE, weight_X2IE)
+    experts, both, width = weights.shape
     size = both // 2
-    out = x_TE.new_empty(len(order_P), size)
-    weight, even = _as_read(weight_X2IE, tile), size % tile.columns == 0 and width % tile.depth == 0
-    early = comes_early(x_TE.device)
+    out = x.new_empty(len(order_P), size, dtype=dtype or x.dtype)
+    weight, even = _as_read(weights, tile), size % tile.columns == 0 and width % tile.depth == 0
+    early = comes_early(x.device)
     _gate_up[(triton.cdiv(size, tile.columns), experts)](
-        x_TE, weight, out, order_P, ends_X, width, size, len(order_P) // len(x_TE), tile.rows, tile.columns, tile.depth,
-        tile.turned, weight is not weight_X2IE, even, early,
+        x, weight, *scales, out, order_P, ends_X, width, size, len(order_P) // len(x), tile.rows, tile.columns,
+        tile.depth, tile.turned, weight is not weights, even, early,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
     return out
 
 
 def down_pairs(
-    x_PI: torch.Tensor, weight_XEI: torch.Tensor, order_P: torch.Tensor, ends_X: torch.Tensor, tile: Tile
+    x_PI: Rows,
+    weight_XEI: Rows,
+    order_P: torch.Tensor,
+    ends_X: torch.Tensor,
+    tile: Tile,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The product of every pair, (P, E), those of a token side by side."""
-    experts, width, size = weight_XEI.shape
-    out = x_PI.new_empty(len(order_P), width)
-    weight, even = _as_read(weight_XEI, tile), width % tile.columns == 0 and size % tile.depth == 0
-    early = comes_early(x_PI.device)
+    x, weights, scales = _parts(x_PI, weight_XEI)
+    experts, width, size = weights.shape
+    out = x.new_empty(len(order_P), width, dtype=dtype or x.dtype)
+    weight, even = _as_read(weights, tile), width % tile.columns == 0 and size % tile.depth == 0
+    early = comes_early(x.device)
     _down[(triton.cdiv(width, tile.columns), experts)](
-        x_PI, weight, out, order_P, ends_X, width, size, tile.rows, tile.columns, tile.depth,
-        tile.turned, weight is not weight_XEI, even, early,
+        x, weight, *scales, out, order_P, ends_X, width, size, tile.rows, tile.columns, tile.depth,
+        tile.turned, weight is not weights, even, early,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
     return out
+
+
+def _parts(x: Rows, weight: Rows) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]]:
+    if isinstance(x, Quantized):
+        assert isinstance(weight, Quantized)
+        return x.values, weight.values, (x.scales, weight.scales)
+    assert not isinstance(weight, Quantized)
+    return x, weight, (None, None)
 
 
 def _as_read(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescriptor:
@@ -305,22 +360,32 @@ def weigh_parts(parts_PE: torch.Tensor, share_TK: torch.Tensor) -> torch.Tensor:
 def mixture(
     x_TE: torch.Tensor,
     router_XE: torch.Tensor,
-    gate_up_X2IE: torch.Tensor,
-    down_XEI: torch.Tensor,
+    gate_up_X2IE: Rows,
+    down_XEI: Rows,
     *,
     top_k: int,
     normalised: bool,
     share_dtype: torch.dtype,
+    fp8: bool = False,
 ) -> torch.Tensor:
-    """What a token's experts give, by their shares, (T, E)."""
+    """What a token's experts give, by their shares, (T, E); `kernels/experts.py` says what is what."""
     if len(x_TE) > MOST_TOKENS:
-        how = {"top_k": top_k, "normalised": normalised, "share_dtype": share_dtype}
+        how = {"top_k": top_k, "normalised": normalised, "share_dtype": share_dtype, "fp8": fp8}
         return torch.cat([mixture(x, router_XE, gate_up_X2IE, down_XEI, **how) for x in x_TE.split(MOST_TOKENS)])
     if not len(x_TE):
         return torch.empty_like(x_TE)
     logits_TX = F.linear(x_TE, router_XE)
     chosen_TK, share_TK = choose_experts(logits_TX, top_k, normalised=normalised, share_dtype=share_dtype)
     order_P, ends_X = sort_pairs(chosen_TK, len(router_XE))
-    first, second = tiles_for(len(order_P), len(router_XE), x_TE.dtype)
-    gated_PI = gate_up_pairs(x_TE, gate_up_X2IE, order_P, ends_X, first)
-    return weigh_parts(down_pairs(gated_PI, down_XEI, order_P, ends_X, second), share_TK)
+    rounded: Callable[[torch.Tensor], Rows] = _as_it_is
+    if fp8:  # a weight that the device does not multiply in fp8 is rounded, but in its own type
+        rounded = quantize_rows if isinstance(gate_up_X2IE, Quantized) else round_rows
+    kind = FP8 if isinstance(gate_up_X2IE, Quantized) else x_TE.dtype
+    first, second = tiles_for(len(order_P), len(router_XE), kind)
+    gated_PI = gate_up_pairs(rounded(x_TE), gate_up_X2IE, order_P, ends_X, first, x_TE.dtype)
+    parts_PE = down_pairs(rounded(gated_PI), down_XEI, order_P, ends_X, second, x_TE.dtype)
+    return weigh_parts(parts_PE, share_TK)
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x

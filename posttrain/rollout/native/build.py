@@ -40,6 +40,7 @@ def build_native(
     device: torch.device | None = None,
     share: bool = True,
     team: Team | None = None,
+    fp8: bool = False,
 ) -> tuple[NativeEngine, str]:
     """(engine, its name). It decodes on `device`, where the weights are while it works (by default where they are now).
     Shared, the trainer's parameters become views into the engine's weights; ranks of a team copy their parts."""
@@ -50,9 +51,9 @@ def build_native(
     limit = cache_limit(config, device.type, device_memory(device))
     size = 1 if team is None else team.size
     if team is not None:
-        _check_can_cut(module, fast, team.size)
+        check_can_cut(module, fast, team.size)
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
-    decoder = FastDecoder(module, share=share, team=team, device=device) if fast else PagedDecoder(module)
+    decoder = FastDecoder(module, share=share, team=team, device=device, fp8=fp8) if fast else PagedDecoder(module)
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module, size))
     captured = fast and team is None and _on_triton(weight.dtype, device)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
@@ -70,10 +71,11 @@ def build_native(
         ranks=size,
     )
     cut = f", cut over {size} workers" if size > 1 else ""
+    cut += ", fp8 products" if fp8 else ""
     return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
 
 
-def _check_can_cut(module: Any, fast: bool, size: int) -> None:
+def check_can_cut(module: Any, fast: bool, size: int) -> None:
     if not fast or module.config.model_type not in KNOWN:
         raise UserError(
             f"{KEY}={size}: models of the kind {module.config.model_type} cannot be cut over the workers of an engine "

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posttrain import __version__
 from posttrain.errors import UserError
 from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
@@ -21,6 +20,7 @@ from posttrain.tracking.redact import redact
 from posttrain.tracking.samples import sample_table
 from posttrain.trainer.evaluation.scored import ScoredPrompt, keys_of, per_prompt, summary
 from posttrain.trainer.evaluation.statistics import CONFIDENCE, RESAMPLES, SEED
+from posttrain.version import __version__
 
 FORMAT = 1
 NAME = "report.json"

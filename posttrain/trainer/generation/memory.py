@@ -23,9 +23,9 @@ def settle_generation(settings: Settings, model: ModelConfig, device: torch.devi
     not depend on it, and rows that need less take less."""
     if device.type != "cuda":
         return
-    from posttrain.doctor.memory import Device, is_hopper
-    from posttrain.doctor.plan import Counter, plan_generation
-    from posttrain.doctor.settling import settle_cache
+    from posttrain.planning.budgets import set_cache_size
+    from posttrain.planning.memory_plan import Device, is_hopper
+    from posttrain.planning.rl import RLPlanner
 
     config = copy.deepcopy(settings.config)
     config.actor_rollout_ref.model = model
@@ -34,7 +34,7 @@ def settle_generation(settings: Settings, model: ModelConfig, device: torch.devi
     config.actor_rollout_ref.rollout.n_workers = 0
     try:
         free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))
-        settle_cache(config, free, plan_generation, Counter())
+        set_cache_size(config, free, RLPlanner().plan_generation)
     except Exception as error:  # a model whose code cannot be counted can generate nevertheless
         say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")
     chosen, rollout = config.actor_rollout_ref.rollout, settings.config.actor_rollout_ref.rollout

@@ -28,7 +28,7 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.outside import check_installed
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 from posttrain.trainer.generation.asking import Asking
 from posttrain.trainer.generation.loop import Answers, answer
 from posttrain.trainer.generation.memory import memory_words, settle_generation

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from posttrain import algorithms
-from posttrain.algorithms import AdvantageEstimator
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.outcomes import NONE_APPLIES
@@ -19,7 +18,7 @@ REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores"
 
 def compute_advantage(
     data: DataProto,
-    adv_estimator: str | AdvantageEstimator,
+    adv_estimator: str,
     *,
     config: AlgorithmConfig | None = None,
     **settings: Any,

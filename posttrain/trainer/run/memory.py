@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from posttrain.config.root import PPOConfig
 from posttrain.errors import first_line
 from posttrain.tracking.progress import say
 
@@ -63,14 +62,15 @@ def out_of_memory_words(config: Any, error: BaseException) -> str:
 
 
 def _by_the_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
-    from posttrain.doctor.memory import find_device, shown
-    from posttrain.doctor.remedies import find_remedies
+    from posttrain.planning.budgets import planner_for
+    from posttrain.planning.memory_plan import find_device, shown
+    from posttrain.planning.remedies import find_remedies
 
     device = find_device(config)
     if of_host and device.kind == "cuda":
         return [HOST]
-    levers, counter = _of_kind(config)
-    plan = levers.plan(config, device, counter)
+    planner = planner_for(config)
+    plan = planner.plan(config, device)
     planned = stage if stage in plan.stages else PLANNED.get(stage or "")
     stage = planned if planned in plan.stages else plan.worst
     parts = sorted(plan.stages[stage].items(), key=lambda part: -part[1])[:TENANTS]
@@ -78,7 +78,7 @@ def _by_the_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
     lines = [f"The largest in {stage} by the memory plan: {named}; all together {shown(plan.peak(stage))}."]
     if plan.peak(stage) < plan.device.bytes / 2:
         lines.append(f"That is little of {plan.device.words}: does another process hold the rest?")
-    remedies = [r for r in find_remedies(config, plan, counter, levers, stage) if r.stage == stage and r.saves > 0]
+    remedies = [r for r in find_remedies(config, plan, planner, stage) if r.stage == stage and r.saves > 0]
     if not remedies:
         return [*lines, "No setting lowers it: take a smaller model, or more workers (trainer.n_gpus_per_node)."]
     return [*lines, "What lowers it, with the present values:", *(f"  {r.words()}" for r in remedies[:REMEDIES])]
@@ -88,12 +88,11 @@ def settle_memory(config: Any, device: torch.device, explicit: set[str]) -> None
     """On a CUDA device: set the cache's size and the tokens of a pass as the plan says, where they were left unset."""
     if device.type != "cuda":
         return
-    from posttrain.doctor.memory import find_device
-    from posttrain.doctor.settling import DOES_NOT_FIT, settle
+    from posttrain.planning.budgets import DOES_NOT_FIT, apply_plan, planner_for
+    from posttrain.planning.memory_plan import find_device
 
-    levers, counter = _of_kind(config)
     try:
-        sentences = settle(config, find_device(config), explicit, levers, counter)
+        sentences = apply_plan(config, find_device(config), explicit, planner_for(config))
     except Exception as error:  # a model whose code cannot be counted is no reason not to train it
         say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")
         return
@@ -101,12 +100,3 @@ def settle_memory(config: Any, device: torch.device, explicit: set[str]) -> None
         say(sentence)
     if any(sentence.startswith(DOES_NOT_FIT) for sentence in sentences):
         say("It is tried nevertheless; `posttrain plan` with the same settings says what lowers it.")
-
-
-def _of_kind(config: Any) -> tuple[Any, Any]:
-    """(settings that memory depends on, counter of the models) of this kind of run."""
-    from posttrain.doctor.plan import Counter
-    from posttrain.doctor.remedies import RL
-    from posttrain.doctor.supervised import LEVERS, SupervisedCounter
-
-    return (RL, Counter()) if isinstance(config, PPOConfig) else (LEVERS, SupervisedCounter())

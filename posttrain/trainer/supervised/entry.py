@@ -7,8 +7,7 @@ from typing import Any
 
 from posttrain.config import Resolved, load_config
 from posttrain.config.tree import Tree
-from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.ending import exit_status
+from posttrain.tracking.console import exit_status, keep_going, prepare_streams
 from posttrain.tracking.own_console import own_console, take_voice
 
 
@@ -22,13 +21,17 @@ def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, 
     return load_config(arguments, environment=True, provided=provided, tree=tree)
 
 
-def run_cli(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any]) -> int:
-    """The exit status; errors meant for users are printed as they are."""
+def run_cli(
+    args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any], dry_run: Callable[[Resolved], Any]
+) -> int:
+    """The exit status; errors meant for users are printed as they are. `dry_run` examines the run instead of it."""
     prepare_streams()
-    return exit_status(lambda: _run(args, tree, usage, run))
+    return exit_status(lambda: _run(args, tree, usage, run, dry_run))
 
 
-def _run(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any]) -> int:
+def _run(
+    args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any], dry_run: Callable[[Resolved], Any]
+) -> int:
     args, voice = take_voice(args)
     shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
     resolved = load_config(list(args), environment=not shows, tree=tree)
@@ -39,8 +42,6 @@ def _run(args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any])
     _quiet_environment()
     with own_console(voice) as console:
         if resolved.dry_run:
-            from posttrain.doctor.checkup import dry_run
-
             return dry_run(resolved).exit_status
         print(f"Configuration: {resolved.main_file} and the command line")
         result = run(resolved)

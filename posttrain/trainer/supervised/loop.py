@@ -7,19 +7,14 @@ from typing import Any
 
 from posttrain.checkpoint.rng import restore_rng
 from posttrain.data.sampler import PromptSampler
+from posttrain.planning.batch_sizes import count_steps
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.run.bases import check_bases
+from posttrain.trainer.run.adapter_base import check_bases
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.trainer.supervised.recorder import SupervisedRecorder
 from posttrain.trainer.supervised.task import ROLE, Task
-
-
-def count_steps(config: Any, rows: int) -> tuple[int, int]:
-    """(rows per step, steps of the run); the last batch of an epoch holds the rows that are left."""
-    batch = min(config.data.train_batch_size, rows)
-    return batch, config.trainer.total_training_steps or config.trainer.total_epochs * -(-rows // batch)
 
 
 class SupervisedTrainer:

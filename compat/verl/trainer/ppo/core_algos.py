@@ -1,6 +1,6 @@
 """verl's algorithms: its functions by name, and the decorators for algorithms of your own."""
 
-from posttrain.algorithms.registry import name_of
+from posttrain.registry import name_of
 from verl._algorithms.aggregation import (
     AdaptiveKLController,
     FixedKLController,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from posttrain.algorithms.common import setting
+from posttrain.algorithms.common import read_setting as setting
 from verl._missing import not_given
 from verl.utils.reward_score import default_compute_score
 

@@ -6,7 +6,7 @@ import warnings
 from enum import Enum
 from typing import Any
 
-from posttrain.algorithms.common import setting
+from posttrain.algorithms.common import read_setting as setting
 from verl._missing import not_given
 
 __getattr__ = not_given(__name__)

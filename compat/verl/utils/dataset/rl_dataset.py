@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from posttrain.algorithms.common import setting
+from posttrain.algorithms.common import read_setting as setting
 from posttrain.data.rows import read_table
 from posttrain.protocol_fields import object_array
 from verl._missing import not_given

@@ -1,0 +1,51 @@
+"""How a package that knows another system's settings plugs in: "do you know this key, and what does it mean here?"
+
+Nothing else in `posttrain.config` knows of other systems. The package that `posttrain.plugins` names is imported when a
+run's settings are first loaded; without one, other systems' keys are unknown keys.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain import plugins
+
+if TYPE_CHECKING:
+    from posttrain.config.commandline import CommandLine
+    from posttrain.config.merge import Merged
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What other systems call the settings of one program."""
+
+    moved: Mapping[str, str] = field(default_factory=dict)
+    """Prefix there -> prefix here."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Key there -> key here."""
+    answer: Callable[[str], Any] = lambda key: None
+    """The package's own object for a key that is no setting here; None for a key that it does not know."""
+    apply: Callable[[Merged], object] = lambda merged: None
+    """Act on the answered keys (`Merged.elsewhere`) and on other words for values, once all values are merged."""
+    keys: Callable[[], Iterable[str]] = tuple
+    """All keys that it knows, to find what a misspelt one means."""
+    advice: Callable[[str], str | None] = lambda name: None
+    """A sentence about a name that is only explained, not translated."""
+    main_file: Callable[[CommandLine, Path], list[tuple[str, str]]] = lambda line, folder: []
+    """Replace a main file that only the other system has; returns (setting, source) of what that file would set."""
+
+
+@cache
+def dialect(program: str) -> Dialect:
+    """The dialect of a program: `ppo_trainer`, `sft_trainer` or `reward_model_trainer`."""
+    return Dialect() if plugins.dialect is None else importlib.import_module(plugins.dialect).dialect(program)
+
+
+def pages() -> dict[str, str]:
+    """The pages of docs/ that the package makes from its tables: file name -> text."""
+    return {} if plugins.dialect is None else importlib.import_module(plugins.dialect).pages()

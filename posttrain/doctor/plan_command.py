@@ -1,0 +1,185 @@
+"""`posttrain plan`: the memory plan as text, after the checks by which the run itself would be rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.algorithms import get_adv_estimator
+from posttrain.config import PPOConfig, Resolved, load_config
+from posttrain.config.base import Section
+from posttrain.config.environment import check_on_any_machine
+from posttrain.config.parallel import workers_of
+from posttrain.config.ppo_tree import PPO
+from posttrain.config.problem import ConfigError
+from posttrain.config.schema import lookup
+from posttrain.config.supervised_tree import command_tree
+from posttrain.config.train_engines import RL as RL_KEYS
+from posttrain.config.train_engines import SUPERVISED, train_engine
+from posttrain.config.tree import Tree
+from posttrain.engine.registry import EngineLayout, critic_layout, engine_class, policy_layout, supervised_layout
+from posttrain.errors import UserError, working_folder
+from posttrain.launch import resolve_arguments
+from posttrain.models import cut
+from posttrain.models.decoder import can_decode_fast
+from posttrain.models.loading import check_positions, positions_of
+from posttrain.planning.batch_sizes import check_group_size
+from posttrain.planning.budgets import apply_plan, planner_for
+from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, find_device, shown
+from posttrain.planning.remedies import Remedy, find_remedies
+from posttrain.planning.supervised import ROLE
+from posttrain.rollout.engines import check_engine_name
+from posttrain.rollout.native.build import check_can_cut
+from posttrain.tracking.terminal_text import tell
+
+PARTS = ("weights", "gradients", "optimizer", "activations")
+ROWS = (
+    *(f"actor {part}" for part in PARTS),
+    *(f"critic {part}" for part in PARTS),
+    "reference weights",
+    "reward model weights",
+    "rollout weights",
+    "KV cache",
+    "captured steps",
+    "temporary tensors",
+    "workspaces",
+)
+
+
+def main(args: Sequence[str]) -> int:
+    """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
+    rest, gpu_gb = _gpu_size(args)
+    tree = command_tree("plan", rest)
+    resolved = resolve_arguments(rest) if tree is None else load_config(rest[1:] or {}, tree=tree)
+    config = resolved.config
+    model_section = "actor_rollout_ref.model" if tree is None else tree.model
+    if library := lookup(config, model_section).external_lib:
+        from posttrain.external import import_external
+
+        import_external(library, f"{model_section}.external_lib")  # models and estimators may be registered there
+    planner, device = planner_for(config), find_device(config, gpu_gb)
+    _check_as_the_run_does(resolved, device, planner)
+    chosen = apply_plan(config, device, resolved.explicit, planner)
+    plan = planner.plan(config, device)
+    tell(report(config, plan, find_remedies(config, plan, planner), chosen))
+    if gpu_gb is None:
+        _tell_what_is_missing_here(resolved, tree or PPO)
+    return 0 if plan.fits else 1
+
+
+def _tell_what_is_missing_here(resolved: Resolved, tree: Tree) -> None:
+    """A plan without a size is for this machine, which may lack what the run needs."""
+    problems = tree.environment(resolved, working_folder())
+    if problems:
+        tell(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
+
+
+def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:
+    """(the other arguments, GiB of `--gpu_gb`)."""
+    rest, size = list(args), None
+    for place, argument in enumerate(rest):
+        name, equals, value = argument.partition("=")
+        if name in ("--gpu_gb", "--gpu-gb"):
+            text = value if equals else "".join(rest[place + 1 : place + 2])
+            del rest[place : place + (1 if equals else 2)]
+            try:
+                size = float(text)
+            except ValueError:
+                size = 0.0
+            if not 0 < size < float("inf"):
+                raise UserError(f"{name} {text}: give the GPU's memory in GiB, for example --gpu_gb 80")
+            break
+    return rest, size
+
+
+def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner) -> None:
+    """Raise the error that the run itself would raise: a plan of a run that is rejected is of no use."""
+    config = resolved.config
+    if not isinstance(config, PPOConfig):
+        packed, ranks = config.model.use_remove_padding, workers_of(config)
+        planner.count(config, device, ROLE, _check_model, supervised_layout(config), ranks, packed)
+        return
+    if problems := check_on_any_machine(resolved):
+        raise ConfigError(problems)
+    check_engine_name(config.actor_rollout_ref.rollout.name)
+    planner.count(config, device, "actor", _ActorChecks(config))
+    estimator = get_adv_estimator(config.algorithm.adv_estimator)
+    if estimator.needs_critic:
+        packed, ranks = config.critic.model.use_remove_padding, workers_of(config)
+        planner.count(config, device, "critic", _check_model, critic_layout(config), ranks, packed)
+    if estimator.compares_group:
+        check_group_size(config, resolved.explicit)
+
+
+def _check_model(module: Any, layout: EngineLayout, ranks: int, packed: bool) -> None:
+    engine_class(layout).check_model(module.config, layout, ranks=ranks, packed=packed)
+
+
+class _ActorChecks:
+    """Checks of the actor's model by the settings of its engines; a class, so that the planner can keep its result."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+
+    def __call__(self, module: Any) -> None:
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        packed = self.config.actor_rollout_ref.model.use_remove_padding
+        _check_model(module, policy_layout(self.config), workers_of(self.config), packed)
+        if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
+            check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
+            cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
+        check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
+
+
+def report(config: Section, plan: Plan, remedies: Sequence[Remedy], chosen: Sequence[str] = ()) -> str:
+    """The table, the verdict, and the settings that would lower the peak; `chosen` are sentences on what the plan
+    chose."""
+    lines = [*_head(config, plan), *chosen, "", *_table(plan), ""]
+    if plan.host:
+        lines += [f"In host memory outside their stage: {', '.join(f'{p} {shown(b)}' for p, b in plan.host.items())}."]
+    lines += [
+        plan.verdict(),
+        "What lowers it, with the present values:",
+        *(f"  {remedy.words()}" for remedy in remedies),
+    ]
+    return "\n".join(lines)
+
+
+def _head(config: Any, plan: Plan) -> list[str]:
+    shape = plan.shape
+    if isinstance(config, PPOConfig):
+        path, kind = config.actor_rollout_ref.model.path, config.algorithm.adv_estimator
+        rows = shape.micro_rows(config.actor_rollout_ref.actor)
+        size = f"{rows} rows x {shape.longest} tokens; at once {shape.wave} responses are generated"
+    else:
+        path, kind = config.model.path, "sft" if shape.together == 1 else "pairs (reward model)"
+        size = f"{shape.pass_rows} rows x {shape.longest} tokens, of {shape.batch_rows} rows of a step"
+    lines = [
+        f"Memory plan of {path or 'embedded'} with {kind}, for {plan.device.words}.",
+        f"Largest micro-batch: {size}.",
+    ]
+    if shape.workers > 1:
+        lines.append(f"Planned for each of {shape.workers} workers that share weights, gradients and optimizer state.")
+    keys = RL_KEYS if isinstance(config, PPOConfig) else SUPERVISED
+    if note := train_engine(lookup(config, keys.strategy), keys).plan_note:
+        lines.append(note)
+    if generating := getattr(shape, "generating", 0):
+        lines.append(f"The column generate is of each of the {generating} worker(s) that only generate.")
+    return lines
+
+
+def _table(plan: Plan) -> list[str]:
+    unit, size = ("GiB", GIB) if plan.peak() >= GIB else ("MiB", 2**20)
+    rows = (*(f"{ROLE} {part}" for part in PARTS), *ROWS)
+    names = [row for row in rows if any(row in parts for parts in plan.stages.values())]
+    cells = [[unit, *plan.stages]]
+    for row in names:
+        cells.append([row, *(f"{parts[row] / size:.2f}" if parts.get(row) else "-" for parts in plan.stages.values())])
+        if row == "rollout weights" and not plan.largest(row):
+            cells[-1][1 + list(plan.stages).index("generate")] = "shared"  # the engine reads the actor's own tensors
+    cells.append(["peak", *(f"{plan.peak(stage) / size:.2f}" for stage in plan.stages)])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in cells
+    ]

@@ -1,0 +1,42 @@
+"""What the settings of verl, TRL, OpenRLHF and others mean here; plugs into `posttrain.config` by `dialect`.
+
+`verl/` holds the answers to verl's keys, `names.py` what names of the other systems are called here, `verl_script/` is
+`posttrain compat check`, which reads a run script of verl without running it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posttrain.config.dialect import Dialect
+
+
+def dialect(program: str) -> Dialect:
+    """What other systems call the settings of `ppo_trainer`, `sft_trainer` or `reward_model_trainer`."""
+    from posttrain.config.dialect import Dialect
+    from posttrain.other_systems.names import counterpart
+    from posttrain.other_systems.verl import renamed
+    from posttrain.other_systems.verl.apply import apply_answers
+    from posttrain.other_systems.verl.keys import verl_keys
+    from posttrain.other_systems.verl.mains import as_ours
+    from posttrain.other_systems.verl.tables import find_rule
+
+    rl = program == "ppo_trainer"
+    return Dialect(
+        moved=renamed.MOVED if rl else {},
+        renamed=renamed.RENAMED if rl else renamed.SUPERVISED_RENAMED,
+        answer=partial(find_rule, supervised=not rl),
+        apply=apply_answers,
+        keys=verl_keys,
+        advice=partial(counterpart, supervised=not rl),
+        main_file=as_ours,
+    )
+
+
+def pages() -> dict[str, str]:
+    """Pages of docs/ that are made from the tables: file name -> text."""
+    from posttrain.other_systems.verl.page import page
+
+    return {"verl_keys.md": page()}

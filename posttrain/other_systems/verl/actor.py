@@ -1,0 +1,265 @@
+"""verl's keys of actor, critic and reference: batching, optimizer, sharding, precision, checkpoints."""
+
+from __future__ import annotations
+
+from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
+
+_ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_TRAINED = f"{{{_ACTOR},critic}}"
+_ANY = f"{{{_ACTOR},{_REF},critic,reward_model}}"
+_BUDGET = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+_MODEL = "actor_rollout_ref.model"
+_FLOAT32 = ("fp32", "float32")
+_FUSED = "fused kernels serve wherever they give the same result"
+
+BATCHING: tuple[Rule, ...] = (
+    translated(
+        f"{_TRAINED}.use_dynamic_bsz",
+        "dynamic",
+        "passes are filled up to `ppo_max_token_len_per_gpu` anyway: true sets `ppo_micro_batch_size_per_gpu` to null, "
+        "false leaves it as a further bound",
+    ),
+    translated(
+        "reward_model.use_dynamic_bsz",
+        "dynamic",
+        "passes are filled up to `reward_model.forward_max_token_len_per_gpu` anyway: true sets "
+        "`reward_model.micro_batch_size_per_gpu` to null, false leaves it as a further bound",
+    ),
+    translated(
+        f"{_TRAINED}.ppo_micro_batch_size",
+        "share",
+        "`ppo_micro_batch_size_per_gpu`: this many over all workers, so divided by them",
+    ),
+    not_needed(
+        "actor_rollout_ref.{rollout,ref}.log_prob_{micro_batch_size,micro_batch_size_per_gpu,use_dynamic_bsz,"
+        "max_token_len_per_gpu}",
+        f"passes for log-probs are packed up to {_BUDGET}, as those of the update; results do not depend on it",
+    ),
+    not_needed(
+        "critic.forward_{micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu}",
+        "passes for values are packed up to critic.ppo_max_token_len_per_gpu; results do not depend on it",
+    ),
+    not_needed("trainer.balance_batch", "rows are always spread over the workers by their tokens"),
+    not_needed(f"{_ANY}.{{pad_to_length,pad_to_length_bucket}}", "rows are packed without padding"),
+    not_needed(f"{_ANY}.fsdp_config.{{pad_to_length,pad_to_length_bucket}}", "rows are packed without padding"),
+    not_needed(f"{_ACTOR}.use_prefix_grouper", "a prompt is computed once for all its responses anyway"),
+)
+
+COMPUTING: tuple[Rule, ...] = (
+    not_needed(f"{_ANY}.{{use_torch_compile,use_fused_kernels}}", _FUSED),
+    not_needed(f"{_ANY}.fsdp_config.use_torch_compile", _FUSED),
+    not_needed(
+        f"{_ANY}.{{entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size}}",
+        "logits never exist for more than a chunk of tokens",
+    ),
+    not_needed(
+        f"{_ANY}.fsdp_config."
+        "{entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size}",
+        "logits never exist for more than a chunk of tokens",
+    ),
+    not_needed(f"{_ACTOR}.calculate_entropy", "the policy's entropy is measured in every update"),
+    not_needed(
+        f"{_ACTOR}.calculate_sum_pi_squared", "it is computed where the estimator (optimal_token_baseline) needs it"
+    ),
+    not_supported(f"{_ANY}.load_weight", "a role without weights has nothing to do here", "remove it", off=("true",)),
+    not_supported(
+        f"{_TRAINED}.data_loader_seed",
+        "one seed decides the order of rows",
+        "set trainer.seed (or data.seed)",
+        off=("42", "1"),
+    ),
+    not_supported("critic.loss_scale_factor", "the critic's loss has no constant of its own", "remove it"),
+    translated("critic.enable", "critic", "checked: the estimator gae has a critic, the others have none"),
+)
+
+_OPTIM = f"{_TRAINED}.optim"
+OPTIMIZER: tuple[Rule, ...] = (
+    not_supported(f"{_OPTIM}.optimizer", "the optimizer is AdamW", "remove it", off=("adamw", "adam")),
+    not_supported(f"{_OPTIM}.optimizer_impl", "the optimizer is torch's AdamW", "remove it", off=("torch.optim",)),
+    not_needed(f"{_OPTIM}.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
+    translated(f"{_OPTIM}.min_lr", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
+    not_supported(
+        f"{_OPTIM}.lr_decay_steps",
+        "the schedule spans all updates of the run",
+        "remove it, and let trainer.total_training_steps say how long the run is",
+        idle="constant",
+    ),
+    not_needed(f"{_OPTIM}.lr_wsd_decay_*", "settings of Megatron's schedule WSD, which is not offered"),
+    not_supported(
+        f"{_OPTIM}.{{total_training_steps,lr_scheduler_num_training_steps,lr_scheduler.num_training_steps}}",
+        "the schedule spans all updates of the run",
+        "set trainer.total_training_steps",
+        off=("-1",),
+        idle="constant",
+    ),
+    not_supported(
+        f"{_OPTIM}.{{num_cycles,lr_scheduler_num_cycles,lr_scheduler.num_cycles}}",
+        "cosine falls once from lr to its end",
+        "remove it",
+        off=("0.5",),
+        idle="constant",
+    ),
+    not_supported(f"{_OPTIM}.lr_warmup_init", "warm-up begins at lr / steps", "remove it", off=("0",)),
+    not_supported(
+        f"{_OPTIM}.min_lr_factor", "the end of the schedule is a share of lr", "set optim.min_lr_ratio", idle="constant"
+    ),
+    not_supported(f"{_OPTIM}.weight_decay_incr_style", "weight decay is constant", "remove it", off=("constant",)),
+    not_supported(f"{_OPTIM}.zero_indexed_step", "warm-up counts its first update as 1", "set it to False"),
+    not_needed(f"{_OPTIM}.use_checkpoint_opt_param_scheduler", "a resumed run goes on with its schedule where it was"),
+    not_needed(f"{_OPTIM}.use_layer_wise_distributed_optimizer", "FSDP cuts the optimizer's state over the workers"),
+    not_supported(
+        f"{_OPTIM}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,main_params_dtype}}",
+        "weights, gradients and moments of the optimizer are float32",
+        "remove it",
+        off=_FLOAT32,
+    ),
+    not_needed(
+        f"{_OPTIM}.{{use_precision_aware_optimizer,override_optimizer_config.use_precision_aware_optimizer}}",
+        "moments of the optimizer are float32",
+    ),
+    translated(
+        f"{_OPTIM}.override_optimizer_config.optimizer_cpu_offload", "cpu_optimizer", "`fsdp_config.optimizer_offload`"
+    ),
+    not_needed(
+        f"{_OPTIM}.override_optimizer_config.{{optimizer_offload_fraction,offload_fraction,"
+        "overlap_cpu_optimizer_d2h_h2d}",
+        "how Megatron moves an offloaded optimizer; fsdp_config.optimizer_offload says whether it is",
+    ),
+    not_supported(
+        f"{_OPTIM}.{{override_optimizer_config,override_optimizer_config.*}}",
+        "the optimizer's settings are lr, betas, eps and weight_decay",
+        "set optim.betas, optim.eps or optim.weight_decay",
+    ),
+)
+
+_FSDP = f"{_ANY}.fsdp_config"
+SHARDING: tuple[Rule, ...] = (
+    translated(f"{_TRAINED}.fsdp_config.offload_policy", "offload", "`param_offload` and `optimizer_offload`"),
+    translated(f"{_REF}.fsdp_config.offload_policy", "offload", "`param_offload`"),
+    not_needed(f"{_REF}.fsdp_config.optimizer_offload", "the reference has no optimizer"),
+    not_needed(
+        f"{_FSDP}.{{reshard_after_forward,forward_prefetch,use_orig_params,forward_only}}",
+        "FSDP2 wraps every layer and gathers it when it is needed",
+    ),
+    not_needed(f"{_FSDP}.wrap_policy*", "FSDP2 wraps every layer"),
+    translated(f"{_FSDP}.full_determinism", "deterministic", "`trainer.deterministic`"),
+    not_supported(f"{_FSDP}.seed", "one seed decides the run", "set trainer.seed", off=("42", "1")),
+    translated(
+        f"{_TRAINED}.fsdp_config.{{dtype,mixed_precision.param_dtype}}",
+        "dtype",
+        f"`{_MODEL}.dtype` (the optimizer's weights are float32 in any case)",
+    ),
+    translated(
+        f"{_TRAINED}.fsdp_config.model_dtype",
+        "stored_dtype",
+        f"fp32: nothing to do, the optimizer's weights are float32; bf16: `{_MODEL}.dtype`",
+    ),
+    not_needed(
+        f"{_FSDP}.mixed_precision.{{reduce_dtype,buffer_dtype}}",
+        "gradients are always summed over the workers in float32, which rounds less than bf16",
+    ),
+    not_needed(
+        f"{{{_REF},reward_model}}.fsdp_config.{{dtype,model_dtype,mixed_precision.param_dtype}}",
+        "a frozen model is computed in its `model.dtype`",
+    ),
+    not_supported(
+        "reward_model.fsdp_config.fsdp_size", "every worker holds the whole reward model", "set it to -1", off=("-1",)
+    ),
+    not_supported(
+        "{reward_model,critic}.{ulysses_sequence_parallel_size,fsdp_config.ulysses_sequence_parallel_size}",
+        "a reward model computes a row by one worker; the critic's size is critic.ulysses_sequence_parallel_size",
+        "set it to 1",
+        off=("1",),
+    ),
+    not_supported(
+        "*.{qat,qat.*}",
+        "quantization-aware training is not built",
+        f"remove it; {_MODEL}.quantization=nf4 trains adapters beside 4-bit weights",
+        switch="qat.enable",
+    ),
+    translated(
+        f"{_REF}.{{strategy,fsdp_config.strategy}}", "same_engine", "the reference is computed by the actor's engine"
+    ),
+    not_supported(
+        "reward_model.{strategy,fsdp_config.strategy}",
+        "a reward model is computed whole by every worker",
+        "remove it, or set reward_model.strategy=fsdp2",
+        off=("fsdp", "fsdp2"),
+    ),
+    translated("critic.{strategy,fsdp_config.strategy}", "same_engine", "the critic is computed by the actor's engine"),
+    not_needed("{actor_rollout_ref,critic,reward_model}.nccl_timeout", "workers wait as long as their work takes"),
+)
+
+SAVING: tuple[Rule, ...] = (
+    translated(
+        "*.checkpoint.save_contents",
+        "contents",
+        "a checkpoint always holds model, optimizer and the rest; `hf_model` in it sets `trainer.export_hf=all`",
+    ),
+    not_supported(
+        "*.checkpoint.load_contents",
+        "a run is resumed whole",
+        f"remove it; to start from weights alone set {_MODEL}.path to a folder written by `posttrain export`",
+        off=("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]'),
+    ),
+    not_needed("*.checkpoint.{async_save,mbridge_config}", "how Megatron writes its checkpoints"),
+    not_needed(
+        "*.checkpoint.strict",
+        "a checkpoint holds all that a run needs to go on, so that nothing is ever missing when it is loaded; "
+        f"{_MODEL}.allow_other_weights=True starts from a model's folder that lacks weights",
+    ),
+)
+
+MODEL: tuple[Rule, ...] = (
+    not_needed("*.model.{use_fused_kernels,use_liger,fused_kernel_options*}", _FUSED),
+    not_needed("*.model.tiled_mlp.*", "activations are saved by enable_gradient_checkpointing"),
+    not_needed(
+        "*.model.{enable_activation_offload,enable_activation_offloading}",
+        "activations stay on their device; enable_gradient_checkpointing=True saves their memory",
+    ),
+    not_needed("{*.model,data}.use_shm", "files are read where they lie"),
+    not_supported(
+        "*.model.custom_chat_template",
+        "the chat template is the tokenizer's",
+        "write it into tokenizer_config.json, or set model.tokenizer_path to a folder that has it",
+    ),
+    not_supported("*.model.hf_config_path", "config.json lies with the weights", "set model.override_config"),
+    not_supported(
+        "*.model.{mtp,mtp.*}",
+        "multi-token prediction is not built: a model's further heads are neither trained nor decoded with",
+        "remove it",
+        switch="mtp.enable",
+    ),
+    not_supported("*.model.lora.{dropout,lora_dropout}", "adapters have no dropout", "set it to 0", off=("0",)),
+    not_needed("*.model.lora.dropout_position", "adapters have no dropout"),
+    not_supported("*.model.lora.dtype", "adapters are trained in float32", "remove it"),
+    not_supported(
+        "*.model.lora.lora_A_init_method",
+        "adapters begin as in peft: A by Kaiming's rule, B at 0",
+        "set it to kaiming",
+        off=("kaiming",),
+    ),
+    not_supported(
+        "*.model.lora.lora_B_init_method", "adapters begin as in peft: B at 0", "set it to zero", off=("zero",)
+    ),
+    not_needed("*.model.lora.{merge,a2a_experimental}", "the rollout reads the trainer's own weights and adapters"),
+    not_needed("*.model.lora.freeze_*", "beside adapters all weights are frozen"),
+    not_supported(
+        "critic.model.{lora_adapter_path,lora.adapter_path}", "the critic's adapters begin anew", "remove it"
+    ),
+    not_supported("critic.model.lora.type", "adapters are LoRA", "set it to lora", off=("lora",)),
+    not_needed("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
+    not_supported(
+        f"{_MODEL}.override_config.{{model_config,moe_config,moe_config.*}}",
+        "override_config holds values of the model's config.json themselves",
+        f"write {_MODEL}.override_config.NAME=VALUE",
+    ),
+    not_supported(
+        "{critic,reward_model}.model.{override_config,override_config.*}",
+        "values are laid over the policy's config.json only",
+        "change the config.json of this model",
+    ),
+    not_supported(f"{_ACTOR}.freeze_vision_tower", "only models of text are trained", "remove it"),
+)
+
+ACTOR_RULES: tuple[Rule, ...] = (*BATCHING, *COMPUTING, *OPTIMIZER, *SHARDING, *SAVING, *MODEL)

@@ -1,0 +1,138 @@
+"""verl's keys of the rollout: what serves engines of other processes, agents and tools."""
+
+from __future__ import annotations
+
+from posttrain.other_systems.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+ENGINE: tuple[Rule, ...] = (
+    not_needed(
+        f"{_ROLLOUT}.{{cudagraph_capture_sizes,enable_chunked_prefill,enable_prefix_caching,"
+        "disable_log_stats,scheduling_policy,skip_tokenizer_init,moe_load_balance_metrics_interval}",
+        "the engine decides it itself: long prompts in pieces, equal ones once, captured graphs on GPUs",
+    ),
+    not_needed(
+        f"{_ROLLOUT}.{{load_format,layered_summon}}",
+        "the rollout has the trainer's own weights and adapters, and loads none",
+    ),
+    not_needed(
+        f"{_ROLLOUT}.{{free_cache_engine,enable_sleep_mode,multi_stage_wake_up}}",
+        "the engine gives its memory back before the update, and wakes in two stages",
+    ),
+    not_needed(
+        f"{_ROLLOUT}.engine_kwargs.{{trtllm,trtllm.*,dynamo,dynamo.*}}",
+        "they are arguments of an engine that is not built here",
+    ),
+    not_needed(
+        f"{_ROLLOUT}.{{checkpoint_engine.*,update_weights_bucket_megabytes,layer_name_map.*}}",
+        "weights reach the rollout without buckets",
+    ),
+    not_needed(f"{_ROLLOUT}.max_model_len", "the longest row is data.max_prompt_length + data.max_response_length"),
+    not_needed(
+        f"{_ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size}}",
+        "every worker decodes with its own copy of the model",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.dtype",
+        "the rollout decodes with the trainer's own weights",
+        "set actor_rollout_ref.model.dtype",
+        off=("bfloat16", "bf16", "auto"),
+    ),
+    not_supported(
+        f"{_ROLLOUT}.{{quantization,quantization_config_file}}",
+        "the rollout decodes with the trainer's own weights",
+        "remove it",
+    ),
+    not_needed(f"{_ROLLOUT}.mode", "responses are generated and scored side by side in any case"),
+    not_needed(f"{_ROLLOUT}.calculate_log_probs", "the rollout always gives its log-probs; mismatch/* compares them"),
+    not_supported(
+        f"{_ROLLOUT}.logprobs_mode",
+        "log-probs are those of logits / temperature",
+        "remove it",
+        off=("processed_logprobs",),
+    ),
+    not_supported(
+        f"{_ROLLOUT}.do_sample",
+        "training needs samples",
+        "remove it; validation has val_kwargs.do_sample",
+        off=("true",),
+    ),
+    not_supported(f"{_ROLLOUT}.seed", "one seed decides the run", "set trainer.seed", off=("42", "0", "1")),
+    translated(f"{_ROLLOUT}.full_determinism", "deterministic", "`trainer.deterministic`"),
+    not_supported(f"{_ROLLOUT}.over_sample_rate", "every response is waited for", "set it to 0", off=("0",)),
+    not_supported(f"{_ROLLOUT}.mtp", "multi-token prediction is not built", "remove it"),
+    not_supported(
+        f"{_ROLLOUT}.disaggregation.*",
+        "prefill and decoding run in one engine",
+        "remove it",
+        switch="disaggregation.enabled",
+    ),
+    not_supported(f"{_ROLLOUT}.enable_rollout_routing_replay", "routes of experts are not replayed", "remove it"),
+    not_supported(
+        "actor_rollout_ref.{actor,ref}.router_replay.*",
+        "routes of experts are not replayed",
+        "remove it",
+        off=("disabled",),
+    ),
+    not_supported(
+        f"{_ROLLOUT}.{{skip_rollout,skip_dump_dir}}",
+        "a run does not take its responses from a dump",
+        "remove it",
+        switch="rollout.skip_rollout",
+    ),
+    not_needed(
+        f"{_ROLLOUT}.{{trace.*,prometheus.*}}", "samples/ holds every response, metrics.jsonl the engine's figures"
+    ),
+    not_needed(f"{_ROLLOUT}.limit_images", "prompts are text"),
+    not_needed(
+        "{reward_model.rollout,reward.reward_model.rollout}.*",
+        "the reward model is computed by posttrain, not served: reward_model.micro_batch_size_per_gpu and "
+        "forward_max_token_len_per_gpu bound its passes",
+    ),
+)
+
+ELSEWHERE: tuple[Rule, ...] = (
+    not_supported(
+        f"{_ROLLOUT}.{{total_rollout_steps,test_freq,total_epochs,standalone_gpu_memory_utilization}}",
+        ASYNC,
+        "set trainer.total_training_steps, trainer.total_epochs and trainer.test_freq, and start main_ppo",
+    ),
+)
+
+AGENTS: tuple[Rule, ...] = (
+    not_needed(f"{_ROLLOUT}.agent.num_workers", "all conversations run in one event loop, which waits for the engines"),
+    not_supported(
+        f"{_ROLLOUT}.agent.{{agent_loop_manager_class,custom_async_server.*}}",
+        "agents are led by posttrain's own manager, above its own engines",
+        "remove it",
+    ),
+    translated(
+        f"{_ROLLOUT}.multi_turn.max_user_turns",
+        "user_turns",
+        "`multi_turn.max_assistant_turns`: one more than this, as the model answers the last of them; the lower bound "
+        "counts where both are set",
+    ),
+    not_needed(
+        f"{_ROLLOUT}.multi_turn.{{tokenization_sanity_check_mode,use_inference_chat_template}}",
+        "tokens that were sampled are never rendered and cut again",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.multi_turn.{{function_tool_path,mcp_config_path}}",
+        "tools are named one by one",
+        f"name your functions in {_ROLLOUT}.tools as FILE.py:NAME",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.multi_turn.{{interaction_config_path,num_repeat_rollouts}}",
+        "only tools speak between the model's turns",
+        "remove it",
+    ),
+    not_supported(
+        "data.{function_tool_path,mcp_config_path}",
+        "tools are named one by one",
+        f"name your functions in {_ROLLOUT}.tools as FILE.py:NAME",
+    ),
+    not_needed("data.continuous_token.*", "tokens that were sampled are never rendered and cut again"),
+)
+
+ROLLOUT_RULES: tuple[Rule, ...] = (*ENGINE, *ELSEWHERE, *AGENTS)

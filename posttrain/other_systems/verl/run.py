@@ -1,0 +1,182 @@
+"""verl's keys of the run: Ray, logging, profilers, other trainers; of other engines; of recipes."""
+
+from __future__ import annotations
+
+from posttrain.other_systems.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
+
+RUN: tuple[Rule, ...] = (
+    not_supported(
+        "hydra.*",
+        "Hydra's run folder, search path and sweeper are off",
+        "remove it; runs are written to trainer.default_local_dir, --config-dir adds a folder of group files",
+        off=(),
+    ),
+    not_needed("ray_kwargs.timeline_json_file", "trainer.profile_steps writes traces of every rank"),
+    not_needed("trainer.ray_wait_register_center_timeout", "workers are waited for until they are there"),
+    not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
+    not_supported(
+        "trainer.v1.trainer_mode",
+        ASYNC,
+        "set it to sync, and trainer.one_step_off=True to generate while others train",
+        off=("sync",),
+    ),
+    not_needed("trainer.v1.*", "settings of verl's asynchronous trainers"),
+    not_needed("transfer_queue.*", "batches reach the workers without a queue"),
+    not_needed(
+        "trainer.{log_val_generations,rollout_data_dir,validation_data_dir,rl_logging_board_dir,tensorboard_dir}",
+        "the run directory holds every response (samples/) and what loggers write",
+    ),
+    translated(
+        "trainer.remove_previous_ckpt_in_save",
+        "one_checkpoint",
+        "true: `trainer.max_ckpt_to_keep=1`; false keeps all, as here",
+    ),
+    not_supported("trainer.log_freq", "every step is logged", "set it to 1", off=("1",)),
+    not_supported("trainer.default_hdfs_dir", "checkpoints are written to a folder", "set trainer.default_local_dir"),
+    not_supported(
+        "trainer.del_local_ckpt_after_load", "a checkpoint stays where it is", "set trainer.max_ckpt_to_keep"
+    ),
+    not_supported(
+        "trainer.esi_redundant_time",
+        "a run does not watch the end of its machine's lease",
+        "set trainer.save_freq; SIGTERM saves as well",
+        off=("0",),
+    ),
+    not_supported("trainer.worker_env.*", "workers take over the environment of the command", "export it before"),
+    not_needed(
+        "global_profiler.tool",
+        "traces are torch's profiler's whatever the tool, of the steps in trainer.profile_steps; nsys can watch the "
+        "process from outside",
+    ),
+    not_needed("*.profiler.*", "trainer.profile_steps alone traces every stage and every rank"),
+    not_needed("{global_profiler,trainer.npu_profile}.*", "traces are those of torch's profiler, without options"),
+    not_supported(
+        "{async_training,async_flow,async_resources}.*",
+        ASYNC,
+        "remove it, and start main_ppo with trainer.one_step_off=True instead of the recipe",
+    ),
+    *(
+        not_supported(
+            f"skip.{part}.*", "a run does not take its responses from a dump", "remove it", switch=f"skip.{part}.enable"
+        )
+        for part in ("rollout", "async_rollout", "rollout_tq")
+    ),
+)
+
+_MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2), with which it has no effect"
+_ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}"
+_MEGATRON = f"{_ROLES}.{{megatron,megatron_config}}"
+_OTHERS_OF_ACTOR = (
+    "dtype,dynamic_context_parallel,entropy_*,max_seqlen_*,override_*,pad_*,qat.*,router_replay.*,sequence_parallel,"
+    "use_distributed_optimizer,use_megatron_fsdp"
+)
+OTHER_ENGINES: tuple[Rule, ...] = (
+    translated(
+        "model_engine",
+        "engine",
+        "`dp` (FSDP) and `megatron` are the engines here; veomni, torchtitan and others are refused",
+    ),
+    translated("actor_rollout_ref.actor.model_engine", "engine", "as `model_engine`"),
+    translated(
+        "actor_rollout_ref.actor.megatron_config.{param_offload,optimizer_offload}",
+        "megatron_offload",
+        "`fsdp_config` has them for every engine",
+    ),
+    translated(
+        "actor_rollout_ref.ref.{megatron,megatron_config}.param_offload",
+        "megatron_offload",
+        "`fsdp_config` has them for every engine",
+    ),
+    translated(
+        "critic.{megatron,megatron_config}.{param_offload,optimizer_offload}",
+        "megatron_offload",
+        "`fsdp_config` has them for every engine",
+    ),
+    not_needed("actor_rollout_ref.ref.{megatron,megatron_config}.optimizer_offload", "the reference has no optimizer"),
+    translated(
+        "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.{tensor,pipeline,expert}*_parallel_size",
+        "megatron_sizes",
+        "the reference and the critic are cut as the actor is: `actor_rollout_ref.actor.megatron_config`",
+    ),
+    not_needed(f"{_MEGATRON}.grad_offload", "gradients live from the first pass of an update to its step"),
+    not_needed(
+        f"{_MEGATRON}.override_transformer_config.recompute_*",
+        "actor_rollout_ref.model.enable_gradient_checkpointing says whether layers are computed again",
+    ),
+    not_needed(
+        f"{_MEGATRON}.{{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*,dist_ckpt_*,"
+        "distrib_optim_*}",
+        "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
+    ),
+    not_supported(
+        f"{_MEGATRON}.use_remove_padding", "rows are always packed", "set it to True, or remove it", off=("true",)
+    ),
+    not_needed(f"{_MEGATRON}.{{seed,forward_only}}", "the engine draws nothing, and a reference is never updated"),
+    not_supported(
+        f"{_MEGATRON}.{{context_parallel_size,expert_tensor_parallel_size,virtual_pipeline_model_parallel_size}}",
+        "a model is cut by tensor, pipeline and expert ranks alone",
+        "set it to 1, or remove it",
+        off=("1",),
+        idle="fsdp",
+    ),
+    *(
+        not_supported(
+            pattern,
+            "the Megatron engine has no such setting here",
+            "remove it (docs/megatron.md names what there is), or set actor_rollout_ref.actor.strategy=fsdp2",
+            idle="fsdp",
+        )
+        for pattern in (
+            f"actor_rollout_ref.actor.megatron_config.{{{_OTHERS_OF_ACTOR}}}",
+            "{actor_rollout_ref.ref,critic,reward_model}.{megatron,megatron_config}.*",
+        )
+    ),
+    not_supported(
+        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan,engine,automodel,mindspeed}.*",
+        "this engine is not built",
+        _MEGATRON_DO,
+        idle="fsdp",
+    ),
+    not_supported(
+        "*.fsdp_config.turbo_config.*", "the engine fsdp_turbo (Ascend) is not built", _MEGATRON_DO, idle="fsdp"
+    ),
+    not_supported(
+        "{actor,critic,ref}@*", "verl's group files are not here", "give the keys that the file sets", off=()
+    ),
+)
+
+_RECIPE = "a key of a recipe, not of verl's trainers"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+RECIPES: tuple[Rule, ...] = (
+    not_supported(
+        f"{_ACTOR}.{{ppo_adv_clip_max,ppo_clip_range,ppo_kl_coeff,ppo_max_grad_norm,gvpo_beta}}",
+        _RECIPE,
+        "choose a policy loss (`posttrain explain` lists them), or register your own (docs/own_algorithm.md)",
+        off=(),
+    ),
+    not_supported(
+        f"{_ACTOR}.{{sampling_steps,shift,timestep_fraction,train_cfg_scale,model_args_path,num_images_in_input,"
+        "freeze_non_attn_ffn,micro_batch_size}",
+        f"{_RECIPE} (diffusion or robots)",
+        "remove it: models of text are trained here",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.{{cfg_scale,text_cfg_scale,eta,height,width,init_same_noise,latent_h,latent_w,num_inference_steps,"
+        "online.prompt,online.save.path,online.step.interval,online.test,only,output_dir,result.save.path,"
+        "vae_scale_factor,micro_batch_size,single_turn_response_length}",
+        f"{_RECIPE} (diffusion or robots)",
+        "remove it: models of text are trained here",
+        off=(),
+    ),
+    not_supported("actor_rollout_ref.model.{reward_model,reward_model_path}", _RECIPE, "set reward_model.model.path"),
+    not_supported("{env,atropos}.*", f"{_RECIPE} (an environment outside the run)", "remove it"),
+    not_supported(
+        "trainer.{debug,dump_high_diff_dir,dump_high_diff_tokens,fixed_eval,n_env_gpus_per_node,"
+        "n_rollout_gpus_per_node,ref_update_freq}",
+        _RECIPE,
+        "remove it",
+    ),
+    not_supported("trainer.spo.*", _RECIPE, "remove it", switch="trainer.spo.enable"),
+)
+
+RUN_RULES: tuple[Rule, ...] = (*RUN, *OTHER_ENGINES, *RECIPES)

@@ -1,0 +1,285 @@
+"""What keys of verl mean in posttrain's settings, where it is more than another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from posttrain.config.choices import CRITIC_ESTIMATORS
+from posttrain.config.merge import Entry, Merged
+from posttrain.config.problem import Problem
+from posttrain.other_systems.verl.conditions import ON, given
+from posttrain.other_systems.verl.rule import NOTHING, plain
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_STRATEGY, _SUPERVISED_STRATEGY = f"{_ACTOR}.strategy", "fsdp.strategy"
+_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
+_ENGINES = ("dp", "fsdp", "fsdp2", "legacy")
+_MANAGERS = ("naive", "dapo", "gdpo", "prime")
+
+
+def _number(merged: Merged, key: str, default: float) -> float:
+    try:
+        return float(str(merged.value(key)))
+    except (KeyError, ValueError):
+        return default
+
+
+def _refuse(merged: Merged, entry: Entry, why: str, do: str) -> None:
+    what = f"`{entry.spelling}={entry.value}` cannot be used: {why}."
+    merged.problems.append(Problem(what, entry.source, do))
+
+
+def _empty(entry: Entry) -> bool:
+    return plain(entry.value) in NOTHING or plain(entry.value).startswith("${oc.select")
+
+
+def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
+    """True: passes are bounded by tokens alone, so that a bound on rows, if there is one, does not count."""
+    prefix = key.removesuffix("use_dynamic_bsz")
+    micro = f"{prefix}{'' if prefix in ('data.', 'reward_model.') else 'ppo_'}micro_batch_size_per_gpu"
+    if plain(entry.value) not in ON:
+        merged.note(f"`{entry.spelling}=False`: passes are bounded by rows ({micro}) and by tokens.")
+        return
+    old = merged.entries.get(micro)
+    if old is not None and old.explicit and plain(old.value) not in NOTHING:
+        merged.note(f"`{entry.spelling}=True`: passes are filled by tokens; `{old.spelling}={old.value}` is not used.")
+    merged.entries[micro] = replace(entry, value=None, answer=None)
+
+
+def _share(merged: Merged, key: str, entry: Entry) -> None:
+    """Rows over all workers, divided by the workers."""
+    if _empty(entry):
+        return
+    workers = _number(merged, "trainer.n_gpus_per_node", 1) * _number(merged, "trainer.nnodes", 1)
+    try:
+        rows = max(1, int(float(str(entry.value)) // workers))
+    except ValueError:
+        _refuse(merged, entry, "it is no number", f"set {key}_per_gpu")
+        return
+    merged.put(f"{key}_per_gpu", rows, entry)
+
+
+def _floor(merged: Merged, key: str, entry: Entry) -> None:
+    """The last learning rate, as a share of the first."""
+    section = key.rpartition(".")[0]
+    rate = _number(merged, f"{section}.lr", merged.names.leaves[f"{section}.lr"].default)
+    if _empty(entry):
+        return
+    try:
+        merged.put(f"{section}.min_lr_ratio", float(str(entry.value)) / rate, entry)
+    except (ValueError, ZeroDivisionError):
+        _refuse(merged, entry, f"it is no share of {section}.lr={rate:g}", f"set {section}.min_lr_ratio")
+
+
+def _cpu_optimizer(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) in ON:
+        merged.put(f"{key.split('.optim.')[0]}.fsdp_config.optimizer_offload", True, entry)
+
+
+def _offload(merged: Merged, key: str, entry: Entry) -> None:
+    section = key.rpartition(".")[0]
+    for name in ("param_offload", "optimizer_offload"):
+        if plain(entry.value) in ON and f"{section}.{name}" in merged.names.leaves:
+            merged.entries[f"{section}.{name}"] = replace(entry, value=True, answer=None)
+
+
+def _deterministic(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) in ON:
+        merged.put("trainer.deterministic", True, entry)
+
+
+def _dtype(merged: Merged, key: str, entry: Entry) -> None:
+    target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in merged.names.leaves else "model.dtype"
+    if _empty(entry):
+        return
+    if plain(entry.value) in _DTYPES:
+        merged.put(target, _DTYPES[plain(entry.value)], entry)
+    else:
+        _refuse(merged, entry, "this type is not offered", f"set {target} to bfloat16 or float32")
+
+
+def _stored_dtype(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) in ("bf16", "bfloat16"):
+        _dtype(merged, key, entry)
+        merged.note(f"`{entry.spelling}={entry.value}`: computed in bfloat16; the optimizer's weights stay float32.")
+    elif plain(entry.value) not in ("fp32", "float32") and not _empty(entry):
+        _refuse(merged, entry, "this type is not offered", "set it to fp32 or bf16")
+
+
+def _contents(merged: Merged, key: str, entry: Entry) -> None:
+    if "hf_model" in plain(entry.value):
+        merged.put("trainer.export_hf", "all", entry)
+
+
+def _one_checkpoint(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) in ON:
+        merged.put("trainer.max_ckpt_to_keep", 1, entry)
+
+
+def _critic(merged: Merged, key: str, entry: Entry) -> None:
+    name = merged.value("algorithm.adv_estimator")
+    if _empty(entry) or (plain(entry.value) in ON) == (name in CRITIC_ESTIMATORS):
+        return
+    has = "has a critic" if name in CRITIC_ESTIMATORS else "has none"
+    _refuse(merged, entry, f"the estimator {name} {has}", "remove it; algorithm.adv_estimator=gae has a critic")
+
+
+def _bypass(merged: Merged, key: str, entry: Entry) -> None:
+    if not _empty(entry):
+        merged.put(f"{_ACTOR}.old_log_probs", "rollout" if plain(entry.value) in ON else "trainer", entry)
+
+
+def _lower(merged: Merged, key: str, entry: Entry) -> None:
+    target = key.removesuffix("_lower")
+    upper = merged.entries.get(target)
+    if _empty(entry) or (upper is not None and "_" in str(upper.value)):
+        return
+    if upper is None or plain(upper.value) in NOTHING:
+        _refuse(merged, entry, f"there is no {target} beside it", f"set {target}={entry.value}_HIGH")
+        return
+    both = f"{entry.value}_{upper.value}"
+    merged.note(f"`{entry.spelling}={entry.value}` with `{upper.spelling}={upper.value}` is `{target}={both}`.")
+    upper.value = both
+
+
+def _gen_batch(merged: Merged, key: str, entry: Entry) -> None:
+    batch = merged.value("data.train_batch_size")
+    filtered = merged.entries.get("algorithm.filter_groups.enable")
+    if _empty(entry) or plain(entry.value) == plain(batch):
+        return
+    if filtered is not None and plain(filtered.value) in ON:
+        merged.note(
+            f"`{entry.spelling}={entry.value}`: dynamic sampling generates {batch} prompts at a time "
+            "(data.train_batch_size); surplus groups serve the next step."
+        )
+        return
+    why = f"each step generates data.train_batch_size={batch} prompts"
+    _refuse(merged, entry, why, "remove it, or set data.train_batch_size")
+
+
+def _manager(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) in _MANAGERS or _empty(entry):
+        merged.note(
+            f"`{entry.spelling}={entry.value}`: one manager does it (reward.overlong_buffer, reward.functions, the "
+            "parts that a function gives)."
+        )
+        return
+    do = (
+        "write a reward function (custom_reward_function.path=FILE); one that scores all responses of a prompt at once "
+        "takes (completions, ground_truths). `python3 -m verl.trainer.main_ppo` of the package posttrain-verl calls "
+        "`batch` and managers of your own as verl does"
+    )
+    _refuse(merged, entry, "there is one manager of rewards", do)
+
+
+def _longest(merged: Merged, key: str, entry: Entry) -> None:
+    limit = _number(merged, "data.max_response_length", 0)
+    if not _empty(entry) and plain(entry.value) not in (plain(int(limit)), plain(limit)):
+        why = f"the overlong buffer ends at data.max_response_length={limit:g}"
+        _refuse(merged, entry, why, "set both to the same number")
+
+
+def _engine(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) == "megatron":
+        if key != "optim":  # the optimizer's group is that of the engine
+            merged.put(_SUPERVISED_STRATEGY if key == "engine" else _STRATEGY, "megatron", entry)
+        return
+    if plain(entry.value) in _ENGINES or _empty(entry):
+        merged.note(f"`{entry.spelling}={entry.value}`: FSDP is the engine.")
+        return
+    name = "fsdp" if key in ("engine", "optim") else "dp"
+    do = f"set {key}={name}: keys of other engines then have no effect"
+    _refuse(merged, entry, "this engine is not built in this version", do)
+
+
+def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(merged.value(_STRATEGY)) == "megatron":
+        role, _, name = key.rpartition(".")
+        merged.put(f"{role.rpartition('.')[0]}.fsdp_config.{name}", plain(entry.value) in ON, entry)
+    else:
+        merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
+
+
+def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
+    name = key.rpartition(".")[2].replace("_model_", "_")
+    actors = merged.value(f"{_ACTOR}.megatron_config")
+    wanted = plain(actors.get(name, 1) if isinstance(actors, dict) else 1)
+    inside = merged.entries.get(f"{_ACTOR}.megatron_config.{name}")
+    wanted = plain(inside.value) if inside is not None else wanted
+    if plain(merged.value(_STRATEGY)) != "megatron":
+        merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
+    elif plain(entry.value) != wanted:
+        why = f"reference and critic are cut as the actor is, over {wanted}"
+        _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
+
+
+def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
+    """Of SFT and reward models: the sizes by which Megatron cuts the model, where it is the engine."""
+    name = key.rpartition(".")[2].replace("_model_", "_")
+    if "megatron" in (given(merged, "engine"), plain(merged.value(_SUPERVISED_STRATEGY))):
+        merged.add(f"fsdp.megatron_config.{name}", entry.value, entry.origin)
+    else:
+        merged.note(f"`{entry.spelling}` is not needed here: {_SUPERVISED_STRATEGY} is not megatron.")
+
+
+def _same_engine(merged: Merged, key: str, entry: Entry) -> None:
+    """Of the reference and the critic: the actor's engine, by any of its names."""
+    actors, own = plain(merged.value(_STRATEGY)), plain(entry.value)
+    if own == actors or {own, actors} <= {"fsdp", "fsdp2"} or _empty(entry):
+        return
+    name = "fsdp2" if actors in ("fsdp", "fsdp2") else actors
+    _refuse(merged, entry, f"it is computed by the actor's engine, {actors}", f"remove it, or set {key}={name}")
+
+
+def _model_group(merged: Merged, key: str, entry: Entry) -> None:
+    if plain(entry.value) != "hf_model":
+        _refuse(merged, entry, "verl's group files are not here", f"remove it; set {key}.path")
+
+
+def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
+    """Tool results and other words between the model's turns, which has one turn more than there are of these."""
+    section, name = key.rpartition(".")[0], "max_assistant_turns"
+    if _empty(entry) or plain(entry.value) == "0":  # 0 is no bound, as in verl
+        return
+    try:
+        turns = int(str(entry.value)) + 1
+    except ValueError:
+        _refuse(merged, entry, "it is no whole number", f"set {section}.{name}")
+        return
+    turns_set = merged.value(section)
+    own = plain(turns_set.get(name) if isinstance(turns_set, dict) else None)
+    if own.isdigit() and int(own) <= turns:
+        merged.note(f"`{entry.spelling}={entry.value}`: `{section}.{name}={own}` ends conversations before.")
+        return
+    if own.isdigit():
+        merged.note(f"`{entry.spelling}={entry.value}` is the lower bound: `{section}.{name}={turns}`, not {own}.")
+    merged.add(f"{section}.{name}", turns, replace(entry.origin, is_file=False))
+
+
+TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
+    "dynamic": _dynamic,
+    "share": _share,
+    "floor": _floor,
+    "cpu_optimizer": _cpu_optimizer,
+    "offload": _offload,
+    "deterministic": _deterministic,
+    "dtype": _dtype,
+    "stored_dtype": _stored_dtype,
+    "contents": _contents,
+    "one_checkpoint": _one_checkpoint,
+    "critic": _critic,
+    "bypass": _bypass,
+    "lower": _lower,
+    "gen_batch": _gen_batch,
+    "manager": _manager,
+    "longest": _longest,
+    "engine": _engine,
+    "megatron_offload": _megatron_offload,
+    "megatron_sizes": _megatron_sizes,
+    "supervised_sizes": _supervised_sizes,
+    "same_engine": _same_engine,
+    "model_group": _model_group,
+    "user_turns": _user_turns,
+}
+"""Name in a rule -> its function."""

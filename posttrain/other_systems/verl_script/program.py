@@ -1,0 +1,95 @@
+"""The verl command in a script: which program, with which arguments, on how many devices."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from posttrain.config.commandline import CommandLine, parse_options
+from posttrain.other_systems.verl_script.shell import Script
+
+_MODULES = {
+    "sft_trainer": "sft",
+    "fsdp_sft_trainer": "sft",
+    "sft_trainer_ray": "sft",
+    "main_generation": "generation",
+    "main_generation_server": "generation",
+    "main_eval": "evaluation",
+}
+"""Last name of a module of verl -> the program here; every other `main_*` trains by RL."""
+_PROCESSES = re.compile(r"^--n(?:proc)?[_-]per[_-]node(?:=(\S+))?$")
+_MACHINES = re.compile(r"^--nnodes(?:=(\S+))?$")
+
+
+@dataclass
+class Call:
+    """A command of verl."""
+
+    module: str
+    program: str
+    """`ppo`, `sft`, `generation` or `evaluation`."""
+    settings: list[str]
+    """`key=value`, in order."""
+    line: CommandLine
+    """Hydra's options, and what is wrong with the arguments as they stand."""
+    launched: dict[str, str] = field(default_factory=dict)
+    """What torchrun was told, as settings."""
+    outside: list[str] = field(default_factory=list)
+    """References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`."""
+
+    def is_open(self, setting: str) -> bool:
+        """Whether the value depends on what the script takes from outside."""
+        return any(text in setting.partition("=")[2] for text in self.outside)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is one of verl's own trainers, not a recipe's."""
+        return self.module.split(".")[0] == "verl" and self.module.split(".")[-1] in ("main_ppo", *_MODULES)
+
+    def without_outside(self, setting: str) -> str:
+        """The setting with a word in place of each reference that the script does not answer."""
+        for text in self.outside:
+            setting = setting.replace(text, "from_outside")
+        return setting
+
+
+def find_calls(script: Script) -> list[Call]:
+    """Every command of verl in the script."""
+    calls = [call for words in script.commands if (call := _call(words)) is not None]
+    for call in calls:
+        call.outside = list(script.variables.unset)
+    return calls
+
+
+def _call(words: list[str]) -> Call | None:
+    for place, word in enumerate(words):
+        if word == "-m" and place + 1 < len(words) and _is_verl(words[place + 1]):
+            return _read(words[place + 1], words[place + 2 :], words[:place])
+        if re.search(r"(^|/)(main_\w+|\w*sft_trainer)\.py$", word):
+            return _read(word.removesuffix(".py").replace("/", ".").lstrip("."), words[place + 1 :], words[:place])
+    return None
+
+
+def _is_verl(module: str) -> bool:
+    return (
+        module.split(".")[0] in ("verl", "recipe", "posttrain")
+        or re.search(r"\.(main_\w+|\w*sft_trainer)$", module) is not None
+    )
+
+
+def _read(module: str, arguments: list[str], before: list[str]) -> Call:
+    program = _MODULES.get(module.split(".")[-1], "ppo")
+    # A word that is only a variable from outside (`$EXTRA_ARGS`) may hold any number of arguments, or none.
+    known = [word for word in arguments if not word.startswith("$") or "=" in word]
+    line, settings = parse_options(known)
+    return Call(module, program, settings, line, _launched(before))
+
+
+def _launched(before: list[str]) -> dict[str, str]:
+    """torchrun's numbers of processes and machines."""
+    found: dict[str, str] = {}
+    for place, word in enumerate(before):
+        for pattern, key in ((_PROCESSES, "trainer.n_gpus_per_node"), (_MACHINES, "trainer.nnodes")):
+            if match := pattern.match(word):
+                found[key] = match[1] or (before[place + 1] if place + 1 < len(before) else "")
+    return found

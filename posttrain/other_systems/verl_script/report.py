@@ -1,0 +1,150 @@
+"""What is said about a command of verl: each key with its answer, counts, and what remains to be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from posttrain.config import ConfigError, load_config
+from posttrain.config.choices import CHOICES
+from posttrain.config.engine_kwargs import can_generate
+from posttrain.config.lost_half import cut_short
+from posttrain.config.ppo_tree import PPO
+from posttrain.config.supervised_tree import SFT
+from posttrain.config.tree import Tree
+from posttrain.other_systems.verl.answers import answer
+from posttrain.other_systems.verl.mains import MAINS, as_ours
+from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
+from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all
+from posttrain.other_systems.verl_script.program import Call
+
+ENGINE = "actor_rollout_ref.rollout.name"
+_REGISTERED = (ENGINE, "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger")
+"""Settings whose value is one of the names that were registered."""
+TREES: dict[str, Tree] = {"ppo": PPO, "sft": SFT}
+DEFAULTS: dict[str, str] = {
+    "data.max_response_length": "512",
+    "data.filter_overlong_prompts": "False",
+    "trainer.total_epochs": "30",
+}
+"""Key -> verl's default, where posttrain has another and it changes what is learnt."""
+ASSUMED: dict[str, str] = {"trainer.n_gpus_per_node": "8", "trainer.nnodes": "1"}
+"""Key -> verl's default, taken for judging the other settings where the script has the value from outside."""
+
+
+@dataclass
+class Report:
+    """The answers for one command, and the command here."""
+
+    call: Call
+    answers: list[Answered] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    """Settings that make the command mean here what it means in verl, or run here at all."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with the command as a whole, once its refused keys are left out."""
+
+    @property
+    def known_settings(self) -> list[str]:
+        """`settings_here` for judging them: values from outside the script are assumed, or left at their default."""
+        known = []
+        for setting in self.settings_here:
+            key = setting.lstrip("+").partition("=")[0]
+            if not self.call.is_open(setting):
+                known.append(setting)
+            elif _takes_any_text(key, TREES[self.call.program]):
+                known.append(self.call.without_outside(setting))
+            elif key in ASSUMED:
+                known.append(f"{key}={ASSUMED[key]}")
+        return known
+
+    @property
+    def refused(self) -> list[Answered]:
+        return [one for one in self.answers if one.kind in (NOT_SUPPORTED, UNKNOWN) and not self.replaced(one)]
+
+    def replaced(self, one: Answered) -> bool:
+        """Whether a setting that was added stands for it."""
+        return any(setting.partition("=")[0] == one.key for setting in self.added)
+
+    @property
+    def settings_here(self) -> list[str]:
+        """Settings of the command for posttrain."""
+        taken = [one.setting for one in self.answers if one.kind in (HONOURED, TRANSLATED)]
+        return [*(f"{key}={value}" for key, value in self.call.launched.items()), *taken, *self.added]
+
+
+def examine(
+    call: Call, overrides: Sequence[str] = (), *, lost: Sequence[tuple[int, str]] = (), folder: Path = Path()
+) -> Report:
+    """The report of one command; `overrides` are appended to its settings, as on its command line.
+
+    `lost`: lines of the script that were meant as its arguments and never arrive; `folder` is the script's own."""
+    report, tree = Report(call), TREES[call.program]
+    given = [*call.settings, *overrides]
+    keys = {setting.lstrip("+").partition("=")[0] for setting in given}
+    of_file = [setting for setting, _ in as_ours(replace(call.line), folder) if setting.partition("=")[0] not in keys]
+    last = {setting.lstrip("+~").partition("=")[0]: setting for setting in [*of_file, *given]}
+    opened = [setting for setting in last.values() if call.is_open(setting)]
+    report.answers = [
+        *answer_all([setting for setting in last.values() if setting not in opened], tree),
+        *(_without_value(setting, tree) for setting in opened),
+    ]
+    if call.program == "ppo":
+        report.added = _additions({one.key: one.setting.partition("=")[2] for one in report.answers})
+    report.problems = [str(problem) for problem in [*call.line.problems, *([cut_short(lost)] if lost else [])]]
+    try:
+        load_config(report.known_settings, tree=tree)
+    except ConfigError as error:
+        report.problems += [str(problem) for problem in error.problems]
+    return report
+
+
+def _takes_any_text(key: str, tree: Tree) -> bool:
+    """Whether the setting is a name or a path of the user's, so that `$NAME` in it is as good as what it stands for."""
+    found = tree.spellings.canonical(key).key
+    leaf = tree.spellings.leaf_of(found) if found is not None and found not in (*CHOICES, *_REGISTERED) else None
+    return leaf is not None and "str" in str(leaf.hint)
+
+
+def _without_value(setting: str, tree: Tree) -> Answered:
+    """The answer to a key whose value the script has from outside."""
+    key = setting.lstrip("+~").partition("=")[0]
+    found = answer(key, tree)
+    if found is None:
+        return answer_all([f"{key}=null"], tree)[0]._replace(setting=setting)
+    return Answered(setting, key, found.kind, found.says)
+
+
+def main_file(call: Call) -> str | None:
+    """The main file that the command names, where it is none that posttrain knows."""
+    line, known = call.line, (*MAINS, *(tree.main for tree in TREES.values()))
+    name = (line.config_name or known[-1]).removesuffix(".yaml")
+    return None if name in known else "/".join(filter(None, [line.config_path or line.config_dir, f"{name}.yaml"]))
+
+
+def _additions(values: dict[str, str]) -> list[str]:
+    added = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in values]
+    if values.get("algorithm.adv_estimator", "gae") == "gae" and "critic.loss_agg_mode" not in values:
+        mode = values.get("actor_rollout_ref.actor.loss_agg_mode")
+        added += [f"critic.loss_agg_mode={mode}"] if mode else []
+    engine = values.get(ENGINE, "native").strip("\"'")
+    if not can_generate(engine):
+        added.append(f"{ENGINE}=native")
+    return added
+
+
+def as_text(report: Report, *, every: bool) -> str:
+    """The report for a terminal; `every`: honoured keys too."""
+    lines = [f"{report.call.module}: {len(report.answers)} settings"]
+    for kind in (UNKNOWN, NOT_SUPPORTED, NOT_NEEDED, TRANSLATED, *((HONOURED,) if every else ())):
+        chosen = [one for one in report.answers if one.kind == kind]
+        lines += [f"\n{kind}:"] if chosen else []
+        lines += [f"  {one.setting}" + (f"\n      {one.says}" if one.says else "") for one in chosen]
+    counts = [f"{sum(one.kind == kind for one in report.answers)} {kind}" for kind in KINDS]
+    unknown = sum(one.kind == UNKNOWN for one in report.answers)
+    lines.append(f"\n{', '.join(counts)}" + (f", {unknown} unknown" if unknown else ""))
+    if report.added:
+        lines.append("added for the command here: " + " ".join(report.added))
+    if report.problems:
+        lines += ["what is left to change:", *(f"  - {problem}" for problem in report.problems)]
+    return "\n".join(lines)

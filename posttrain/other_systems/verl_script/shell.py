@@ -1,0 +1,211 @@
+"""A shell script read without running it: its commands as words, variables and arrays put in.
+
+Read: assignments, arrays (also `+=`), quotes, continuation lines, comments, `$NAME`, `${NAME:-default}`, `$((1 + N))`.
+Not run: commands, `$(...)`, loops. `if` and `case` are followed as far as the script's own variables tell
+(`branches.py`); of a block that depends on something else the first branch counts.
+"""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.other_systems.verl_script.branches import Block, holds
+from posttrain.other_systems.verl_script.expansion import Variables, reference
+
+_ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.DOTALL)
+_NAME = re.compile(r"^\w+\+?=$")
+_CONDITION = re.compile(r"\s(?P<condition>.*?)[;\n]\s*then\b", re.DOTALL)
+_PATTERN = re.compile(r"(?:\s|#[^\n]*\n)*(?P<patterns>[^\n]*?)\)")
+_ESAC = re.compile(r"(?:\s|#[^\n]*\n)*esac\b")
+_SPLIT = re.compile(r"[ \t\n]+")
+_NO_WORDS = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"')
+"""Quoted, and yet no word at all where there are no arguments, or the array is empty."""
+
+
+class Script:
+    """A script's commands, and what it takes from outside."""
+
+    def __init__(self, text: str) -> None:
+        self.variables = Variables()
+        self.commands: list[list[str]] = []
+        self._text = text.replace("\\\n", " ").replace("\r", "")
+        self._place = 0
+        self._blocks: list[Block] = []
+        while self._place < len(self._text):
+            if self._blocks and self._blocks[-1].is_case and self._begins_branch:
+                self._pattern()
+            elif words := self._command():
+                self._take(words)
+
+    _last_condition: bool | None = None
+    """Of the `if` or `elif` that was read last."""
+    _begins_branch = False
+    """Whether the next words are the patterns of a branch of a `case`."""
+
+    @property
+    def _counts(self) -> bool:
+        return all(block.takes for block in self._blocks)
+
+    @property
+    def _may_count(self) -> bool:
+        """Whether only unknown conditions rule this branch out: it then sets what no other branch has set."""
+        return all(block.takes or not block.is_sure for block in self._blocks)
+
+    def _pattern(self) -> None:
+        """`gpu | npu)`, or the end of the `case`."""
+        self._begins_branch = False
+        if match := _ESAC.match(self._text, self._place):
+            self._blocks.pop()
+        elif match := _PATTERN.match(self._text, self._place):
+            block = self._blocks[-1]
+            block.enter(block.matches(match["patterns"]))
+        self._place = match.end() if match else len(self._text)
+
+    def _take(self, words: list[str]) -> None:
+        """An assignment, a word of the language, or a command."""
+        while words and words[0] in ("then", "do", "{", "!", "export", "local", "readonly", "declare", "set"):
+            if words[0] == "set":
+                return
+            words = [word for word in words[1:] if words[0] in ("then", "do", "{", "!") or not word.startswith("-")]
+        if not words:
+            return
+        if words[0] == "if":
+            self._blocks.append(Block.of_if(self._last_condition))
+        elif words[0] == "case" and len(words) > 1:
+            self._blocks.append(Block.of_case(None if "$" in words[1] or "`" in words[1] else words[1]))
+            self._begins_branch = True
+        elif words[0] in ("fi", "esac"):
+            self._blocks[-1:] = []
+        elif words[0] in ("else", "elif") and self._blocks:
+            block = self._blocks[-1]
+            block.enter((True if block.is_sure else None) if words[0] == "else" else self._last_condition)
+            self._take(words[1:]) if words[0] == "else" else None
+        elif all(_ASSIGNMENT.match(word) for word in words):
+            for word in words:
+                self._assign(word)
+        elif self._counts:
+            self.commands.append(words)
+
+    def _assign(self, word: str) -> None:
+        match = _ASSIGNMENT.match(word)
+        assert match is not None
+        name, more, value = match[1], match[2], match[3]
+        if not self._counts and (not self._may_count or name in self.variables.texts):
+            return
+        self.variables.texts[name] = self.variables.texts.get(name, "") + value if more else value
+
+    def _command(self) -> list[str]:
+        """The words up to the end of a command; the end is consumed."""
+        words: list[str] = []
+        while self._place < len(self._text):
+            char = self._text[self._place]
+            if words in (["if"], ["elif"]) and (match := _CONDITION.match(self._text, self._place)):
+                self._last_condition = holds(match["condition"], self.variables)
+                self._place = match.end("condition")
+                return words
+            if char in " \t":
+                self._place += 1
+            elif char == "#":
+                self._place = self._line_end()
+            elif char in "<>":
+                self._redirection()
+            elif char in "\n;&|()":
+                double = self._text[self._place : self._place + 2]
+                self._place += 1
+                if double == ";;":
+                    self._place += 1
+                    self._begins_branch = True
+                return words
+            else:
+                self._word(words)
+        return words
+
+    def _line_end(self) -> int:
+        end = self._text.find("\n", self._place)
+        return len(self._text) if end < 0 else end
+
+    def _redirection(self) -> None:
+        """`> file`, `2>&1`, `<<EOF ... EOF`."""
+        here = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n.*?^\s*\1\s*$", re.DOTALL | re.MULTILINE)
+        match = here.match(self._text, self._place) or re.compile(r"[<>]+&?\s*\S+").match(self._text, self._place)
+        self._place = match.end() if match else self._place + 1
+
+    def _word(self, words: list[str]) -> None:
+        """One word (or several, from an array), appended; or an array that is assigned."""
+        parts: list[str] = [""]
+        quoted, start = False, self._place
+        while self._place < len(self._text):
+            char = self._text[self._place]
+            if char == "(" and _NAME.match(parts[-1]) and len(parts) == 1:
+                self._array(parts[0])
+                return
+            if char in " \t\n;&|()" or (char in "<>" and not quoted):
+                break
+            if char == "'":
+                end = self._text.find("'", self._place + 1)
+                end = len(self._text) if end < 0 else end
+                parts[-1] += self._text[self._place + 1 : end]
+                self._place, quoted = end + 1, True
+            elif char == '"':
+                self._place += 1
+                self._double_quoted(parts)
+                quoted = True
+            elif char == "\\":
+                parts[-1] += self._text[self._place + 1 : self._place + 2]
+                self._place += 2
+            elif char == "$":
+                self._reference(parts, split="=" not in parts[-1])
+            elif char == "`":
+                end = self._text.find("`", self._place + 1)
+                parts[-1] += self.variables.outside(self._text[self._place : end + 1])
+                self._place = end + 1
+            else:
+                parts[-1] += char
+                self._place += 1
+        if self._place < len(self._text) and self._text[self._place] in "<>" and parts[-1].isdigit():
+            return  # the number of a redirected stream
+        vanishes = _NO_WORDS.fullmatch(self._text, start, self._place) is not None and parts == [""]
+        words += parts if quoted and not vanishes else [part for part in parts if part]
+
+    def _double_quoted(self, parts: list[str]) -> None:
+        while self._place < len(self._text) and self._text[self._place] != '"':
+            char = self._text[self._place]
+            if char == "$":
+                self._reference(parts, split=False)
+            elif char == "\\" and self._text[self._place + 1 : self._place + 2] in '"\\$`':
+                parts[-1] += self._text[self._place + 1]
+                self._place += 2
+            else:
+                parts[-1] += char
+                self._place += 1
+        self._place += 1
+
+    def _reference(self, parts: list[str], *, split: bool) -> None:
+        """What a reference stands for: further words from an array, or (outside quotes) from text with blanks."""
+        value, self._place = reference(self._text, self._place, self.variables)
+        if isinstance(value, str):
+            value = _SPLIT.split(value.strip()) if split and " " in value.strip() and "$(" not in value else [value]
+        if value:
+            parts[-1] += value[0]
+            parts += value[1:]
+
+    def _array(self, name: str) -> None:
+        """`NAME=( words )` or `NAME+=( words )`, over any number of lines."""
+        self._place += 1
+        words: list[str] = []
+        while self._place < len(self._text) and self._text[self._place] != ")":
+            char = self._text[self._place]
+            if char in " \t\n":
+                self._place += 1
+            elif char == "#":
+                self._place = self._line_end()
+            elif char in ";&|<>(":
+                self._place += 1
+            else:
+                self._word(words)
+        self._place += 1
+        key = name.rstrip("+=")
+        if not self._counts and (not self._may_count or key in self.variables.arrays):
+            return
+        before = self.variables.arrays.get(key, []) if name.endswith("+=") else []
+        self.variables.arrays[key] = before + words

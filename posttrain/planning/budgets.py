@@ -1,0 +1,130 @@
+"""What the memory plan decides of a run on a CUDA device, where it was left unset: the size of its KV cache, and the
+tokens of a pass.
+
+Both follow from the settings and from the device's memory, never from what is free at the moment: the same command must
+be cut into the same passes each time, or its numbers would differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from posttrain.algorithms import get_adv_estimator
+from posttrain.config import PPOConfig
+from posttrain.config.base import Section
+from posttrain.config.engine_kwargs import OUTSIDE
+from posttrain.config.schema import assign, lookup
+from posttrain.engine.facts import joining_cost
+from posttrain.planning import cuda_bytes
+from posttrain.planning.memory_plan import GIB, USABLE, Device, Plan, Planner, shown
+from posttrain.planning.rl import RLPlanner
+from posttrain.planning.supervised import SupervisedPlanner
+
+TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
+"""Token budgets that are tried, below the default. Few, because each costs a plan."""
+KV_KEY, SHARE_KEY = (f"actor_rollout_ref.rollout.{name}" for name in ("kv_cache_gb", "gpu_memory_utilization"))
+DOES_NOT_FIT = "By the memory plan this run does not fit"
+
+
+def planner_for(config: Section) -> Planner:
+    """A new planner for this kind of run."""
+    return RLPlanner() if isinstance(config, PPOConfig) else SupervisedPlanner()
+
+
+def apply_plan(config: Section, device: Device, explicit: set[str], planner: Planner) -> list[str]:
+    """Set in `config` what the plan decides; gives a sentence on each."""
+    if device.kind != "cuda":
+        return []
+    said = set_cache_size(config, device, planner.plan) if isinstance(config, PPOConfig) else []
+    budgets = [([key for key in keys if key not in explicit], stages) for keys, stages in _budgets(config)]
+    usual = {key: lookup(config, key) for keys, _ in budgets for key in keys}
+    too_large = [_lower(config, keys, stages, device, planner) for keys, stages in budgets if keys]
+    for key, default in usual.items():
+        if (tokens := lookup(config, key)) != default:
+            fitting = f"by the memory plan {tokens} tokens at once fit here, not the usual {default}"
+            said.append(f"{key} was not set: {fitting}.")
+    return [*said, *[sentence for sentence in too_large if sentence][:1]]
+
+
+def set_cache_size(config: PPOConfig, device: Device, make_plan: Callable[[PPOConfig, Device], Plan]) -> list[str]:
+    """Give the native engine's KV cache what is left of the device while responses are generated. vLLM and SGLang get
+    one share for cache, weights and working memory."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.kv_cache_gb is not None or rollout.gpu_memory_utilization is not None:
+        return []
+    if rollout.name != "native" and rollout.name not in OUTSIDE:
+        return []
+    plan = make_plan(config, device)
+    left = USABLE * device.bytes - plan.peak("generate") + plan.stages["generate"]["KV cache"]
+    if left <= 0:
+        return []  # nothing fits: `_lower` and `posttrain plan` say so
+    if rollout.name in OUTSIDE:
+        share = (left + plan.stages["generate"]["rollout weights"]) / device.bytes
+        rollout.gpu_memory_utilization = max(int(100 * share), 1) / 100
+        percent = f"{100 * rollout.gpu_memory_utilization:.0f}%"
+        return [
+            f"{OUTSIDE[rollout.name].title} may take {percent} of the device ({SHARE_KEY}; chosen by the memory plan)."
+        ]
+    rollout.kv_cache_gb = int(100 * left / GIB) / 100
+    if rollout.kv_cache_gb == 0:
+        rollout.kv_cache_gb = left / GIB
+    return [
+        f"The key/value cache may take {shown(int(rollout.kv_cache_gb * GIB))} ({KV_KEY}; chosen by the memory plan)."
+    ]
+
+
+def _budgets(config: Any) -> list[tuple[Sequence[str], Sequence[str]]]:
+    """(token budgets, the stages whose memory follows from them)."""
+    if not isinstance(config, PPOConfig):
+        return [(("data.max_token_len_per_gpu",), ("validation", "update"))]
+    actor, critic = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"
+    if not get_adv_estimator(config.algorithm.adv_estimator).needs_critic:
+        return [((actor,), ("log-probs", "update"))]
+    # Both models score in log-probs, so that its budgets are lowered together, after each fits its own update.
+    return [((actor,), ("update",)), ((critic,), ("critic update",)), ((actor, critic), ("log-probs",))]
+
+
+def _lower(config: Section, keys: Sequence[str], stages: Sequence[str], device: Device, planner: Planner) -> str:
+    """Lower these budgets to the largest with which the stages fit. Gives the sentence for stages that never fit."""
+    plan = planner.plan(config, device)
+    if _fit(plan, stages, config, planner):
+        return ""
+    # A sequence is never cut: a budget below the longest one changes nothing.
+    least, most = plan.shape.longest * getattr(plan.shape, "together", 1), max(lookup(config, key) for key in keys)
+    for tokens in sorted({tokens for tokens in (*TOKENS, least) if least <= tokens < most}, reverse=True):
+        changed = {key: min(tokens, lookup(config, key)) for key in keys}
+        tried = copy.deepcopy(config)
+        for key, value in changed.items():
+            assign(tried, key, value)
+        plan = planner.plan(tried, device)
+        if _fit(plan, stages, tried, planner):
+            for key, value in changed.items():
+                assign(config, key, value)
+            return ""
+    worst = max((stage for stage in stages if stage in plan.stages), key=plan.peak)
+    return (
+        f"{DOES_NOT_FIT}: {worst} would take {shown(plan.peak(worst))} of "
+        f"{shown(int(USABLE * device.bytes))} usable even with one row at a time."
+    )
+
+
+def _fit(plan: Plan, stages: Sequence[str], config: Any, planner: Planner) -> bool:
+    # The plan counts sequences of full length with shared prompts, which leave a part of the budget empty. Shorter
+    # sequences fill it, and the trial before the first update shares nothing: so count a pass that is full.
+    more = _fuller(config, plan, planner) - 1.0
+    parts = [plan.stages[stage] for stage in stages if stage in plan.stages]
+    needed = [sum(one.values()) + more * one.get("actor activations", 0) for one in parts]
+    return all(size <= USABLE * plan.device.bytes for size in needed)
+
+
+def _fuller(config: Any, plan: Plan, planner: Planner) -> float:
+    """Tokens of the fullest pass of the actor over those that the plan counts."""
+    sizes = planner.count(config, plan.device, "actor", cuda_bytes.sizes_of) if isinstance(config, PPOConfig) else None
+    if sizes is None:
+        return 1.0
+    shape, actor = plan.shape, config.actor_rollout_ref.actor
+    counted, _ = shape.packed_pass(actor, config.actor_rollout_ref.rollout.n, joining_cost(sizes.width))
+    most = min(actor.ppo_max_token_len_per_gpu, shape.mini_rows * (shape.longest - 1))
+    return max(1.0, most / counted)

@@ -1,0 +1,66 @@
+"""How a field of a settings class declares what it takes: its default, and a range or a few names.
+
+    @dataclass
+    class Settings:
+        temperature: float = setting(1.0, range=POSITIVE)
+        \"\"\"One sentence, for `posttrain explain`, the YAML tree and the docs.\"\"\"
+        mode: str = setting("fast", choices=("fast", "exact"))
+
+The check, its message and the pages are derived from this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """What the value of a setting must be."""
+
+    allows: Callable[[Any], bool]
+    words: str
+    """What follows "must be" in a message."""
+
+
+def at_least(low: float) -> Range:
+    return Range(lambda value: value >= low, f"{low} or more")
+
+
+def above(low: float) -> Range:
+    return Range(lambda value: value > low, f"above {low}")
+
+
+ONE_OR_MORE, ZERO_OR_MORE, POSITIVE = at_least(1), at_least(0), above(0)
+SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
+POSITIVE_SHARE = Range(lambda value: 0 < value <= 1, "above 0 and at most 1")
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Any = dataclasses.MISSING,
+    range: Range | None = None,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A dataclass field with this default (`factory` makes one that is mutable) and what it takes; null always passes.
+
+    The result is typed Any, so that a checker takes the field's own annotation.
+    """
+    takes = {"range": range, "choices": tuple(choices)}
+    metadata = {name: value for name, value in takes.items() if value}
+    return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
+
+
+def range_of(field: dataclasses.Field[Any]) -> Range | None:
+    return field.metadata.get("range")
+
+
+def choices_of(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    return field.metadata.get("choices", ())
+
+
+def declared(kind: type, what: Callable[[dataclasses.Field[Any]], Any]) -> Mapping[str, Any]:
+    """Field name -> `what` of it (`range_of`, `choices_of`), for the fields of a settings class that declare it."""
+    return {field.name: found for field in dataclasses.fields(kind) if (found := what(field))}
