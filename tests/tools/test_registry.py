@@ -138,8 +138,12 @@ def test_functions_and_classes_can_be_registered_under_a_name_that_is_free():
         """Doubles a number."""
         return 2 * x
 
+    def other(x: int) -> int:
+        """Another one."""
+        return x
+
     with pytest.raises(ValueError, match="already"):
-        register_tool("double")(doubled)
+        register_tool("double")(other)
     tools = make_tools(["double"], {})
     assert tools["double"].schema["function"]["name"] == "double"
     assert texts(tools, ToolCall("double", {"x": 4})) == ["8"]
