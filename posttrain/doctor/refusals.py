@@ -6,6 +6,7 @@ another one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
@@ -14,9 +15,10 @@ from posttrain.config.environment import check_on_any_machine
 from posttrain.config.parallel import workers_of
 from posttrain.config.problem import ConfigError
 from posttrain.config.resolved import Resolved
+from posttrain.config.train_engines import RL, SUPERVISED
 from posttrain.doctor.memory import Device, ModelCounter
 from posttrain.doctor.supervised import ROLE
-from posttrain.engine.registry import EngineLayout, critic_layout, engine_class, policy_layout, supervised_layout
+from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.models import cut
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
@@ -28,8 +30,8 @@ def refuse_what_the_run_refuses(resolved: Resolved, device: Device, counter: Mod
     """Raises the run's own error."""
     config = resolved.config
     if not isinstance(config, PPOConfig):
-        packed, ranks = config.model.use_remove_padding, workers_of(config)
-        counter(config, device, ROLE, _check_model, supervised_layout(config), ranks, packed)
+        layout = layout_of(config, SUPERVISED, "model")
+        counter(config, device, ROLE, partial(_check_model, config, layout, config.model.use_remove_padding))
         return
     if problems := check_on_any_machine(resolved):
         raise ConfigError(problems)
@@ -37,16 +39,16 @@ def refuse_what_the_run_refuses(resolved: Resolved, device: Device, counter: Mod
     counter(config, device, "actor", _Refusals(config))
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
     if estimator.needs_critic:
-        packed, ranks = config.critic.model.use_remove_padding, workers_of(config)
-        counter(config, device, "critic", _check_model, critic_layout(config), ranks, packed)
+        layout = layout_of(config, RL, "critic")
+        counter(config, device, "critic", partial(_check_model, config, layout, config.critic.model.use_remove_padding))
     if estimator.compares_group:
         from posttrain.trainer.ppo.sizes import check_group_size
 
         check_group_size(config, resolved.explicit)
 
 
-def _check_model(module: Any, layout: EngineLayout, ranks: int, packed: bool) -> None:
-    engine_class(layout).check_model(module.config, layout, ranks=ranks, packed=packed)
+def _check_model(config: Any, layout: EngineLayout, packed: bool, module: Any) -> None:
+    engine_class(layout).check_model(module.config, layout, ranks=workers_of(config), packed=packed)
 
 
 class _Refusals:
@@ -58,7 +60,7 @@ class _Refusals:
     def __call__(self, module: Any) -> None:
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
         packed = self.config.actor_rollout_ref.model.use_remove_padding
-        _check_model(module, policy_layout(self.config), workers_of(self.config), packed)
+        _check_model(self.config, layout_of(self.config, RL, "actor"), packed, module)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
             _check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
             cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)

@@ -14,7 +14,6 @@ from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.layer_progress import LayerProgress
 from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
@@ -87,7 +86,6 @@ class TorchEngine(ComposedEngine):
             pairs=head.pairs,
         )
         check_heads(module.config, facts.sequence_parallel, packed=packed)
-        progress = LayerProgress(module) if settings.ranks is None and settings.device.type == "cpu" else None
         if settings.optim is None:
             module.requires_grad_(False)
         self.stage = TorchStage(module, head, settings, packed=packed)
@@ -95,7 +93,7 @@ class TorchEngine(ComposedEngine):
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
         if settings.gradient_checkpointing and self.optimizer is not None:
             recompute_layers(module)
-        self.runner = PassRunner(self.stage, head, facts, settings, self.optimizer, progress=progress)
+        self.runner = PassRunner(self.stage, head, facts, settings, self.optimizer)
         # A sharded model is moved with the pass around it: that gathers the weights outside the layers, and would go
         # on with those where they were.
         movable = module if settings.ranks is None else self.stage.forward_pass

@@ -13,7 +13,7 @@ from posttrain.trainer.run.bases import check_bases
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.trainer.supervised.recorder import SupervisedRecorder
-from posttrain.trainer.supervised.task import ROLE, Task
+from posttrain.trainer.supervised.tasks import ROLE, Task
 
 
 def count_steps(config: Any, rows: int) -> tuple[int, int]:
