@@ -46,8 +46,8 @@ class Stage(ABC):
         """Open over all passes of a call; with an optimizer they make gradients for it."""
         return nullcontext()
 
-    def packed(self, rows: Rows) -> Rows:
-        """Rows of this rank, which may have to agree with other ranks about what they ask for."""
+    def prepare_rows(self, rows: Rows) -> Rows:
+        """Rows as this stage takes them: ranks that share a model may have to predict something in every pass."""
         return rows
 
     def before_backward(self, *, last: bool) -> None:  # noqa: B027  (most engines have nothing to do)
@@ -123,7 +123,7 @@ class PassRunner:
         device, packed = self.settings.device, self.facts.packed
         if not units:
             return dummy_rows(device, packed=packed)
-        return self.stage.packed(packed_units(micro, units, device) if packed else padded_rows(micro, device))
+        return self.stage.prepare_rows(packed_units(micro, units, device) if packed else padded_rows(micro, device))
 
     @torch.no_grad()
     def compute(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:

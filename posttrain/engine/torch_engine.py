@@ -60,7 +60,7 @@ class TorchStage(Stage):
                 optimizer.open_sums()
             yield
 
-    def packed(self, rows: Rows) -> Rows:
+    def prepare_rows(self, rows: Rows) -> Rows:
         return rows if self.ranks is None else with_a_prediction(rows)
 
     def before_backward(self, *, last: bool) -> None:

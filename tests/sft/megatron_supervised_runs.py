@@ -94,7 +94,8 @@ def whole_runs(kind: str, folder: Path, model: Path) -> dict[str, Any]:
     lines = {name: metrics_of(one.path) for name, one in found.items()}
     losses = {name: [line["train/loss"] for line in one if "train/loss" in line] for name, one in lines.items()}
     held_out = {name: [line["val/loss"] for line in one if "val/loss" in line] for name, one in lines.items()}
-    return {"losses": losses, "held_out": held_out, "resumed": same}
+    named = "Train engine: megatron-core" in (found["megatron"].path / "logs" / "run.log").read_text()
+    return {"losses": losses, "held_out": held_out, "resumed": same, "named": named}
 
 
 def run_rank(rank: int, ranks: int, folder: Path, model: Path) -> None:

@@ -91,6 +91,8 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     say(
         f"Model: {config.model.path}, {facts.parameters:,} parameters{share}, {facts.dtype} on {device}{held}, {packed}"
     )
+    if facts.engine:
+        say(f"Train engine: {facts.engine}")
     for note in adapter_notes(facts, config.model):
         say(f"note: {note}")
     positions = check_positions(facts.positions, longest, f"the longest row has {longest} tokens")
