@@ -37,7 +37,7 @@ class TorchStage(Stage):
         self.forward_pass = head.torch_pass(module, packed=packed)
         if self.ranks is not None:
             shard(self.forward_pass, module, self.ranks)
-        else:
+        else:  # q, k and v of a layer side by side in memory are one product; FSDP2 would move them apart again
             join_weights(module)
 
     def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> dict[str, torch.Tensor]:
@@ -50,12 +50,12 @@ class TorchStage(Stage):
 
     @contextmanager
     def around_passes(self, optimizer: Optimizer | None) -> Iterator[None]:
-        if self.ranks is not None:  # they gather the weights anew in each pass
+        if self.ranks is not None:  # every pass gathers the weights anew, so that nothing made from them can be kept
             yield
             if optimizer is None:
                 drop_whole_weights(self.forward_pass)
             return
-        with weights_unchanged():
+        with weights_unchanged():  # what layers derive from their weights is kept over the passes of a call
             if optimizer is not None and self.settings.device.type == "cuda":
                 optimizer.open_sums()
             yield
