@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from posttrain.algorithms.common import AlgorithmError, read_setting
 from posttrain.registry import Registry, name_of
@@ -195,7 +195,7 @@ def own_settings(kind: type[S], config: Any, section: str = "") -> S:
 
     A run's settings are checked before it starts. This check is for those who call an algorithm from Python.
     """
-    fields = {one.name: one for one in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    fields = {one.name: one for one in dataclasses.fields(cast(Any, kind))}
     values = {name: value for name in fields if (value := read_setting(config, name, None)) is not None}
     for name, value in values.items():
         limits = range_of(fields[name])
