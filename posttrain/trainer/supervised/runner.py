@@ -23,7 +23,7 @@ from posttrain.trainer.run.process import explain_errors, prepare_torch, restore
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.serving import driven_by_one_machine
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
-from posttrain.trainer.supervised.loop import SupervisedTrainer, count_steps
+from posttrain.trainer.supervised.loop import SupervisedTrainer
 from posttrain.trainer.supervised.tasks import Task
 from posttrain.workers.lora_state import adapter_notes
 from posttrain.workers.roles import pick_device
