@@ -2,7 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from posttrain import plugins
 from posttrain.version import __version__
+
+plugins.dialect = "posttrain.other_systems"
 
 __all__ = ["DataProto", "__version__", "train"]
 

@@ -27,7 +27,6 @@ def train(
     from posttrain.config import load_config
     from posttrain.errors import UserError
     from posttrain.trainer.constants_ppo import apply_environment
-    from posttrain.trainer.registered import registered_names
 
     apply_environment()
     provided = [
@@ -40,7 +39,7 @@ def train(
         if value is not None
     ]
     given = _summed(reward, reward_weights)
-    resolved = load_config(overrides or {}, environment=True, provided=provided, known_names=registered_names())
+    resolved = load_config(overrides or {}, environment=True, provided=provided)
     if resolved.dry_run:
         raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.command.examine([...])")
     from posttrain.tracking.waiting import waiting

@@ -35,6 +35,11 @@ def import_external(name: str, key: str = KEY) -> ModuleType:
         ) from error
 
 
+def is_external(module: str) -> bool:
+    """Whether a module of this name is a file that `import_external` has loaded."""
+    return any(loaded.__name__ == module for _, _, loaded in _loaded.values())
+
+
 def _hint(error: Exception) -> str:
     """What to do about a file that was written for verl."""
     absent = isinstance(error, ModuleNotFoundError) and error.name == "verl"

@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 from posttrain.errors import UserError
 
 T = TypeVar("T")
+REGISTRIES: dict[str, Registry[Any]] = {}
+"""Those of the modules that are imported so far, by their kind."""
 _ROOT = Path(__file__).parent
 
 
@@ -43,6 +45,7 @@ class Registry(MutableMapping[str, T]):
 
     def __init__(self, kind: str, *, package: str = "", error: type[Exception] = RegistryError, hint: str = "") -> None:
         self.kind, self.package, self.error, self.hint = kind, package, error, hint
+        REGISTRIES[kind] = self
         self._entries: dict[str, T] = {}
         self._is_loaded = not package
 
@@ -104,6 +107,12 @@ class Registry(MutableMapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._load())
+
+
+def registered_by(kind: str, modules: Callable[[str], bool]) -> tuple[str, ...]:
+    """Names of one kind that modules for which `modules` is true have registered in this process."""
+    registry = REGISTRIES.get(kind, {})
+    return tuple(name for name, entry in registry.items() if modules(_module(entry)))
 
 
 def name_of(name: str | Enum) -> str:

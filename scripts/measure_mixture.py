@@ -35,7 +35,7 @@ from posttrain.kernels.cuda.fp8 import quantize_rows
 from posttrain.kernels.cuda.sampling import chunk_room
 from posttrain.kernels.cuda.sizes import FINE, LEAST_ROWS
 from posttrain.kernels.decode import BLOCK, add_rms_norm
-from posttrain.kernels.fp8 import FP8, Quantized
+from posttrain.kernels.quantized import FP8, Quantized
 from posttrain.models.feed_forward import Mixture
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.generate import generate

@@ -1,7 +1,7 @@
 """How a package that knows another system's settings plugs in: "do you know this key, and what does it mean here?"
 
-Nothing else in `posttrain.config` knows of other systems. The package named here is imported when a run's settings are
-first loaded; without it other systems' keys are unknown keys.
+Nothing else in `posttrain.config` knows of other systems. The package that `posttrain.plugins` names is imported when a
+run's settings are first loaded; without one, other systems' keys are unknown keys.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain import plugins
+
 if TYPE_CHECKING:
     from posttrain.config.commandline import CommandLine
     from posttrain.config.merge import Merged
-
-PACKAGE = "posttrain.other_systems"
-"""Has `dialect(program)`, which returns a Dialect for `ppo_trainer`, `sft_trainer` or `reward_model_trainer`."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,10 @@ class Dialect:
 
 @cache
 def dialect(program: str) -> Dialect:
-    """The dialect of a program, by the name of its main file."""
-    return importlib.import_module(PACKAGE).dialect(program)
+    """The dialect of a program: `ppo_trainer`, `sft_trainer` or `reward_model_trainer`."""
+    return Dialect() if plugins.dialect is None else importlib.import_module(plugins.dialect).dialect(program)
 
 
 def pages() -> dict[str, str]:
     """The pages of docs/ that the package makes from its tables: file name -> text."""
-    return importlib.import_module(PACKAGE).pages()
+    return {} if plugins.dialect is None else importlib.import_module(plugins.dialect).pages()

@@ -35,7 +35,6 @@ def load_config(
     labelled: Sequence[tuple[str, str]] = (),
     environment: bool = False,
     provided: Iterable[str] = (),
-    known_names: Mapping[str, tuple[str, ...]] | None = None,
     cwd: str | Path | None = None,
     tree: Tree = PPO,
 ) -> Resolved:
@@ -47,14 +46,12 @@ def load_config(
         "preset" does not count as set by the user.
     environment: also check files, packages and devices of this machine, and report those problems with the others.
     provided: keys whose value the caller hands over as a Python object, such as "data.train_files".
-    known_names: key -> names registered in this process besides the built-in ones, such as
-        {"algorithm.adv_estimator": ("mine",)}.
     tree: which program's settings these are.
     """
     started = torchruns_settings() if environment else {}
     labelled = [*labelled, *((f"{key}={value}", SOURCE) for key, value in started.items())]
     folder = Path(cwd) if cwd is not None else working_folder()
-    resolved = _load(args, labelled, environment, frozenset(provided), known_names or {}, folder, tree)
+    resolved = _load(args, labelled, environment, frozenset(provided), folder, tree)
     check_torchrun(resolved, started)
     return resolved
 
@@ -64,7 +61,6 @@ def _load(
     labelled: Sequence[tuple[str, str]],
     environment: bool,
     provided: frozenset[str],
-    known_names: Mapping[str, tuple[str, ...]],
     folder: Path,
     tree: Tree,
 ) -> Resolved:
@@ -115,7 +111,7 @@ def _load(
     references.convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)
     tree.derive(merged, provided)
-    tree.check_names(merged, folder, known_names)
+    tree.check_names(merged, folder)
     resolved = _finish(merged, line, composed.main_file)
     return _judge(resolved, merged, provided, environment, folder, tree, whole=not line.misses_files)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, NOT_BUILT_VALUES, POLICY_LOSSES, ROLLOUT_ENGINES, SAMPLERS
@@ -11,6 +10,8 @@ from posttrain.config.merge import Entry, Merged, Source
 from posttrain.config.presets import PRESETS
 from posttrain.config.problem import Problem
 from posttrain.config.registered import files_that_register
+from posttrain.external import is_external
+from posttrain.registry import registered_by
 
 _EXTERNAL = "actor_rollout_ref.model.external_lib"
 _REGISTRIES = {
@@ -29,11 +30,12 @@ _OFTEN_MEANT = {
 """(key, name that others use) -> ours."""
 
 
-def check_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
-    """Check these names; `further` gives names registered in this process, by key."""
+def check_names(merged: Merged, cwd: Path) -> None:
+    """Check these names. Those that the program itself has registered are known; those of a file that was loaded for
+    its settings are not, as the run's other processes must load it too."""
     needed: dict[Path, str] = {}
     for key, (what, function, built_in) in _REGISTRIES.items():
-        known = tuple(dict.fromkeys((*built_in, *further.get(key, ()))))
+        known = tuple(dict.fromkeys((*built_in, *registered_by(what, lambda module: not is_external(module)))))
         name = merged.value(key)
         if name in known or key in merged.bad or merged.value(_EXTERNAL) is not None:
             continue  # a module named by the user may register anything: it is asked when it has been imported

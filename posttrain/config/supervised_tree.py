@@ -217,7 +217,7 @@ def _environment(heads: tuple[str, ...]) -> Callable[[Resolved, Path | None], li
     return check
 
 
-def _no_names(merged: Merged, cwd: Path, further: Mapping[str, tuple[str, ...]]) -> None:
+def _no_names(merged: Merged, cwd: Path) -> None:
     """No setting of these trees names something that a file of the user's registers."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ class Tree:
     """The answer to a start with no argument at all."""
     derive: Callable[[Merged, frozenset[str]], None]
     """Settings that follow from others; gets the keys that a Python caller hands over as objects."""
-    check_names: Callable[[Merged, Path, Mapping[str, tuple[str, ...]]], None]
+    check_names: Callable[[Merged, Path], None]
     """Names that a file of the user's may register."""
     check: Callable[[Checked], tuple[list[Problem], list[str]]]
     """(problems, notes) about the meaning of the values."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.decode import silu_mul
-from posttrain.kernels.fp8 import Quantized, round_rows
+from posttrain.kernels.quantized import Quantized, round_rows
 
 
 def mixture(

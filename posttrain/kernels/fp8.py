@@ -1,7 +1,7 @@
 """Products of 8-bit floats (float8_e4m3fn): every row of either side has a scale of its own, sums are float32.
 
 On a CUDA device whose matrix units multiply such numbers, rows travel as `Quantized`: rounded values beside their
-scales (`cuda/fp8.py`). Everywhere else the rounding is emulated: `round_rows` gives the same rounded numbers in the
+scales (`quantized.py`, `cuda/fp8.py`). Everywhere else the rounding is emulated: `round_rows` gives the same rounded numbers in the
 tensor's own type, and ordinary products are made of them: a CPU shows what fp8 does to learning, without its speed.
 
 Shapes: T rows, E numbers of a row.
@@ -9,28 +9,13 @@ Shapes: T rows, E numbers of a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
 from posttrain.kernels import cuda
+from posttrain.kernels.quantized import Quantized, round_rows
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_SCALE = 1e-12  # so that a row of zeros stays one
 OLDEST = (8, 9)  # compute capability from which on matrix units take fp8
-
-
-class Quantized(NamedTuple):
-    """Rows of fp8 values; a row's numbers are its values times its scale."""
-
-    values: torch.Tensor
-    scales: torch.Tensor  # float32, the shape of `values` without its last dimension
-
-    @classmethod
-    def like(cls, x: torch.Tensor) -> Quantized:
-        return cls(torch.empty_like(x, dtype=FP8), x.new_empty(x.shape[:-1], dtype=torch.float32))
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
@@ -38,17 +23,6 @@ def can_multiply(weight: torch.Tensor) -> bool:
     if not cuda.runs_here(weight) or weight.dtype is torch.float32 or any(size % 16 for size in weight.shape[-2:]):
         return False
     return torch.cuda.get_device_capability(weight.device) >= OLDEST
-
-
-def row_scales(x_TE: torch.Tensor) -> torch.Tensor:
-    """(..., T, 1), float32: what the largest number of each row divided by it is the largest of fp8."""
-    return (x_TE.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_(min=SMALLEST_SCALE)
-
-
-def round_rows(x_TE: torch.Tensor) -> torch.Tensor:
-    """The rows as fp8 holds them, in their own type."""
-    scale = row_scales(x_TE)
-    return ((x_TE.float() / scale).clamp_(-LARGEST, LARGEST).to(FP8).float() * scale).to(x_TE.dtype)
 
 
 def product(x_TE: Quantized, weight_FE: Quantized, bias_F: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

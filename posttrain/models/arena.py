@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.compiled import kernel
-from posttrain.kernels.fp8 import Fp8Weight, Quantized
+from posttrain.kernels.fp8 import Fp8Weight
+from posttrain.kernels.quantized import Quantized
 from posttrain.models.cut import Cut
 from posttrain.models.forward import without_adapters
 from posttrain.models.low_rank import Adapter, LowRank, fill

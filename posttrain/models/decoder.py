@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm, attention
-from posttrain.kernels.fp8 import Fp8Weight, Quantized
+from posttrain.kernels.fp8 import Fp8Weight
+from posttrain.kernels.quantized import Quantized
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import SHARED, Arena, Projection, base_layer

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from posttrain.kernels.decode import silu_mul
 from posttrain.kernels.experts import mixture
-from posttrain.kernels.fp8 import Fp8Weight, Quantized
+from posttrain.kernels.fp8 import Fp8Weight
+from posttrain.kernels.quantized import Quantized
 from posttrain.models.arena import Arena, Projection
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")

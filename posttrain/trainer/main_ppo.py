@@ -13,7 +13,6 @@ from posttrain.tracking import ending
 from posttrain.tracking.console import keep_going, prepare_streams
 from posttrain.tracking.folding import tell
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.registered import registered_names
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
                                              [--quiet | --json]
@@ -37,7 +36,7 @@ def _from_command_line(args: list[str]) -> Any:
     from posttrain.config import load_config
 
     shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
-    resolved = load_config(args, environment=not shows, known_names=registered_names())
+    resolved = load_config(args, environment=not shows)
     if resolved.show == "help":
         print(HELP)
         tell(resolved.describe())
@@ -105,7 +104,7 @@ def as_resolved(config: Any) -> Any:
         return config
     if isinstance(config, PPOConfig):
         config = config.to_dict()
-    return load_config(config, environment=True, known_names=registered_names())
+    return load_config(config, environment=True)
 
 
 def cli(entry: Callable[[], Any] = main) -> int:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from triton_tools import draw
 
 from posttrain.kernels import experts as twin
-from posttrain.kernels.fp8 import LARGEST, Fp8Weight, Quantized, product, round_rows
+from posttrain.kernels.fp8 import Fp8Weight, product
+from posttrain.kernels.quantized import LARGEST, Quantized, round_rows
 
 gpu = pytest.mark.gpu
 ROW = torch.tensor([448.0, -416.0, 1.0, 0.4375, 2**-9, 17.3, -0.0])

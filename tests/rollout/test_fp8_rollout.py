@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.kernels.fp8 import round_rows
+from posttrain.kernels.quantized import round_rows
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native

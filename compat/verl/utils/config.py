@@ -45,8 +45,7 @@ def validate_config(config: Any, use_reference_policy: bool = False, use_critic:
     Files and devices are looked at when the run starts.
     """
     from posttrain.config import load_config
-    from posttrain.trainer.registered import registered_names
     from verl.utils.py_functional import convert_to_regular_types
 
-    load_config(convert_to_regular_types(config), known_names=registered_names())
+    load_config(convert_to_regular_types(config))
     print("[validate_config] All configuration checks passed successfully!")

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from posttrain.kernels.cuda.early import _wait, comes_early
 from posttrain.kernels.cuda.fp8 import quantize_rows
 from posttrain.kernels.cuda.fused_products import _gate
-from posttrain.kernels.fp8 import FP8, Quantized, round_rows
+from posttrain.kernels.quantized import FP8, Quantized, round_rows
 
 MOST_TOKENS = 8192  # that are computed at once: what lies between the products is K times as large as they are
 _SORTED_AT_ONCE = 1024  # pairs

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from posttrain.kernels.cuda.early import _wait, comes_early
 from posttrain.kernels.cuda.fused_products import _gate
-from posttrain.kernels.fp8 import LARGEST, SMALLEST_SCALE, Quantized
+from posttrain.kernels.quantized import LARGEST, SMALLEST_SCALE, Quantized
 
 _LARGEST, _SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
 PIECE = 4096  # numbers of a row that a program takes at once

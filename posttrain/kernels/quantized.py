@@ -1,0 +1,36 @@
+"""Rows of 8-bit floats (float8_e4m3fn), each with a scale of its own, and the same rounding emulated in other types.
+
+Shapes: T rows, E numbers of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST_SCALE = 1e-12  # so that a row of zeros stays one
+
+
+class Quantized(NamedTuple):
+    """Rows of fp8 values; a row's numbers are its values times its scale."""
+
+    values: torch.Tensor
+    scales: torch.Tensor  # float32, the shape of `values` without its last dimension
+
+    @classmethod
+    def like(cls, x: torch.Tensor) -> Quantized:
+        return cls(torch.empty_like(x, dtype=FP8), x.new_empty(x.shape[:-1], dtype=torch.float32))
+
+
+def row_scales(x_TE: torch.Tensor) -> torch.Tensor:
+    """(..., T, 1), float32: what the largest number of each row divided by it is the largest of fp8."""
+    return (x_TE.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_(min=SMALLEST_SCALE)
+
+
+def round_rows(x_TE: torch.Tensor) -> torch.Tensor:
+    """The rows as fp8 holds them, in their own type."""
+    scale = row_scales(x_TE)
+    return ((x_TE.float() / scale).clamp_(-LARGEST, LARGEST).to(FP8).float() * scale).to(x_TE.dtype)

@@ -1,0 +1,6 @@
+"""Packages that plug into a lower one by name: the lower one reads the name here, `posttrain/__init__.py` sets it."""
+
+from __future__ import annotations
+
+dialect: str | None = None
+"""The package with `dialect(program)` and `pages()`, what other systems call the settings: see `config/dialect.py`."""
