@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
-from posttrain.config.declared import declared_choices, declared_ranges
+from posttrain.config.choices import LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.megatron import check_megatron
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import MAY_BE_INFINITE, RANGES
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.turns import check_turns
@@ -39,42 +38,43 @@ def check(checked: Checked) -> tuple[list[Problem], list[str]]:
     return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
 
 
-def check_choices(
-    checked: Checked, choices: Mapping[str, tuple[str, ...]], elsewhere: Mapping[tuple[str, str], str]
-) -> Iterator[Finding]:
-    """Names that are not among those known; `elsewhere` answers names that other systems know."""
-    for key, known in choices.items():
+def check_choices(checked: Checked, elsewhere: Mapping[tuple[str, str], str]) -> Iterator[Finding]:
+    """Names that are not among those that a field declares; `elsewhere` answers names that other systems know."""
+    for key, leaf in leaves(type(checked.config)).items():
         value = lookup(checked.config, key)
-        if value is None or value in known:
+        if not leaf.choices or value is None or value in leaf.choices:
             continue
         if (key, value) in elsewhere:
             yield checked.problem(f"`{key}={value}` cannot be used.", elsewhere[key, value], key)
         else:
-            what = f"`{key}={value}` is not known; known: {', '.join(known)}."
-            yield checked.problem(what, nearest_name(value, known), key)
+            what = f"`{key}={value}` is not known; known: {', '.join(leaf.choices)}."
+            yield checked.problem(what, nearest_name(value, leaf.choices), key)
     for name in checked.config.trainer.logger:
         if name not in LOGGERS:
             what = f"The logger `{name}` is not known; known: {', '.join(LOGGERS)}."
             yield checked.problem(what, nearest_name(name, LOGGERS), "trainer.logger")
 
 
-def check_ranges(checked: Checked, ranges: Mapping[str, Range]) -> Iterator[Finding]:
-    """Numbers out of range, or not finite."""
+def check_ranges(checked: Checked) -> Iterator[Finding]:
+    """Numbers out of the range that their field declares, or not finite."""
     table = leaves(type(checked.config))
-    told: set[str] = set()
-    for key, (fits, text) in ranges.items():
-        value = lookup(checked.config, key)
-        if value is not None and value == value and not fits(value):  # NaN is in no range; it is told below
-            told.add(key)
-            do = f"give a value that is {text} ({table[key].sentence})"
-            yield checked.problem(f"`{key}={value}` is out of range: it must be {text}.", do, key)
+    values = {key: lookup(checked.config, key) for key in table}
+    outside = [key for key, leaf in table.items() if leaf.range is not None and _is_outside(values[key], leaf.range)]
+    for key in outside:
+        leaf = table[key]
+        assert leaf.range is not None
+        do = f"give a value that is {leaf.range.words} ({leaf.sentence})"
+        yield checked.problem(f"`{key}={values[key]}` is out of range: it must be {leaf.range.words}.", do, key)
     for key, leaf in table.items():
-        value = lookup(checked.config, key)
-        if key in told:
-            continue
-        unlimited = key.rpartition(".")[2] in MAY_BE_INFINITE and key in ranges
-        if split_hint(leaf.hint)[0] is float and value is not None and not math.isfinite(value) and not unlimited:
+        value, unlimited = values[key], leaf.range is not None and leaf.range.may_be_infinite
+        is_number = split_hint(leaf.hint)[0] is float and value is not None
+        if is_number and not math.isfinite(value) and not unlimited and key not in outside:
             yield checked.problem(f"`{key}={value}` is not a finite number.", f"give a number ({leaf.sentence})", key)
+
+
+def _is_outside(value: Any, limits: Range) -> bool:
+    # NaN is in no range, and is reported as a number that is not finite
+    return value is not None and value == value and not limits.allows(value)
 
 
 def _batches(checked: Checked) -> Iterator[Finding]:
@@ -135,8 +135,8 @@ def one_process(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, CHOICES | declared_choices(), NOT_BUILT_VALUES),
-    lambda checked: check_ranges(checked, RANGES | declared_ranges()),
+    lambda checked: check_choices(checked, NOT_BUILT_VALUES),
+    check_ranges,
     _batches,
     *ALGORITHM_CHECKS,
     *VALUE_CHECKS,
