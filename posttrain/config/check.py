@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import LOGGERS, NOT_BUILT_VALUES
+from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.megatron import check_megatron
@@ -18,7 +18,6 @@ from posttrain.config.problem import Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.turns import check_turns
-from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.values import split_hint
 from posttrain.settings import Range
 
@@ -91,6 +90,25 @@ def _batches(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, f"set {key} to at most {batch}", key, _BATCH)
 
 
+def _critic(checked: Checked) -> Iterator[Finding]:
+    config = checked.config
+    if config.algorithm.adv_estimator in CRITIC_ESTIMATORS and config.critic.model.path is None:
+        yield "critic.model.path is not set: the critic starts from the actor's model, with a value head of zeros."
+
+
+def _reward_model(checked: Checked) -> Iterator[Finding]:
+    config = checked.config.reward_model
+    if not config.enable:
+        return
+    if config.model.path is None:
+        what = "A reward model is asked for (reward_model.enable=True), but none is named."
+        do = "set reward_model.model.path to a folder or hub id, or reward_model.enable=False for a function reward"
+        yield checked.problem(what, do, "reward_model.enable", "reward_model.model.path")
+    if config.weight == 0:
+        what = "reward_model.weight=0: the reward model would be computed and would not count."
+        yield checked.problem(what, "give another weight, or reward_model.enable=False", "reward_model.weight")
+
+
 def _data(checked: Checked) -> Iterator[Finding]:
     data = checked.config.data
     if data.val_files is None:
@@ -139,7 +157,8 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_ranges,
     _batches,
     *ALGORITHM_CHECKS,
-    *VALUE_CHECKS,
+    _critic,
+    _reward_model,
     _data,
     check_resume,
     check_quantization,

@@ -138,7 +138,6 @@ def test_the_table_has_every_package_once_and_allows_only_rows_above():
 
 
 PENDING = (  # for type checkers alone
-    {"posttrain.config.resolved", "posttrain.config.show"},
     {f"posttrain.trainer.ppo.{name}" for name in ("making_workers", "ray_trainer", "saving", "step_zero")},
 )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from posttrain.config import ConfigError, load_config
 from posttrain.config.engine_kwargs import can_generate
-from posttrain.config.lost_half import cut_short
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
+from posttrain.config.truncated_command import cut_short
 from posttrain.other_systems.verl.answers import answer
 from posttrain.other_systems.verl.mains import MAINS, as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
