@@ -24,7 +24,7 @@ from posttrain.launch_flags import (
     parse,
     variable_of,
 )
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 
 if TYPE_CHECKING:
     from posttrain.config import Resolved

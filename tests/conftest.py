@@ -160,7 +160,7 @@ def _registered_names_are_gone_after_a_test() -> Iterator[None]:
         "posttrain.algorithms.registry": ("ADV_ESTIMATORS", "POLICY_LOSSES"),
         "posttrain.data.sampler": ("SAMPLERS",),
         "posttrain.rollout.engines": ("ENGINES",),
-        "posttrain.rollout.tools.registry": ("TOOLS",),
+        "posttrain.conversations.tools.registry": ("TOOLS",),
         "posttrain.rewards.scorers": ("SCORERS", "ALIASES"),
     }
     before = {

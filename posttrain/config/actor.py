@@ -26,7 +26,7 @@ class PolicyLossConfig(Section):
 class ActorConfig(Section):
     """The policy's update. Example: `actor_rollout_ref.actor.ppo_mini_batch_size=256`."""
 
-    strategy: str = setting("fsdp", choices=("fsdp", "fsdp2", "megatron"))
+    strategy: str = "fsdp"
     """Train engine: `fsdp` and `fsdp2` are the same one, `megatron` is Megatron-Core's."""
     ppo_mini_batch_size: int = setting(256, range=ONE_OR_MORE)
     """Prompts per optimizer step, over all workers (times `rollout.n` responses)."""

@@ -12,11 +12,11 @@ from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
-from posttrain.config.megatron import check_megatron
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.train_engines import RL, check_train_engines, engine_names
 from posttrain.config.turns import check_turns
 from posttrain.config.values import split_hint
 from posttrain.settings import Range
@@ -37,17 +37,21 @@ def check(checked: Checked) -> tuple[list[Problem], list[str]]:
     return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
 
 
-def check_choices(checked: Checked, elsewhere: Mapping[tuple[str, str], str]) -> Iterator[Finding]:
-    """Names that are not among those that a field declares; `elsewhere` answers names that other systems know."""
-    for key, leaf in leaves(type(checked.config)).items():
+def check_choices(
+    checked: Checked, elsewhere: Mapping[tuple[str, str], str], registered: Mapping[str, tuple[str, ...]]
+) -> Iterator[Finding]:
+    """Names that are not among those that a field declares or that are registered for it; `elsewhere` answers names
+    that other systems know."""
+    declared = {key: leaf.choices for key, leaf in leaves(type(checked.config)).items() if leaf.choices}
+    for key, known in {**declared, **registered}.items():
         value = lookup(checked.config, key)
-        if not leaf.choices or value is None or value in leaf.choices:
+        if value is None or value in known:
             continue
         if (key, value) in elsewhere:
             yield checked.problem(f"`{key}={value}` cannot be used.", elsewhere[key, value], key)
         else:
-            what = f"`{key}={value}` is not known; known: {', '.join(leaf.choices)}."
-            yield checked.problem(what, nearest_name(value, leaf.choices), key)
+            what = f"`{key}={value}` is not known; known: {', '.join(known)}."
+            yield checked.problem(what, nearest_name(value, known), key)
     for name in checked.config.trainer.logger:
         if name not in LOGGERS:
             what = f"The logger `{name}` is not known; known: {', '.join(LOGGERS)}."
@@ -153,7 +157,7 @@ def one_process(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, NOT_BUILT_VALUES),
+    lambda checked: check_choices(checked, NOT_BUILT_VALUES, engine_names(RL, checked.config)),
     check_ranges,
     _batches,
     *ALGORITHM_CHECKS,
@@ -166,7 +170,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_sizes,
     check_one_step_off,
     check_ray,
-    check_megatron,
+    check_train_engines,
     check_turns,
     check_engine_kwargs,
     check_agent,

@@ -72,13 +72,16 @@ class SupervisedOptimConfig(OptimConfig):
 class EngineConfig(Section):
     """The train engine. Example: `fsdp.strategy=fsdp2`."""
 
-    strategy: str = setting("fsdp2", choices=("fsdp", "fsdp2"))
-    """Train engine: `fsdp` and `fsdp2` are the same one."""
+    strategy: str = "fsdp2"
+    """Train engine: `fsdp` and `fsdp2` are the same one, `megatron` is Megatron-Core's."""
     fsdp_size: int = setting(-1, range=COUNT_OR_ALL)
     """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
     of them."""
     ulysses_sequence_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Workers that share the tokens of each row; it must divide the workers and the model's heads."""
+    megatron_config: dict[str, Any] = field(default_factory=dict)
+    """How the engine `megatron` cuts a model: `tensor_parallel_size`, `pipeline_parallel_size`, `expert_parallel_size`;
+    docs/megatron.md says how."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
+from posttrain.config.train_engines import SUPERVISED, check_train_engines, engine_names
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 
@@ -168,12 +169,13 @@ def _notes(checked: Checked) -> Iterator[Finding]:
 
 def _check(checked: Checked) -> tuple[list[Problem], list[str]]:
     findings = [
-        *check_choices(checked, {}),
+        *check_choices(checked, {}, engine_names(SUPERVISED, checked.config)),
         *check_ranges(checked),
         *check_resume(checked),
         *check_quantization(checked, "model"),
         *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
         *check_ray(checked),
+        *check_train_engines(checked, SUPERVISED),
         *one_process(checked),
         *_notes(checked),
     ]

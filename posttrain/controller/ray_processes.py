@@ -57,7 +57,7 @@ class Watched:
         level = log.level
         log.setLevel(logging.ERROR)  # it tells that a secret is asked for
         os.environ.update({MARK: self._mark, "RAY_USAGE_STATS_ENABLED": "0", **variables})
-        for variable in before:
+        for variable in before:  # a rank that found torchrun's variables would join torchrun's group, not the run's
             if variable in _TORCHRUNS or variable.startswith("TORCHELASTIC_"):
                 del os.environ[variable]
         try:

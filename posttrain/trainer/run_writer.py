@@ -13,14 +13,12 @@ import torch
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
 from posttrain.config.loggers import installed
-from posttrain.controller.peaks import StagePeaks
-from posttrain.tracking.background import Background
-from posttrain.tracking.by_step import TIMELINE, append_line
-from posttrain.tracking.every import Every
+from posttrain.controller.profiling import StagePeaks
+from posttrain.tracking.background import Background, Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.origin import write_origin
 from posttrain.tracking.progress import Progress, say
-from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
 from posttrain.tracking.status import FRESH_S, NAME, write_status
 from posttrain.trainer.run.memory import named_stage
 from posttrain.trainer.run.traces import StepTraces

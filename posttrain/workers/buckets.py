@@ -66,7 +66,7 @@ def in_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True
     yield bucket
 
 
-def tied_once(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def without_tied_copies(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Without the second name of tied weights, which are tied where they arrive, too. All of them must live as long as
     the walk: one that is gone may leave its place to another."""
     seen: set[tuple[int, int]] = set()

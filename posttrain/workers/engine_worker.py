@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.controller.dispatch import register, to_all, to_first
+from posttrain.engine.base import TrainEngine
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.fsdp import FSDPEngine
 from posttrain.engine.ranks import this_rank
 
 
@@ -15,7 +15,7 @@ class EngineWorker:
     """A role whose weights an engine holds; `adapters` is what a checkpoint says of them and their base."""
 
     config: Any
-    engine: FSDPEngine
+    engine: TrainEngine
     adapters: dict[str, Any] | None
 
     @register(to_first)

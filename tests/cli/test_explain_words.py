@@ -16,9 +16,8 @@ from posttrain.explain import explain
 from posttrain.explain.pages import KEY, _known, _pages
 from posttrain.explain.words import SPELLINGS, WORDS
 from posttrain.pulse import Work
-from posttrain.tracking.known import Known, RunFacts
 from posttrain.tracking.row import STAGE_WORDS, Moment, progress_row
-from posttrain.tracking.step_line import summary
+from posttrain.tracking.step_line import RunFacts, StepFacts, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDENT = """
@@ -63,7 +62,7 @@ def printed() -> list[str]:
     """A step line and a live row with all their parts, cut at commas and wide blanks."""
     metrics = {"reward_mean": 0.8, "groups/no_signal": 0.38, "kl_loss": 0.01, "actor/pg_clipfrac": 0.016}
     metrics |= {"response_length": 30.0, "perf/throughput": 13395.0, "timing_s/step": 2.0, "timing_s/update_actor": 1.5}
-    known = Known(metrics, run=RunFacts(kl_on=True, grouped=True))
+    known = StepFacts(metrics, run=RunFacts(kl_on=True, grouped=True))
     pieces = [text for _, text in summary(known) if text]
     assert len(pieces) == 8, pieces
     work = Work("responses", 64, done=12, tokens=3210)

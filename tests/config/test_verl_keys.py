@@ -271,6 +271,7 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         (["model_engine=veomni"], "set model_engine=dp"),
         (["model_engine=dp"], {f"{ACTOR}.strategy": "fsdp"}),
         (["sft", "engine=fsdp", "optim=fsdp"], {"fsdp.strategy": "fsdp2"}),
+        (["sft", "engine=megatron", "optim=megatron"], {"fsdp.strategy": "megatron"}),
         (["sft", "engine=veomni"], "set engine=fsdp"),
     ],
     "megatron_offload": [
@@ -297,6 +298,13 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
             {f"{ACTOR}.strategy": "megatron"},
         ),
         ([*BY_MEGATRON, "critic.megatron.pipeline_model_parallel_size=2"], "cut as the actor is, over 1"),
+    ],
+    "supervised_sizes": [
+        (
+            ["sft", "engine.tensor_model_parallel_size=2", "engine=megatron", "trainer.n_workers=2"],
+            {"fsdp.megatron_config": {"tensor_parallel_size": 2}},
+        ),
+        (["sft", "engine=fsdp", "engine.pipeline_model_parallel_size=2"], {"fsdp.megatron_config": {}}),
     ],
     "same_engine": [
         ([*BY_MEGATRON, "critic.strategy=megatron", f"{REF}.strategy=megatron"], {f"{ACTOR}.strategy": "megatron"}),

@@ -184,7 +184,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tiny_model, tmp_path, monke
 
 def test_updates_that_are_not_finite_stop_the_run(tiny_model, tmp_path, monkeypatch):
     from posttrain.trainer.run.result import TrainingStopped
-    from posttrain.workers.supervised import sft as worker
+    from posttrain.workers import supervised as worker
 
     bad = {"loss": float("nan"), "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
     monkeypatch.setattr(worker, "sft_step", lambda *_: bad)

@@ -18,8 +18,8 @@ def warm_up(tmp_path, monkeypatch):
     """`warm_up(**recipe)`: the folder that a small model's warm-up leaves, and the engines that trained it."""
     monkeypatch.setattr(embedded, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(embedded, "build_model", lambda tokenizer, seed: build_model(tokenizer, seed=seed, **SMALL))
-    engines, plain = [], embedded.FSDPEngine
-    monkeypatch.setattr(embedded, "FSDPEngine", lambda *args: engines.append(plain(*args)) or engines[-1])
+    engines, plain = [], embedded.TorchEngine
+    monkeypatch.setattr(embedded, "TorchEngine", lambda *args: engines.append(plain(*args)) or engines[-1])
 
     def warmed(**recipe):
         monkeypatch.setattr(embedded, "RECIPE", embedded.RECIPE | {"max_steps": 8, "sft_batch_size": 16} | recipe)

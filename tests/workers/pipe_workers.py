@@ -14,8 +14,7 @@ from typing import Any
 
 from patience import PROGRAM_S
 
-from posttrain.controller.futures import Future
-from posttrain.controller.group import WorkerGroup
+from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.pool import Workers
 from posttrain.controller.rank_host import Failure, RankHost
 from posttrain.controller.wire import pack, unpack

@@ -8,11 +8,11 @@ from dataclasses import replace
 from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.problem import Problem
-from posttrain.other_systems.verl.conditions import ON
+from posttrain.other_systems.verl.conditions import ON, given
 from posttrain.other_systems.verl.rule import NOTHING, plain
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-_STRATEGY = f"{_ACTOR}.strategy"
+_STRATEGY, _SUPERVISED_STRATEGY = f"{_ACTOR}.strategy", "fsdp.strategy"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
 _ENGINES = ("dp", "fsdp", "fsdp2", "legacy")
 _MANAGERS = ("naive", "dapo", "gdpo", "prime")
@@ -181,8 +181,9 @@ def _longest(merged: Merged, key: str, entry: Entry) -> None:
 
 
 def _engine(merged: Merged, key: str, entry: Entry) -> None:
-    if plain(entry.value) == "megatron" and key not in ("engine", "optim"):
-        merged.put(_STRATEGY, "megatron", entry)
+    if plain(entry.value) == "megatron":
+        if key != "optim":  # the optimizer's group is that of the engine
+            merged.put(_SUPERVISED_STRATEGY if key == "engine" else _STRATEGY, "megatron", entry)
         return
     if plain(entry.value) in _ENGINES or _empty(entry):
         merged.note(f"`{entry.spelling}={entry.value}`: FSDP is the engine.")
@@ -213,6 +214,15 @@ def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
         _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
 
 
+def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
+    """Of SFT and reward models: the sizes by which Megatron cuts the model, where it is the engine."""
+    name = key.rpartition(".")[2].replace("_model_", "_")
+    if "megatron" in (given(merged, "engine"), plain(merged.value(_SUPERVISED_STRATEGY))):
+        merged.add(f"fsdp.megatron_config.{name}", entry.value, entry.origin)
+    else:
+        merged.note(f"`{entry.spelling}` is not needed here: {_SUPERVISED_STRATEGY} is not megatron.")
+
+
 def _same_engine(merged: Merged, key: str, entry: Entry) -> None:
     """Of the reference and the critic: the actor's engine, by any of its names."""
     actors, own = plain(merged.value(_STRATEGY)), plain(entry.value)
@@ -237,8 +247,8 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     except ValueError:
         _refuse(merged, entry, "it is no whole number", f"set {section}.{name}")
         return
-    given = merged.value(section)
-    own = plain(given.get(name) if isinstance(given, dict) else None)
+    turns_set = merged.value(section)
+    own = plain(turns_set.get(name) if isinstance(turns_set, dict) else None)
     if own.isdigit() and int(own) <= turns:
         merged.note(f"`{entry.spelling}={entry.value}`: `{section}.{name}={own}` ends conversations before.")
         return
@@ -267,6 +277,7 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "engine": _engine,
     "megatron_offload": _megatron_offload,
     "megatron_sizes": _megatron_sizes,
+    "supervised_sizes": _supervised_sizes,
     "same_engine": _same_engine,
     "model_group": _model_group,
     "user_turns": _user_turns,

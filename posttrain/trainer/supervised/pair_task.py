@@ -15,12 +15,12 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
 from posttrain.trainer.supervised.task import Metrics, Task
-from posttrain.workers.supervised.pairs import PairWorker, pair_losses
+from posttrain.workers.supervised import PairWorker, pair_losses
 
 
 def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     """Two rows per pair, the better first; `prompts` is what both have in common, and one token stands behind each
-    answer (see `engine/pairs.py`). `pair_weights` make a mean over the whole batch in any split."""
+    answer (see `ScoreHead` in `engine/heads.py`). `pair_weights` make a mean over the whole batch in any split."""
     prompts, answers = [], []
     for pair in pairs:
         rows = [without_trailing_padding(ids, pad_token_id) for ids in (pair.chosen, pair.rejected)]

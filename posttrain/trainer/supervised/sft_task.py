@@ -10,7 +10,7 @@ from posttrain.data.sampler import sequential_batches
 from posttrain.data.supervised import SFTDataset
 from posttrain.trainer.sft import sft_batch
 from posttrain.trainer.supervised.task import Metrics, Task
-from posttrain.workers.supervised.sft import SFTWorker
+from posttrain.workers.supervised import SFTWorker
 
 
 class SFTTask(Task):
