@@ -135,6 +135,13 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "trainer.resume_mode")
 
 
+def _quantized_rollout(checked: Checked) -> Iterator[Finding]:
+    rollout, key = checked.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.quantization"
+    if rollout.quantization is not None and rollout.name != "native":
+        what = f"`{key}={rollout.quantization}` is built for the engine native, and rollout.name={rollout.name}."
+        yield checked.problem(what, "set actor_rollout_ref.rollout.name=native, or remove it", key)
+
+
 RAYS_PLACE = {
     "address": "set RAY_ADDRESS=HOST:6379 before the command",
     "_temp_dir": "set TMPDIR before the command: Ray's folder is made there, and removed with the run",
@@ -169,6 +176,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_quantized_offload,
     check_sizes,
     check_one_step_off,
+    _quantized_rollout,
     check_ray,
     check_train_engines,
     check_turns,

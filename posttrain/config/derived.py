@@ -24,7 +24,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _reference_sizes(merged)
     derive_command(merged)
     _layout(merged)
-    _older_responses(merged)
+    _importance_weights(merged)
     _embedded(merged, provided)
     _held_out(merged, provided)
     _group_size(merged)
@@ -171,14 +171,21 @@ def _aggregation(merged: Merged) -> None:
         merged.set_default(key, PER_RESPONSE, f"under {loss}")
 
 
-def _older_responses(merged: Merged) -> None:
-    """One step off, the older policy's samples are weighed, unless the user says what else is done about them."""
-    section, switch = "algorithm.rollout_correction", "trainer.one_step_off"
+def _importance_weights(merged: Merged) -> None:
+    """Samples of another policy than the one that learns get importance weights, unless the user says what else is
+    done about them: one step off that policy is older, with fp8 it is rounded."""
+    section, rounded = "algorithm.rollout_correction", f"{_ROLLOUT}.quantization"
     said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
-    if merged.value(switch) is not True or any(merged.is_set(key) or key in merged.bad for key in said):
+    if any(merged.is_set(key) or key in merged.bad for key in said):
+        return
+    if merged.value("trainer.one_step_off") is True:
+        switch, why = "trainer.one_step_off", "as responses are one step older"
+    elif merged.value(rounded) is not None:
+        switch, why = rounded, "as its log-probs differ from the trainer's"
+    else:
         return
     merged.set_default(said[0], "token", f"under {switch}")
-    merged.note(f"{said[0]}=token under {switch}, as responses are one step older; null leaves that alone.")
+    merged.note(f"{said[0]}=token under {switch}, {why}; null leaves that alone.")
 
 
 def _accumulation(merged: Merged) -> None:

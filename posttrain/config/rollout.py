@@ -57,6 +57,9 @@ class RolloutConfig(Section):
     kv_cache_gb: float | None = None
     """Most memory that the key/value cache may take, in GiB; null is what the memory plan leaves of a GPU, and 30% of
     the memory elsewhere."""
+    quantization: str | None = setting(None, choices=("fp8",))
+    """`fp8` decodes with 8-bit copies of weights and activations (`native`): faster and less exact, so that importance
+    weights (`algorithm.rollout_correction`) are on with it. null: `model.dtype`."""
     n_workers: int = setting(0, range=ZERO_OR_MORE)
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""

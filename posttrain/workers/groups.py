@@ -9,6 +9,8 @@ loop calls both in the same way. `WeightCarrier` moves weights from the workers 
 
 from __future__ import annotations
 
+import torch
+
 from posttrain.controller.group import Future, RoleGroup, WorkerGroup
 from posttrain.workers.buckets import SyncError
 from posttrain.workers.fsdp_workers import (
@@ -93,8 +95,10 @@ class WeightCarrier:
 class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
     """Policy and reference on the workers of `training`, rollout on others."""
 
-    def __init__(self, training: PolicyGroup, rollout: RolloutGroup) -> None:
+    def __init__(self, training: PolicyGroup, rollout: RolloutGroup, rounding: torch.dtype | None = None) -> None:
+        """`rounding` is the type of the engine's products, where that is not the model's own."""
         super().__init__(training.group)
+        self.rounding = rounding
         self.training, self.rollout = training, rollout
         self.carrier = WeightCarrier(training, rollout)
 
@@ -118,7 +122,7 @@ class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
         if len(set(sums)) > 1:
             raise SyncError(f"rollout workers were given different weights: checksums {', '.join(map(str, sums))}")
         scores = self.rollout.rollout_scores.later()
-        ours, dtype = self.training.probe_scores(), self.training.engine_facts.once().dtype
+        ours, dtype = self.training.probe_scores(), self.rounding or self.training.engine_facts.once().dtype
         found = [compare_scores(ours, theirs, dtype, self.training.lost_weights) for theirs in scores.result()]
         return {"sync/checksum": float(sums[0]), "sync/probe_max": max(part["sync/probe_max"] for part in found)}
 
