@@ -78,7 +78,7 @@ def start(job: dict[str, Any]):
             "rollout_trainer": distance(given, ours),
         }
 
-    return {"truth": "transformers, float32, no TF32", "packed": trainer.packed}, run
+    return {"truth": "transformers, float32, no TF32", "packed": trainer.facts().packed}, run
 
 
 if __name__ == "__main__":
