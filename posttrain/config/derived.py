@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from posttrain.config.aliases import AS_THE_ACTOR, DRY_RUN, NODE_RANK, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
 from posttrain.config.data import HELD_OUT
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
-from posttrain.config.parallel import derive_command, derive_layout, derive_reference_sizes
+from posttrain.config.parallel import ROLLOUT_WORKERS, TORCHRUN
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
 
@@ -20,16 +21,64 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _reward_kind(merged)
     _kl_coefficient(merged)
     derive_lora(merged)
-    derive_reference_sizes(merged)
+    _reference_sizes(merged)
     derive_command(merged)
-    derive_layout(merged)
-    _older_responses(merged)
+    _layout(merged)
+    _importance_weights(merged)
     _embedded(merged, provided)
     _held_out(merged, provided)
     _group_size(merged)
     _aggregation(merged)
     _accumulation(merged)
     _fit_mini_batch(merged)
+
+
+def derive_command(merged: Merged) -> None:
+    """Which of the machines this is, and whether it is only looked at."""
+    dry = merged.take(DRY_RUN)
+    merged.dry_run = dry is not None and dry.value
+    entry, machines = merged.take(NODE_RANK), merged.value("trainer.nnodes")
+    if entry is None:
+        return
+    if 0 <= entry.value < machines or entry.source == TORCHRUN:  # where torchrun knows better, it is told so
+        merged.node_rank = entry.value
+        return
+    what = f"`{entry.spelling}={entry.value}`: trainer.nnodes={machines}, and the machines are 0 to {machines - 1}."
+    do = f"give one of them on each machine, each its own, or set trainer.nnodes to {max(entry.value, 0) + 1} or more"
+    merged.problems.append(Problem(what, entry.source, do, ("trainer.nnodes",)))
+
+
+def _layout(merged: Merged) -> None:
+    """Workers that only generate, in verl's words: so many on each of so many machines, and that there are any."""
+    machines, each = merged.take(ROLLOUT_MACHINES), merged.take(ROLLOUT_EACH)
+    given = [entry for entry in (machines, each) if entry is not None]
+    if given:
+        count = (1 if machines is None else machines.value) * (
+            merged.value("trainer.n_gpus_per_node") if each is None else each.value
+        )
+        merged.put(ROLLOUT_WORKERS, count, max(given, key=lambda entry: entry.rank))
+    entry, apart = merged.take(TOGETHER), merged.value(ROLLOUT_WORKERS)
+    if entry is None or entry.value == (not apart):
+        return
+    if entry.value:
+        what = f"`{entry.spelling}=True` has the same workers train and generate, but `{ROLLOUT_WORKERS}={apart}`."
+        do = f"remove {entry.spelling}, or set {ROLLOUT_WORKERS}=0"
+    else:
+        what = f"`{entry.spelling}=False` has other workers generate than train, but nothing says how many."
+        do = f"set {ROLLOUT_WORKERS}"
+    merged.problems.append(Problem(what, entry.source, do, (ROLLOUT_WORKERS,)))
+
+
+def _reference_sizes(merged: Merged) -> None:
+    """The reference's sizes may be written, but not differ from the actor's."""
+    for key, actors in AS_THE_ACTOR.items():
+        entry = merged.take(key)
+        if entry is not None and entry.value != merged.value(actors):
+            what = (
+                f"`{entry.spelling}={entry.value}`: the reference is cut as the actor is, over {merged.value(actors)}."
+            )
+            do = f"set {actors}={entry.value}, which holds for both, or remove {entry.spelling}"
+            merged.problems.append(Problem(what, entry.source, do, (actors,)))
 
 
 def _reward_kind(merged: Merged) -> None:
@@ -122,14 +171,21 @@ def _aggregation(merged: Merged) -> None:
         merged.set_default(key, PER_RESPONSE, f"under {loss}")
 
 
-def _older_responses(merged: Merged) -> None:
-    """One step off, the older policy's samples are weighed, unless the user says what else is done about them."""
-    section, switch = "algorithm.rollout_correction", "trainer.one_step_off"
+def _importance_weights(merged: Merged) -> None:
+    """Samples of another policy than the one that learns get importance weights, unless the user says what else is
+    done about them: one step off that policy is older, with fp8 it is rounded."""
+    section, rounded = "algorithm.rollout_correction", f"{_ROLLOUT}.quantization"
     said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
-    if merged.value(switch) is not True or any(merged.is_set(key) or key in merged.bad for key in said):
+    if any(merged.is_set(key) or key in merged.bad for key in said):
+        return
+    if merged.value("trainer.one_step_off") is True:
+        switch, why = "trainer.one_step_off", "as responses are one step older"
+    elif merged.value(rounded) is not None:
+        switch, why = rounded, "as its log-probs differ from the trainer's"
+    else:
         return
     merged.set_default(said[0], "token", f"under {switch}")
-    merged.note(f"{said[0]}=token under {switch}, as responses are one step older; null leaves that alone.")
+    merged.note(f"{said[0]}=token under {switch}, {why}; null leaves that alone.")
 
 
 def _accumulation(merged: Merged) -> None:

@@ -14,14 +14,15 @@ from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folde
 from posttrain.config.declared import load_own_algorithms, place_declared_settings
 from posttrain.config.loggers import missing_notes
 from posttrain.config.lora import take_adapter
-from posttrain.config.lost_half import lost_half
 from posttrain.config.merge import Merged, Source
+from posttrain.config.parallel import TORCHRUN
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import assign, build
-from posttrain.config.torchrun import SOURCE, check_torchrun, torchruns_settings
+from posttrain.config.torchrun import check_torchrun, torchruns_settings
 from posttrain.config.tree import Tree
+from posttrain.config.truncated_command import find_lost_lines
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
@@ -49,7 +50,7 @@ def load_config(
     tree: which program's settings these are.
     """
     started = torchruns_settings() if environment else {}
-    labelled = [*labelled, *((f"{key}={value}", SOURCE) for key, value in started.items())]
+    labelled = [*labelled, *((f"{key}={value}", TORCHRUN) for key, value in started.items())]
     folder = Path(cwd) if cwd is not None else working_folder()
     resolved = _load(args, labelled, environment, frozenset(provided), folder, tree)
     check_torchrun(resolved, started)
@@ -69,7 +70,7 @@ def _load(
         raise ConfigError([tree.nothing_given()])
     line, overrides = parse_options([] if is_mapping else args, tree.main)
     if environment and not is_mapping:
-        line.problems += lost_half(args)
+        line.problems += find_lost_lines(args)
     labelled = [*tree.spellings.dialect.main_file(line, folder), *labelled]
     try:
         folders, name = find_folders(line, folder, tree.main)

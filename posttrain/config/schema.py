@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
-from posttrain.config.declared import placed_settings
+from posttrain.config.declared import declared_sentence, placed_settings
 from posttrain.config.docs import sentences_of
+from posttrain.settings import Range, choices_of, range_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Leaf:
     hint: Any
     default: Any
     sentence: str
+    range: Range | None = None
+    """What a number must be; null is never tested."""
+    choices: tuple[str, ...] = ()
+    """The names that it takes, besides null where the type allows it; empty for any text."""
 
     @property
     def free_keys(self) -> bool:
@@ -66,8 +71,9 @@ def _walk(section: Section, prefix: str) -> list[Leaf]:
         if isinstance(value, Section):
             found += _walk(value, key + ".")
         else:
-            sentence = sentences.get(field.name) or field.metadata.get("sentence", "")
-            found.append(Leaf(key, hints[field.name], value, sentence))
+            sentence = sentences.get(field.name) or declared_sentence(field)
+            takes = range_of(field), choices_of(field)
+            found.append(Leaf(key, hints[field.name], value, sentence, *takes))
     return found
 
 

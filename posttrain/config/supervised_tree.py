@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,13 @@ from posttrain.config.aliases import OF_THE_COMMAND, Spellings
 from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.commandline import CUT_SHORT
+from posttrain.config.derived import derive_command
 from posttrain.config.devices import runs_on_cpu
 from posttrain.config.effects import Effect, idle_settings
 from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
-from posttrain.config.parallel import check_sizes, derive_command, one_worker
+from posttrain.config.parallel import check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import (
-    MODEL_RANGES,
-    OPTIM_RANGES,
-    PAIR_LOSS_RANGES,
-    PARALLEL_RANGES,
-    ROW_RANGES,
-    TRAINER_RANGES,
-)
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
@@ -78,23 +71,6 @@ _NOT_BUILT: dict[str, str] = {
     "optimizer `optim.*`",
 }
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "data.truncation": ("error", "drop", "left", "right"),
-    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
-    "model.quantization": ("nf4",),
-    "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
-    "trainer.export_hf": ("last", "all", "none"),
-    "trainer.export_lora": ("merged", "adapter"),
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.device": ("auto", "cpu", "cuda"),
-}
-_RANGES = {
-    **{f"data.{name}": limits for name, limits in ROW_RANGES.items()},
-    **{f"model.{name}": limits for name, limits in MODEL_RANGES.items()},
-    **{f"optim.{name}": limits for name, limits in OPTIM_RANGES.items()},
-    **{f"trainer.{name}": limits for name, limits in TRAINER_RANGES.items()},
-    **{f"fsdp.{name}": limits for name, limits in PARALLEL_RANGES.items()},
-}
 _EFFECTS: tuple[Effect, ...] = (
     Effect(
         ("trainer.ray_init", "trainer.stopped_worker_timeout_s"),
@@ -191,22 +167,19 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem], list[str]]]:
-    def check(checked: Checked) -> tuple[list[Problem], list[str]]:
-        findings = [
-            *check_choices(checked, _CHOICES | engine_names(SUPERVISED, checked.config), {}),
-            *check_ranges(checked, ranges),
-            *check_resume(checked),
-            *check_quantization(checked, "model"),
-            *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
-            *check_ray(checked),
-            *check_train_engines(checked, SUPERVISED),
-            *one_process(checked),
-            *_notes(checked),
-        ]
-        return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
-
-    return check
+def _check(checked: Checked) -> tuple[list[Problem], list[str]]:
+    findings = [
+        *check_choices(checked, {}, engine_names(SUPERVISED, checked.config)),
+        *check_ranges(checked),
+        *check_resume(checked),
+        *check_quantization(checked, "model"),
+        *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
+        *check_ray(checked),
+        *check_train_engines(checked, SUPERVISED),
+        *one_process(checked),
+        *_notes(checked),
+    ]
+    return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
 
 
 def _environment(heads: tuple[str, ...]) -> Callable[[Resolved, Path | None], list[Problem]]:
@@ -230,7 +203,7 @@ SFT = Tree(
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
-    check=_check(_RANGES),
+    check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _SFT_EFFECTS),
     environment=_environment(()),
 )
@@ -242,7 +215,7 @@ REWARD_MODEL = Tree(
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,
-    check=_check({**_RANGES, **{f"loss.{name}": limits for name, limits in PAIR_LOSS_RANGES.items()}}),
+    check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
     environment=_environment(SCORE_HEADS),
     heads=SCORE_HEADS,

@@ -111,17 +111,10 @@ class FastDecoder:
     """Hidden states and logits of flat tokens."""
 
     def __init__(
-        self,
-        module: Any,
-        *,
-        share: bool,
-        team: Team | None = None,
-        device: torch.device | None = None,
-        fp8: bool = False,
+        self, module: Any, *, share: bool, team: Team | None = None, device: torch.device | None = None
     ) -> None:
-        """With a team, this rank's part of the model, copied to `device`. With `fp8` the products of all layers are
-        made of 8-bit copies of weights and inputs; embedding, router and head stay as they are."""
-        self.module, self.share, self.team, self.device, self.fp8 = module, share, team, device, fp8
+        """With a team, this rank's part of the model, copied to `device`."""
+        self.module, self.share, self.team, self.device, self.fp8 = module, share, team, device, False
         self.graphs: Any = None  # on a CUDA device: captured steps
         self.gone = False  # whether nothing is held of weights that were moved away
         self._bind()
@@ -140,8 +133,7 @@ class FastDecoder:
         self.layers = [self._layer(number, layer, config) for number, layer in enumerate(stack.layers)]
         self.embedding, self.norm = self._named("embed_tokens.weight"), self._named("norm.weight")
         if self.fp8:
-            for layer in self.layers:
-                layer.hold_in_fp8()
+            self.use_fp8()
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
         self.rotary, self.rotation = stack.rotary_emb, None
         self.whole: WholeStep | None = None
@@ -149,6 +141,15 @@ class FastDecoder:
             self.graphs.forget()
         self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
         self.copies_old, self.gone = True, False
+
+    def use_fp8(self) -> None:
+        """From now on the products of all layers are made of 8-bit copies of weights and inputs; embedding, router and
+        head stay as they are."""
+        self.fp8, self.copies_old = True, True
+        for layer in self.layers:
+            layer.hold_in_fp8()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def _named(self, name: str) -> torch.Tensor:
         return self.arena.named[f"{self.prefix}.{name}"]

@@ -19,6 +19,7 @@ import torch
 
 from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
+from posttrain.kernels.quantized import FP8
 from posttrain.models.attention import ATTENTION, configurations, set_attention
 from posttrain.models.forward import hidden_states, log_probs_of, own_logits, token_log_probs, without_adapters
 from posttrain.models.plain_rows import padding
@@ -28,9 +29,10 @@ COMMON, TAILS = 4, (3, 5)  # tokens that both rows begin with, and those that fo
 WINDOW = 3  # what sliding windows are narrowed to
 ALLOWED = {torch.float64: (1e-6, 1e-4, 0.0, 0.0), torch.float32: (1e-4, 1e-3, 1e-5, 1e-4)}
 HALF = (0.1, 2.0, 0.02, 0.1)
+ALLOWED[FP8] = (0.3, 4.0, 0.06, 0.3)
 """Mean and largest difference of log-probs that rounding explains, and what is added of each for every nat that the
 log-probs have on average: on tokens that a trained model finds unlikely (14 nats) its own pass in bfloat16 is off by
-0.1. Experts may change sides in half precision."""
+0.1, and in fp8 by 0.5. Experts may change sides in half precision."""
 PACKABLE = {"full_attention", "sliding_attention"}  # kinds of layers whose attention packed rows can answer
 
 

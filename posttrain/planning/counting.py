@@ -199,6 +199,13 @@ def _head_size(settings: Any) -> int:
     return getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
 
 
+def fp8_bytes(model: Any) -> int:
+    """Copies of the layers' matrices in 8 bits, with a scale for each of their rows."""
+    layers: Any = decoder_of(model).layers
+    matrices = [w for name, w in layers.named_parameters() if w.dim() > 1 and "lora_" not in name]
+    return sum(w.numel() + 4 * w.numel() // w.shape[-1] for w in matrices)
+
+
 def packed_bytes(model: Any) -> int:
     """Copies of the layers' matrices that multiply faster: the native engine makes them for long responses on a CPU
     that has the instructions."""

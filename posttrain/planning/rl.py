@@ -265,6 +265,8 @@ class _Run:
         copies = math.ceil(actor.weights / size) if shape.workers > 1 and not shape.generating else 0
         if size == 1 and device.kind == "cpu" and response >= MANY:
             copies = self.count("actor", counting.packed_bytes)
+        if rollout.quantization == "fp8":
+            copies += math.ceil(self.count("actor", counting.fp8_bytes) / size)
         made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
         return made | ({CAPTURED: captured} if captured else {})
 

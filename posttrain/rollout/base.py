@@ -78,6 +78,9 @@ class RolloutEngine(ABC):
     shares_weights: bool = False
     """Whether the trainer's weights are the engine's own, so that a sync has nothing to carry."""
 
+    rounding: torch.dtype | None = None
+    """The type whose rounding its log-probs have, where that is not the model's own."""
+
     ranks: int = 1
     """Processes that hold the engine together. Each has all requests; they are called alike, in the same order."""
 

@@ -24,7 +24,7 @@ from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.registry import Registry
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
-from posttrain.rollout.native.build import build_native, can_run_native
+from posttrain.rollout.native.build import build_native, can_run_native, use_fp8
 from posttrain.rollout.proof import why_wrong
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
@@ -122,6 +122,8 @@ def make_native(order: Order) -> Made | str:
     problem = why_wrong(engine, order.module)
     if problem is None and isinstance(engine.decoder, FastDecoder) and order.team is not None:
         engine.decoder.forget_whole()
+    if problem is None and order.config.quantization == "fp8":  # proved first: rounding would hide an error
+        name = use_fp8(engine, name)
     return problem or (engine, name)
 
 

@@ -54,7 +54,8 @@ class WeightProbe:
     def compare(self, trainer: TrainEngine, rollout: RolloutEngine) -> dict[str, float]:
         """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
         theirs, ours = self.score_with_rollout(rollout), self.score_with_trainer(trainer)
-        return compare_scores(ours, theirs, trainer.facts().dtype, lambda: not_finite(trainer.export_weights()))
+        dtype = rollout.rounding or trainer.facts().dtype
+        return compare_scores(ours, theirs, dtype, lambda: not_finite(trainer.export_weights()))
 
     def score_with_trainer(self, engine: TrainEngine) -> torch.Tensor:
         """Log-probs of the fixed rows; all ranks compute them."""

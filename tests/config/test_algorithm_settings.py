@@ -5,9 +5,9 @@ import pytest
 from posttrain.config import load_config
 from posttrain.config.presets import PRESETS
 from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import show
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
-from posttrain.config.show import show
 
 ALGORITHMS = [name.split("/")[1] for name in PRESETS if name.startswith("algorithm/")]
 

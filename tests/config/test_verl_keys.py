@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.choices import CHOICES
 from posttrain.config.merge import Merged, Source
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.schema import leaves
@@ -124,8 +123,8 @@ def other_value(key: str, program: str) -> str:
     kind, default = split_hint(leaf.hint)[0], leaf.default
     if key in SPECIAL or leaf.key != key:
         return SPECIAL.get(key, "7")
-    if key in CHOICES:
-        return next(name for name in CHOICES[key] if name not in (default, "auto"))
+    if leaf.choices:
+        return next(name for name in leaf.choices if name not in (default, "auto"))
     if kind is bool:
         return str(not default)
     if kind is int:

@@ -251,6 +251,16 @@ def test_the_rollout_engine_is_the_one_that_is_named(tiny_model, sums, tmp_path,
     assert "Rollout engine: hf (transformers" in capsys.readouterr().out
 
 
+def test_with_fp8_the_rollout_rounds_and_importance_weights_correct_for_it(tiny_model, sums, tmp_path, capsys):
+    result = run(tiny_model, sums, tmp_path, actor_rollout_ref__rollout__quantization="fp8")
+    said = capsys.readouterr().out
+    assert "fp8 products)" in said
+    assert "rollout_is=token under actor_rollout_ref.rollout.quantization" in said
+    steps = metrics_of(result.path)
+    # The trainer computes in float32: rounding to 8 bits is what differs, after each weight sync anew.
+    assert all(1e-3 < step["mismatch/logp_mean"] < 0.5 for step in steps), steps
+
+
 def test_the_data_settings_of_a_run_decide_what_the_model_is_asked(tiny_model, tmp_path):
     rows = [{"question": f"letter {letter}", "ground_truth": letter} for letter in "dbcaef"]
     given = settings(tiny_model, {"train": tmp_path}, tmp_path, data__prompt_key="question", data__shuffle=False, **ONE)

@@ -40,9 +40,9 @@ ENGINE: tuple[Rule, ...] = (
         off=("bfloat16", "bf16", "auto"),
     ),
     not_supported(
-        f"{_ROLLOUT}.{{quantization,quantization_config_file}}",
+        f"{_ROLLOUT}.quantization_config_file",
         "the rollout decodes with the trainer's own weights",
-        "remove it",
+        "remove it; set actor_rollout_ref.rollout.quantization=fp8",
     ),
     not_needed(f"{_ROLLOUT}.mode", "responses are generated and scored side by side in any case"),
     not_needed(f"{_ROLLOUT}.calculate_log_probs", "the rollout always gives its log-probs; mismatch/* compares them"),

@@ -13,9 +13,12 @@ from posttrain.errors import UserError
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
 from posttrain.kernels.cuda.sizes import MOST_STEPS, STEPS_UNSEEN
+from posttrain.kernels.fp8 import OLDEST
+from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.cut import KEY, own_key_heads
 from posttrain.models.decoder import KNOWN, FastDecoder, can_decode_fast
+from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.paged import PagedDecoder
 from posttrain.models.ways import way_of
 from posttrain.rollout.native.engine import NativeEngine
@@ -53,7 +56,7 @@ def build_native(
     if team is not None:
         check_can_cut(module, fast, team.size)
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
-    decoder = FastDecoder(module, share=share, team=team, device=device, fp8=fp8) if fast else PagedDecoder(module)
+    decoder = FastDecoder(module, share=share, team=team, device=device) if fast else PagedDecoder(module)
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module, size))
     captured = fast and team is None and _on_triton(weight.dtype, device)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
@@ -71,8 +74,26 @@ def build_native(
         ranks=size,
     )
     cut = f", cut over {size} workers" if size > 1 else ""
-    cut += ", fp8 products" if fp8 else ""
-    return engine, f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
+    name = f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
+    return (engine, use_fp8(engine, name)) if fp8 else (engine, name)
+
+
+def use_fp8(engine: NativeEngine, name: str) -> str:
+    """Have an engine decode with fp8 products from now on; its new name. An error where model or device cannot."""
+    decoder, key = engine.decoder, "actor_rollout_ref.rollout.quantization=fp8"
+    if not isinstance(decoder, FastDecoder):
+        kinds = ", ".join((*KNOWN, *MIXTURES))
+        raise UserError(f"{key}: this model is not one of those that decode with fp8 products ({kinds}); remove it")
+    device = engine.pool.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        found, least = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), OLDEST))
+        raise UserError(
+            f"{key}: {torch.cuda.get_device_name(device)} has compute capability {found}, and matrix units multiply "
+            f"fp8 from {least} on; remove the setting"
+        )
+    decoder.use_fp8()
+    engine.rounding = FP8
+    return f"{name.removesuffix(')')}, fp8 products)"
 
 
 def check_can_cut(module: Any, fast: bool, size: int) -> None:

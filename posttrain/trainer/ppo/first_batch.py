@@ -1,4 +1,4 @@
-"""What is proved before the first update: rollout and trainer agree, and the largest batch fits into memory."""
+"""Checks before the first update: rollout and trainer agree, and the largest batch fits into memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from posttrain.tracking.fields import groups_of
 from posttrain.tracking.progress import say
 from posttrain.workers.groups import ActorRolloutGroup
 
+FP8_TOLERANCE = 0.5  # SmolLM2-135M differs by 0.2 on average
 ROLLOUT_IS_EXACT = 1e-4  # below this difference the rollout's own log-probs serve as the old ones
 
 # Past this, on CPU, the trial of the largest batch would cost more time than a surprise would.
@@ -32,8 +33,8 @@ class FirstBatchChecks:
     """Checks a process's first batch that the present weights sampled: whole groups, agreement of rollout and trainer,
     and a trial of the largest batch. `one_prompt` is off where agents make prompts of their own.
 
-    `rollout_is_exact` is what the run's first batch showed: the rollout's own log-probs may serve as the old ones. A
-    run that continues keeps it, so that it goes on as it began.
+    `rollout_is_exact`: on the run's first batch the rollout's log-probs equalled the trainer's, so that they can serve
+    as the old ones. It is saved with checkpoints: a resumed run must not decide anew.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class FirstBatchChecks:
         self.n, self.one_prompt = config.actor_rollout_ref.rollout.n, one_prompt
         self.corrected = correction_is_on(config.algorithm.rollout_correction)
         self.tolerance = config.trainer.rollout_mismatch_tol
+        if self.tolerance is None and config.actor_rollout_ref.rollout.quantization is not None:
+            self.tolerance = FP8_TOLERANCE
         self.lengths, self.prompt_length = largest_rows(config, sizes), config.data.max_prompt_length
         self.actor, self.device = actor, device
         self.done = self.rollout_is_exact = False

@@ -12,6 +12,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import ROLLOUT, Workers
 from posttrain.errors import UserError
+from posttrain.kernels.quantized import FP8
 from posttrain.tracking.progress import say
 from posttrain.tracking.waiting import waiting
 from posttrain.workers.fsdp_workers import (
@@ -47,7 +48,7 @@ class WorkerClasses:
 class TrainingGroups:
     """A run's worker groups by role. `load_models` loads what they need, and tells the user what only the workers know.
 
-    Whether those who train also generate is decided here, by whether `workers` has processes for the rollout alone."""
+    Rollout is disaggregated where `workers` has processes for it alone, and colocated otherwise."""
 
     actor_rollout: ActorRolloutGroup
     rollout: RolloutGroup
@@ -125,7 +126,8 @@ class TrainingGroups:
             say(sentence)
         training = PolicyGroup(self._policy(classes.policy_class))
         rollout = RolloutGroup(self._workers.create(ROLLOUT, classes.rollout_class, *self._of_policy()))
-        return DisaggregatedGroup(training, rollout), rollout
+        rounding = FP8 if self._config.actor_rollout_ref.rollout.quantization == "fp8" else None
+        return DisaggregatedGroup(training, rollout, rounding), rollout
 
     def _policy(self, worker: type) -> WorkerGroup:
         return self._workers.create(

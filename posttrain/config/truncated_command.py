@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 20
 _MOST_PARENTS = 4
 
 
-def lost_half(args: Sequence[str]) -> list[Problem]:
+def find_lost_lines(args: Sequence[str]) -> list[Problem]:
     """The problem of a command that was cut short, none where nothing is known of its script."""
     found = _script(os.getppid())
     if found is None:
