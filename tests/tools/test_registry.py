@@ -158,3 +158,18 @@ with ToolRunner(make_tools(["calculator"], {}), timeout_s=60, max_chars=99, side
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[0] == "5 set()"
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_import_paths_of_earlier_files_give_the_same_modules(first):
+    """A second copy of a module would have a registry and base classes of its own."""
+    old = (
+        "from posttrain.rollout.tools.base import Tool as A\nfrom posttrain.rollout.tools.registry import TOOLS as B\n"
+    )
+    old += "from posttrain.rollout.agents.registry import AGENTS as C\n"
+    new = "import posttrain.conversations.tools.base as a, posttrain.conversations.tools.registry as b\n"
+    new += "import posttrain.conversations.agents as c\n"
+    code = (old + new if first == "old" else new + old) + "assert A is a.Tool and B is b.TOOLS and C is c.AGENTS\n"
+    code += "print(a.__spec__.name)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "posttrain.conversations.tools.base\n", result.stderr
