@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from posttrain import plugins
+from posttrain import moved, plugins
 from posttrain.version import __version__
 
 plugins.dialect = "posttrain.other_systems"
@@ -12,6 +12,8 @@ __all__ = ["DataProto", "__version__", "train"]
 if TYPE_CHECKING:
     from posttrain.api import train
     from posttrain.protocol import DataProto
+
+moved.install()
 
 
 def __dir__() -> list[str]:

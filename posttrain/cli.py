@@ -12,9 +12,8 @@ from typing import Any
 from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.ending import exit_status
-from posttrain.tracking.folding import tell, tell_page
+from posttrain.tracking.console import exit_status, keep_going, prepare_streams
+from posttrain.tracking.terminal_text import tell, tell_page
 from posttrain.tracking.waiting import waiting
 
 Arguments = Sequence[str]
@@ -106,7 +105,7 @@ def reward(args: Arguments) -> int:
 
 def tool(args: Arguments) -> int:
     if args and args[0] == "try":
-        from posttrain.rollout.tools import try_command
+        from posttrain.conversations.tools import try_command
 
         return try_command.main(args[1:])
     parser = _parser("tool", "Tools that a model calls while it answers, outside a run.")

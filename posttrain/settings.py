@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 
@@ -22,6 +23,8 @@ class Range(NamedTuple):
     allows: Callable[[Any], bool]
     words: str
     """What follows "must be" in a message."""
+    may_be_infinite: bool = False
+    """A limit that may be infinite: there is none then."""
 
 
 def at_least(low: float) -> Range:
@@ -35,6 +38,19 @@ def above(low: float) -> Range:
 ONE_OR_MORE, ZERO_OR_MORE, POSITIVE = at_least(1), at_least(0), above(0)
 SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
 POSITIVE_SHARE = Range(lambda value: 0 < value <= 1, "above 0 and at most 1")
+POSITIVE_OR_INFINITE = POSITIVE._replace(may_be_infinite=True)
+ABOVE_ONE_OR_INFINITE = above(1)._replace(may_be_infinite=True)
+COUNT_OR_ALL = Range(lambda value: value == -1 or value >= 1, "-1, or 1 or more")
+COUNT_OR_UNSET = Range(lambda value: value >= -1, "-1, or 0 or more")
+BETAS = Range(lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers from 0 to below 1")
+WEIGHTS = Range(lambda value: len(value) > 0 and all(0 < weight < inf for weight in value), "positive numbers")
+STEPS = Range(lambda value: all(step >= 1 for step in value), "steps, which are counted from 1")
+SEED = Range(lambda value: abs(value) < 2**63, "smaller than 2**63")
+GROUP = Range(lambda value: 1 <= value <= 10_000, "from 1 to 10000")
+PROCESSES = Range(lambda value: 1 <= value <= 1000, "from 1 to 1000")
+SECONDS = Range(lambda value: 1e-3 <= value < inf, "0.001 or more, and finite")
+DTYPES = ("auto", "float32", "bfloat16", "float64")
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 def setting(

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.tracking.by_step import DIAGNOSIS, read_lines
 from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.rundir import DIAGNOSIS, read_lines
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 20
@@ -77,12 +77,13 @@ def stale_weights() -> Iterator[None]:
     def init_model(self: Any) -> Any:
         result = built(self)
         own = rollout_model(self.config, self.device)
-        self.rollout, _ = build_engine(self.config.actor_rollout_ref.rollout, own, self.tokenizer, device=self.device)
+        settings = self.config.actor_rollout_ref.rollout
+        self.rollout.engine, _ = build_engine(settings, own, self.tokenizer, device=self.device)
         return result
 
     @wraps(before)
     def sync_weights(self: Any, version: int) -> dict[str, float]:
-        self.rollout.load_weights((), version)
+        self.rollout.engine.load_weights((), version)
         return {}
 
     ActorRolloutRefWorker.init_model, ActorRolloutRefWorker.sync_weights = init_model, sync_weights
@@ -113,15 +114,15 @@ def another_template() -> Iterator[None]:
 @contextmanager
 def calls_of_a_broken_tool() -> Iterator[None]:
     """Whatever the model writes is taken for a call: the embedded model does not know how to write one."""
-    from posttrain.rollout.tools.base import ToolCall
-    from posttrain.rollout.turns.calls import FORMATS
+    from posttrain.conversations.formats import FORMATS
+    from posttrain.conversations.tools.base import ToolCall
 
-    before = FORMATS["hermes"]
-    FORMATS["hermes"] = lambda text: [ToolCall("broken", {})]
+    before = FORMATS["hermes"].read
+    FORMATS["hermes"].read = lambda text: [ToolCall("broken", {})]
     try:
         yield
     finally:
-        FORMATS["hermes"] = before
+        FORMATS["hermes"].read = before
 
 
 def broken() -> str:

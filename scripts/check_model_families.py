@@ -26,7 +26,8 @@ from tiny_families import FAMILIES, write_tiny
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.models.loading import load_causal_lm
 from posttrain.protocol import DataProto
@@ -85,7 +86,7 @@ def check_family(kind: str, folder: Path) -> Result:
     batch = _batch(plain)
     expected = {loss: _plain_loss(plain, batch, loss) for loss in (rl_loss, sft_loss)}
     for name, pack in (("packed", True), ("padded", False)):
-        engine = FSDPEngine(model, EngineSettings(CPU, optim=OptimConfig(lr=0.0), pack=pack, token_budget=64))
+        engine = TorchEngine(model, EngineSettings(CPU, optim=OptimConfig(lr=0.0), pack=pack, token_budget=64))
         log_probs = engine.log_probs(batch, temperature=TEMPERATURE)["log_probs"]
         result.gaps[f"{name} log-probs"] = _largest(log_probs, batch.batch["plain_log_probs"])
         for loss, (value, gradients) in expected.items():
@@ -109,7 +110,7 @@ def _temperature(loss: Any) -> float:
     return TEMPERATURE if loss is rl_loss else 1.0
 
 
-def _engine_loss(engine: FSDPEngine, batch: DataProto, loss: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def _engine_loss(engine: TorchEngine, batch: DataProto, loss: Any) -> tuple[float, dict[str, torch.Tensor]]:
     shares: list[float] = []
 
     def share(micro: DataProto, out: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -117,7 +118,7 @@ def _engine_loss(engine: FSDPEngine, batch: DataProto, loss: Any) -> tuple[float
         shares.append(float(value.detach()))
         return value
 
-    engine._backward(batch, share, _temperature(loss))
+    engine.runner.gradients(batch, share, _temperature(loss))
     return sum(shares), _gradients(engine.module)
 
 

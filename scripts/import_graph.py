@@ -146,12 +146,12 @@ def _nearest_module(name: str, modules: Mapping[str, Path]) -> str | None:
 
 def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Groups of two or more names that reach each other (strongly connected components), each sorted."""
-    reach = {name: _reachable(name, graph) for name in graph}
+    reach = {name: reachable(name, graph) for name in graph}
     found = {tuple(sorted(other for other in reach[name] if name in reach.get(other, ()))) for name in graph}
     return [list(group) for group in sorted(found) if len(group) > 1]
 
 
-def _reachable(start: str, graph: Mapping[str, Iterable[str]]) -> set[str]:
+def reachable(start: str, graph: Mapping[str, Iterable[str]]) -> set[str]:
     found: set[str] = set()
     waiting = [start]
     while waiting:

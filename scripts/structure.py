@@ -129,7 +129,7 @@ def measure(root: Path) -> Shape:
         "packages in cycles": sum(map(len, shape.package_cycles)),
         "modules in cycles": sum(map(len, shape.module_cycles)),
         "settings of main_ppo": len(re.findall(r"^\| `", settings.read_text(), re.M)) if settings.exists() else "?",
-        "longest function, lines": shape.longest[0][0],
+        "longest function, lines": shape.longest[0][0] if shape.longest else 0,
         "functions above 60 lines": sum(1 for lines, _ in functions if lines > 60),
         "pyright ignores": ignores,
     }

@@ -12,10 +12,8 @@ import json
 import os
 from typing import Any
 
-from posttrain.config.aliases import PPO_SPELLINGS, canonical, spelled
+from posttrain.config.aliases import PPO_SPELLINGS
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
-from posttrain.config.ppo_tree import PPO
-from posttrain.config.schema import using
 from posttrain.config.values import parse_yaml
 from posttrain.other_systems.verl.values import WORDS
 
@@ -58,6 +56,5 @@ def added_to(section: str) -> dict[str, Any]:
 
 
 def _is_unknown(key: str) -> bool:
-    with using(PPO.root), spelled(PPO.spellings):
-        found = canonical(key)
-        return found.key is None and not found.not_built and PPO_SPELLINGS.dialect.answer(key) is None
+    found = PPO_SPELLINGS.canonical(key)
+    return found.key is None and not found.not_built and PPO_SPELLINGS.dialect.answer(key) is None

@@ -23,7 +23,7 @@ INSTEAD = {
     "verl.workers.reward_model": "Reward models are `posttrain.workers.reward_model`; reward_model.enable=true.",
     "verl.experimental.agent_loop": "`verl.experimental.agent_loop.agent_loop` gives AgentLoopBase, AgentLoopOutput "
     "and register; calls of tools are answered by posttrain itself (rollout.multi_turn), and its "
-    "formats of calls are in posttrain/rollout/turns/calls.py.",
+    "formats of calls are in posttrain/conversations/formats.",
     "verl.experimental": "Not built: fully asynchronous trainers. Rewards already run while other responses are "
     "generated, and trainer.one_step_off=True generates while others train.",
     "verl.interactions": "Between the turns of a model tools speak, or an agent of your own (docs/own_agent.md).",

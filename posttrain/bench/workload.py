@@ -1,6 +1,6 @@
 """The work that every system is given: sizes by name (`--work`), prompts as token ids, and the tokens of each response.
 
-`small` is what a CPU is asked for unless told otherwise, `group` what a CUDA device is; whatever size is given beside a
+`small` is what a CPU is given by default, `group` what a CUDA device is; whatever size is given beside a
 name counts before it. All is drawn once from a seed, before any system is started, so that all get the same rows.
 """
 
@@ -44,7 +44,7 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
 OTHERWISE = {"lengths": "fixed", "mean_tokens": None, "slots": None, "budget": None}
 
 
-def settle(options: argparse.Namespace, place: Place) -> None:
+def fill_in_sizes(options: argparse.Namespace, place: Place) -> None:
     """Write the sizes that were not given into `options`, from the work that was named or that suits the device."""
     known = WORKS[options.job]
     name = options.work or ("small" if place.kind == "cpu" else "group")

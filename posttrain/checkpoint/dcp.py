@@ -29,6 +29,8 @@ from posttrain.checkpoint.errors import CheckpointError, find_error, find_os_err
 from posttrain.checkpoint.verify import read_manifest
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+# What torch's own metadata names. A class that a newer torch adds is refused until it is listed here: loading fails
+# loudly, which is better than an unpickler that calls what a file asks for.
 _ALLOWED = {
     (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"),
@@ -90,7 +92,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, together
     if odd:
         raise TypeError(f"only tensors can be saved; these are not: {', '.join(odd)}")
     try:
-        with _quiet():
+        with _quiet():  # the manager syncs the whole checkpoint once, at its end
             save(dict(tensors), storage_writer=_Writer(folder, sync_files=False), no_dist=not together)
     except CheckpointException as error:  # a BaseException, which no rank would hand on
         if isinstance(interrupt := find_error(error, KeyboardInterrupt), KeyboardInterrupt):
@@ -128,7 +130,7 @@ def describe(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def read_tensors(folder: Path, metadata: Metadata, into: dict[str, torch.Tensor]) -> None:
     """Fill the tensors of `into` in place, each from the entry of its name."""
     try:
-        with _quiet():
+        with _quiet():  # each rank reads its own part: `no_dist`, so that none waits for another
             load(dict(into), storage_reader=_Reader(folder, metadata), planner=_TensorsOnly(), no_dist=True)
     except CheckpointException as error:  # a BaseException, which would pass every `except Exception`
         raise CheckpointError(f"Reading {folder} failed: {error}") from error

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.places import steps_in
+from posttrain.checkpoint.folders import steps_in
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify
 
 HUGGINGFACE = "huggingface"

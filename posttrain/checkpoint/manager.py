@@ -7,11 +7,12 @@
       huggingface/ ...   whatever `extra` wrote
       manifest.json      sizes and hashes of all of it, written last
 
-How they get into their places is in `places.py`.
+How they get into their places is in `folders.py`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -22,11 +23,46 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from posttrain.checkpoint import dcp, places, state_json
+from posttrain.checkpoint import dcp, folders
 from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
-from posttrain.checkpoint.files import files_below, sync_folder, sync_tree
+from posttrain.checkpoint.folders import files_below, sync_folder, sync_tree
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
 from posttrain.tracking.atomic import replace_file
+
+
+def state_as_json(state: dict[str, Any]) -> bytes:
+    """A TypeError names the first entry that JSON would lose or change.
+
+    Floats come back bitwise (also NaN and infinities); tuples come back as lists.
+    """
+    _check_plain(state, "state")
+    return json.dumps(state, indent=1).encode() + b"\n"
+
+
+def _state_from_json(data: bytes) -> dict[str, Any]:
+    try:
+        state = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"state.json is not JSON: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError("state.json does not hold a mapping")
+    return state
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_plain(item, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}; only text keys survive JSON")
+            _check_plain(item, f"{where}.{key}")
+    else:
+        raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint's state holds plain JSON values only")
+
 
 STATE = "state.json"
 RNG = "rng.safetensors"
@@ -54,7 +90,7 @@ class CheckpointManager:
         self._keep = keep
         self._note = on_note
         self._verified: set[Path] = set()
-        places.clear_leftovers(self.folder)
+        folders.clear_leftovers(self.folder)
 
     # -- saving
 
@@ -75,19 +111,21 @@ class CheckpointManager:
         written is the folder synced, listed and put in its place. After an error nothing of the new checkpoint is left.
         """
         target = self.folder / f"global_step_{step}"
-        text = state_json.dump(state)  # a state that cannot be stored fails before anything is written
+        text = state_as_json(state)  # a state that cannot be stored fails before anything is written
         try:
-            with places.beside(target) as folder:
+            with folders.temporary_folder(target) as folder:
                 for role, held in tensors.items():
                     held(folder / role) if callable(held) else dcp.write_tensors(folder / role, held)
                 (folder / STATE).write_bytes(text)
                 (folder / RNG).write_bytes(save_safetensors({k: v.contiguous().cpu() for k, v in rng.items()}))
                 if extra is not None:
                     extra(folder)
+                # The order is the guarantee: data on the disk, then the manifest with its hashes, then the final name.
+                # A power cut between any two of them leaves a checkpoint that is not found or not complete.
                 sync_tree(folder)
                 write_manifest(folder, step=step, metric=metric)
                 sync_folder(folder)
-                places.put_in_place(folder, target)
+                folders.put_in_place(folder, target)
         except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
             raise
         except BaseException as error:
@@ -116,7 +154,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoint folders, oldest first, whole or not."""
-        return places.steps_in(self.folder)
+        return folders.steps_in(self.folder)
 
     def newest(self) -> Path | None:
         """The newest checkpoint whose every file is as it was written; damaged ones are named in a note and skipped.
@@ -156,7 +194,7 @@ class CheckpointManager:
 
     def load_state(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The `state` that was saved."""
-        return state_json.load((self._checked(path, STATE)).read_bytes())
+        return _state_from_json(self._checked(path, STATE).read_bytes())
 
     def load_rng(self, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         """The `rng` that was saved."""
@@ -198,7 +236,7 @@ class CheckpointManager:
         """What the manifest of a checkpoint lists, by name; the checkpoint is verified, once per manager."""
         folder = Path(path)
         if not folder.is_dir():
-            there = [f"global_step_{step}" for step in places.steps_in(folder.parent)]
+            there = [f"global_step_{step}" for step in folders.steps_in(folder.parent)]
             raise CheckpointError(f"There is no checkpoint {folder}; {folder.parent} holds {dcp.few(there) or 'none'}.")
         if folder not in self._verified:
             problems = verify(folder)
@@ -215,6 +253,7 @@ class CheckpointManager:
     def _prune(self) -> None:
         if self._keep is None:
             return
+        # Incomplete folders do not count, so that they never push out a good one.
         complete = [step for step in self.steps() if (self.path_of(step) / MANIFEST).is_file()]
         best = self.best()
         kept = {*complete[-self._keep :], *([best[0]] if best else [])}
@@ -222,7 +261,7 @@ class CheckpointManager:
             if step in kept:
                 continue
             try:
-                places.remove(self.path_of(step))
+                folders.remove(self.path_of(step))
             except OSError as error:
                 self._note(f"The old checkpoint {self.path_of(step)} could not be removed: {error}.")
 
@@ -230,7 +269,7 @@ class CheckpointManager:
         """Rename checkpoints later than `step` to `set_aside_...`: after a resume from `step` they belong to no run."""
         moved = []
         for later in [other for other in self.steps() if other > step]:
-            place = places.free_name(self.folder / f"set_aside_global_step_{later}")
+            place = folders.free_name(self.folder / f"set_aside_global_step_{later}")
             os.rename(self.path_of(later), place)
             moved.append(place)
         if moved:

@@ -14,7 +14,7 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from posttrain.checkpoint.files import files_below, sha256_of_all, write_synced
+from posttrain.checkpoint.folders import files_below, sha256_of_all, write_synced
 
 MANIFEST = "manifest.json"
 FORMAT = 2

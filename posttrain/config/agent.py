@@ -11,9 +11,6 @@ from typing import Any
 
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.free_dict import Fault, settings_of, typed_entry
-from posttrain.config.turns import KEY as TURNS
-from posttrain.config.turns import turn_settings
-from posttrain.config.values import WrongValue
 
 KEY = "actor_rollout_ref.rollout.agent"
 BUILT_IN = ("single_turn_agent", "tool_agent")
@@ -51,7 +48,7 @@ def agent_settings(given: Mapping[str, Any]) -> AgentSettings:
 
 
 def check_agent(checked: Checked) -> Iterator[Finding]:
-    """Names, types and ranges; and that one loop leads the conversations."""
+    """Names, types and ranges; and that one agent is named."""
     rollout = checked.config.actor_rollout_ref.rollout
     wrong = False
     for name, value in rollout.agent.items():
@@ -68,16 +65,6 @@ def check_agent(checked: Checked) -> Iterator[Finding]:
     idle = [name for name in rollout.agent if name in ("config", "timeout_s")]
     if idle and not settings.enable:
         yield f"{KEY}: {', '.join(idle)} have no effect: no agent is named ({KEY}=FILE.py:NAME)."
-    if settings.path and settings.enable and _has_tools(rollout.multi_turn):
-        what = f"`{KEY}.path`, and `{TURNS}.enable=True`: two loops would lead a conversation."
-        yield checked.problem(what, "leave multi_turn out: an agent may call what it likes itself", KEY, TURNS)
-
-
-def _has_tools(given: Mapping[str, Any]) -> bool:
-    try:
-        return turn_settings(given).enable
-    except (WrongValue, KeyError):
-        return False  # its own check says so
 
 
 def _faults(name: str, value: Any) -> Iterator[Fault]:

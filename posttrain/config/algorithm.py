@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.algorithms.kl import KL_TYPES
 from posttrain.config.base import Section
 from posttrain.config.declared import ESTIMATOR_KIND, holds_settings_of
+from posttrain.settings import ONE_OR_MORE, POSITIVE, SHARE, ZERO_OR_MORE, setting
 
 
 @dataclass
 class KLControlConfig(Section):
     """Coefficient of the KL penalty in the reward, fixed or adapted to a target."""
 
-    type: str = "fixed"
+    type: str = setting("fixed", choices=("fixed", "adaptive"))
     """`fixed` keeps the coefficient; `adaptive` moves it towards `target_kl`."""
-    kl_coef: float = 0.001
+    kl_coef: float = setting(0.001, range=ZERO_OR_MORE)
     """Coefficient of the KL penalty that is taken from the reward."""
-    horizon: int = 10000
+    horizon: int = setting(10000, range=ONE_OR_MORE)
     """Samples over which the adaptive controller corrects the coefficient."""
-    target_kl: float = 0.1
+    target_kl: float = setting(0.1, range=POSITIVE)
     """KL per token (the mean over each response's tokens, then over responses) at which the adaptive controller neither
     raises nor lowers the coefficient."""
 
@@ -28,7 +30,7 @@ class KLControlConfig(Section):
 class RolloutCorrectionConfig(Section):
     """Weights and rejection for the gap between the policy that sampled and the policy that is trained."""
 
-    rollout_is: str | None = None
+    rollout_is: str | None = setting(None, choices=("token", "sequence"))
     """`token` or `sequence` importance weights on the policy loss; null switches them off."""
     rollout_is_threshold: Any = 2.0
     """A number: weights above it are truncated to it. `low_high`, e.g. `0.5_5.0`: weights outside become 0 (IcePop)."""
@@ -47,7 +49,7 @@ class FilterGroupsConfig(Section):
     """Generate until a batch of groups with signal is full; surplus groups serve the next step."""
     metric: str = "score"
     """What must differ within a group: `score`, `acc` (right or wrong), or a part that the reward gives."""
-    max_num_gen_batches: int = 10
+    max_num_gen_batches: int = setting(10, range=ZERO_OR_MORE)
     """Most batches generated for one step (0: no limit); groups without signal then fill what is missing."""
 
 
@@ -58,13 +60,13 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = "gae"
     """Name of the advantage estimator (`posttrain explain` lists them), or one registered by your own file."""
-    gamma: float = 1.0
+    gamma: float = setting(1.0, range=SHARE)
     """Discount per token in `gae` and `reinforce_plus_plus`."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards."""
     use_kl_in_reward: bool = False
     """Subtract a per-token KL penalty from the reward (PPO's way; GRPO puts KL into the loss)."""
-    kl_penalty: str = "kl"
+    kl_penalty: str = setting("kl", choices=tuple(KL_TYPES))
     """KL estimate used in the reward: `kl`, `abs`, `mse` or `low_var_kl`."""
     allow_both_kl: bool = False
     """Allow KL in the reward and in the loss at once; without it the pair is refused."""

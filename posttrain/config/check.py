@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import CHOICES, LOGGERS, NOT_BUILT_VALUES
-from posttrain.config.declared import declared_choices, declared_ranges
+from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
-from posttrain.config.megatron import check_megatron
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import MAY_BE_INFINITE, RANGES
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.train_engines import RL, check_train_engines, engine_names
 from posttrain.config.turns import check_turns
-from posttrain.config.value_checks import VALUE_CHECKS
 from posttrain.config.values import split_hint
 from posttrain.settings import Range
 
@@ -40,10 +38,12 @@ def check(checked: Checked) -> tuple[list[Problem], list[str]]:
 
 
 def check_choices(
-    checked: Checked, choices: Mapping[str, tuple[str, ...]], elsewhere: Mapping[tuple[str, str], str]
+    checked: Checked, elsewhere: Mapping[tuple[str, str], str], registered: Mapping[str, tuple[str, ...]]
 ) -> Iterator[Finding]:
-    """Names that are not among those known; `elsewhere` answers names that other systems know."""
-    for key, known in choices.items():
+    """Names that are not among those that a field declares or that are registered for it; `elsewhere` answers names
+    that other systems know."""
+    declared = {key: leaf.choices for key, leaf in leaves(type(checked.config)).items() if leaf.choices}
+    for key, known in {**declared, **registered}.items():
         value = lookup(checked.config, key)
         if value is None or value in known:
             continue
@@ -58,22 +58,26 @@ def check_choices(
             yield checked.problem(what, nearest_name(name, LOGGERS), "trainer.logger")
 
 
-def check_ranges(checked: Checked, ranges: Mapping[str, Range]) -> Iterator[Finding]:
-    """Numbers out of range, or not finite."""
-    told: set[str] = set()
-    for key, (fits, text) in ranges.items():
-        value = lookup(checked.config, key)
-        if value is not None and value == value and not fits(value):  # NaN is in no range; it is told below
-            told.add(key)
-            do = f"give a value that is {text} ({leaves()[key].sentence})"
-            yield checked.problem(f"`{key}={value}` is out of range: it must be {text}.", do, key)
-    for key, leaf in leaves().items():
-        value = lookup(checked.config, key)
-        if key in told:
-            continue
-        unlimited = key.rpartition(".")[2] in MAY_BE_INFINITE and key in ranges
-        if split_hint(leaf.hint)[0] is float and value is not None and not math.isfinite(value) and not unlimited:
+def check_ranges(checked: Checked) -> Iterator[Finding]:
+    """Numbers out of the range that their field declares, or not finite."""
+    table = leaves(type(checked.config))
+    values = {key: lookup(checked.config, key) for key in table}
+    outside = [key for key, leaf in table.items() if leaf.range is not None and _is_outside(values[key], leaf.range)]
+    for key in outside:
+        leaf = table[key]
+        assert leaf.range is not None
+        do = f"give a value that is {leaf.range.words} ({leaf.sentence})"
+        yield checked.problem(f"`{key}={values[key]}` is out of range: it must be {leaf.range.words}.", do, key)
+    for key, leaf in table.items():
+        value, unlimited = values[key], leaf.range is not None and leaf.range.may_be_infinite
+        is_number = split_hint(leaf.hint)[0] is float and value is not None
+        if is_number and not math.isfinite(value) and not unlimited and key not in outside:
             yield checked.problem(f"`{key}={value}` is not a finite number.", f"give a number ({leaf.sentence})", key)
+
+
+def _is_outside(value: Any, limits: Range) -> bool:
+    # NaN is in no range, and is reported as a number that is not finite
+    return value is not None and value == value and not limits.allows(value)
 
 
 def _batches(checked: Checked) -> Iterator[Finding]:
@@ -88,6 +92,25 @@ def _batches(checked: Checked) -> Iterator[Finding]:
         key = "critic.ppo_mini_batch_size"
         what = f"The critic's mini-batch ({key}={critic}) is larger than the batch ({_BATCH}={batch})."
         yield checked.problem(what, f"set {key} to at most {batch}", key, _BATCH)
+
+
+def _critic(checked: Checked) -> Iterator[Finding]:
+    config = checked.config
+    if config.algorithm.adv_estimator in CRITIC_ESTIMATORS and config.critic.model.path is None:
+        yield "critic.model.path is not set: the critic starts from the actor's model, with a value head of zeros."
+
+
+def _reward_model(checked: Checked) -> Iterator[Finding]:
+    config = checked.config.reward_model
+    if not config.enable:
+        return
+    if config.model.path is None:
+        what = "A reward model is asked for (reward_model.enable=True), but none is named."
+        do = "set reward_model.model.path to a folder or hub id, or reward_model.enable=False for a function reward"
+        yield checked.problem(what, do, "reward_model.enable", "reward_model.model.path")
+    if config.weight == 0:
+        what = "reward_model.weight=0: the reward model would be computed and would not count."
+        yield checked.problem(what, "give another weight, or reward_model.enable=False", "reward_model.weight")
 
 
 def _data(checked: Checked) -> Iterator[Finding]:
@@ -134,11 +157,12 @@ def one_process(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, CHOICES | declared_choices(), NOT_BUILT_VALUES),
-    lambda checked: check_ranges(checked, RANGES | declared_ranges()),
+    lambda checked: check_choices(checked, NOT_BUILT_VALUES, engine_names(RL, checked.config)),
+    check_ranges,
     _batches,
     *ALGORITHM_CHECKS,
-    *VALUE_CHECKS,
+    _critic,
+    _reward_model,
     _data,
     check_resume,
     check_quantization,
@@ -146,7 +170,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_sizes,
     check_one_step_off,
     check_ray,
-    check_megatron,
+    check_train_engines,
     check_turns,
     check_engine_kwargs,
     check_agent,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from posttrain.algorithms.aggregation import AGGREGATION_MODES
-from posttrain.algorithms.kl import KL_TYPES
 from posttrain.algorithms.registry import ADV_ESTIMATORS
 from posttrain.algorithms.registry import POLICY_LOSSES as _LOSSES
 from posttrain.algorithms.rejection import REJECTIONS as REJECTIONS
@@ -19,34 +17,7 @@ ROLLOUT_ENGINES = built_in_names("rollout/engines.py", "register_engine")
 PER_RESPONSE = "seq-mean-token-mean"
 PER_RESPONSE_LOSSES = tuple(name for name, loss in _losses.items() if loss.loss_agg_mode == PER_RESPONSE)
 """Losses whose papers average over each response first."""
-_AGGREGATIONS, _KL_TYPES = tuple(AGGREGATION_MODES), tuple(KL_TYPES)
-_DTYPES = ("auto", "float32", "bfloat16", "float64")
-_SCHEDULES = ("constant", "linear", "cosine")
 DEFAULT_GROUP_SIZE = 5
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "algorithm.kl_penalty": _KL_TYPES,
-    "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
-    "data.truncation": ("error", "left", "right", "middle"),
-    "actor_rollout_ref.model.quantization": ("nf4",),
-    "actor_rollout_ref.model.dtype": _DTYPES,
-    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2", "megatron"),
-    "actor_rollout_ref.actor.loss_agg_mode": _AGGREGATIONS,
-    "actor_rollout_ref.actor.kl_loss_type": (*_KL_TYPES, *(f"{name}+" for name in _KL_TYPES)),
-    "actor_rollout_ref.actor.old_log_probs": ("auto", "trainer", "rollout"),
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": _SCHEDULES,
-    "critic.loss_agg_mode": _AGGREGATIONS,
-    "critic.optim.lr_scheduler_type": _SCHEDULES,
-    "reward.sandbox.mode": ("kernel", "unsafe"),
-    "reward_model.truncation": ("left", "right", "error"),
-    "reward_model.model.dtype": _DTYPES,
-    "trainer.export_hf": ("last", "all", "none"),
-    "trainer.export_lora": ("adapter", "merged"),
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.device": ("auto", "cpu", "cuda"),
-}
-"""Key -> names that it takes (null aside, where the type allows it)."""
 
 SAMPLERS = built_in_names("data/sampler.py", "register_sampler")
 LOGGERS = ("console", *built_in_names("tracking/loggers.py", "register_logger"))

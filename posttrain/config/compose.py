@@ -1,4 +1,4 @@
-"""Hydra's composition of the YAML files, with the file that each value came from.
+"""The YAML files composed as Hydra does, with the file that each value came from.
 
 The search path is the user's folder, then the package's own tree, so that a copied main file still finds its groups. A
 user's file without a `defaults:` list is laid over the composed main file.
@@ -10,12 +10,16 @@ import copy
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.config.closest import closest
 from posttrain.config.commandline import CommandLine
+from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, placed
 from posttrain.config.problem import ConfigError, Problem
-from posttrain.config.schema import leaves
+from posttrain.config.yaml_text import read_yaml
+
+if TYPE_CHECKING:
+    from posttrain.config.aliases import Spellings
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 MAIN = "ppo_trainer"
@@ -47,7 +51,7 @@ class Layer:
 
 @dataclass
 class Composed:
-    """The result: Hydra's tree (flat, by spelling) and its files, lowest rank first."""
+    """The result: the tree (flat, by spelling) and its files, lowest rank first."""
 
     values: dict[str, Any] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
@@ -64,18 +68,6 @@ class Composed:
 def _around(key: str) -> list[str]:
     """`a` and `a.b` of `a.b.c`."""
     return [key[:place] for place, char in enumerate(key) if char == "."]
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; free-form dict settings and empty mappings stay whole."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and not (key in leaves() and leaves()[key].free_keys):
-            flat.update(flatten(value, key + "."))
-        else:
-            flat[key] = value
-    return flat
 
 
 def find_folders(line: CommandLine, cwd: Path, main: str = MAIN) -> tuple[list[Path], str]:
@@ -122,25 +114,25 @@ def _missing_file(name: str, folders: list[Path]) -> Problem:
     return Problem(f"There is no `{name}.yaml` in {searched}.", "command line, --config-name", do)
 
 
-def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: str = MAIN) -> Composed:
-    """Hydra's tree for this main file and these group choices; a file without `defaults:` is laid over `main`."""
+def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names: Spellings) -> Composed:
+    """The tree of this main file and these group choices; a file without `defaults:` is laid over the tree's own."""
     import yaml
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     chosen = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
     try:
-        own = _own_keys(chosen)
+        own = _read(chosen)
         if not isinstance(own, dict):
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
         lay_over = "defaults" not in own
-        composed = _compose_once(folders, main if lay_over else name, groups, cwd, main)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        composed = _compose_once(folders, names.program if lay_over else name, groups, cwd, names)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ComposeError and OmegaConf's are ValueErrors
         what = f"The configuration files do not compose: {str(error).strip()}"
         raise ConfigError([Problem(what, _label(chosen, cwd), "correct the file")]) from None
     if lay_over:
-        layer = Layer(_label(chosen, cwd), flatten({str(key): value for key, value in own.items()}), explicit=True)
+        layer = Layer(
+            _label(chosen, cwd), names.flatten({str(key): value for key, value in own.items()}), explicit=True
+        )
         composed.layers.append(layer)
         for key in layer.values:
             for inside in [k for k in composed.values if k.startswith(key + ".")]:
@@ -151,20 +143,18 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, main: 
     return composed
 
 
-_read: dict[tuple[object, ...], Any] = {}
+_files: dict[tuple[object, ...], Any] = {}
 _built_in: dict[tuple[object, ...], Composed] = {}
 
 
-def _own_keys(file: Path) -> Any:
+def _read(file: Path) -> Any:
     """What the file itself says; one of the built-in tree is read once per process as long as it does not change."""
-    from omegaconf import OmegaConf
-
     if PACKAGE_TREE not in file.parents:
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        return read_yaml(file)
     key = _stamp(file)
-    if key not in _read:
-        _read[key] = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    return copy.deepcopy(_read[key])
+    if key not in _files:
+        _files[key] = read_yaml(file)
+    return copy.deepcopy(_files[key])
 
 
 def _stamp(file: Path) -> tuple[object, ...]:
@@ -172,80 +162,63 @@ def _stamp(file: Path) -> tuple[object, ...]:
     return file, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path, main: str) -> Composed:
-    """As `_hydra`; the built-in tree alone is composed once per process as long as its files do not change."""
+def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path, names: Spellings) -> Composed:
+    """As `_compose`; the built-in tree alone is composed once per process as long as its files do not change."""
     if folders != [PACKAGE_TREE]:
-        return _hydra(folders, name, groups, cwd, main)
+        return _compose(folders, name, groups, cwd, names)
     key = (name, *groups, *(_stamp(file) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))))
     if key not in _built_in:
-        _built_in[key] = _hydra(folders, name, groups, cwd, main)
+        _built_in[key] = _compose(folders, name, groups, cwd, names)
     return copy.deepcopy(_built_in[key])
 
 
-def _hydra(folders: list[Path], name: str, groups: list[str], cwd: Path, main: str) -> Composed:
-    """Hydra's defaults list and merge, without its own `hydra/` section, which would cost half of the time."""
-    from hydra import version
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.config_repository import CachingConfigRepository
-    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-    from hydra._internal.defaults_list import create_defaults_list
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.plugins import Plugins
-    from omegaconf import OmegaConf
-
-    version.setbase(None)
-    Plugins.instance()  # registers the reader of file://
-    path = ConfigSearchPathImpl()
-    for folder in folders:
-        path.append("posttrain", f"file://{folder}")
-    path.append("schema", "structured://")
-    loader = ConfigLoaderImpl(path)
-    files = CachingConfigRepository(loader.repository)
-    chosen = OverridesParser.create().parse_overrides(groups)
-    defaults = create_defaults_list(files, name, chosen, prepend_hydra=False, skip_missing=False).defaults
-    composed = Composed()
-    for default in defaults:
-        loaded = files.load_config(default.config_path) if default.config_path else None
-        if loaded is not None and default.config_path is not None:
-            own = OmegaConf.to_container(loaded.config, resolve=False)
-            original = main if loaded.defaults_list else default.config_path
-            layer = _layer(default.config_path, default.package or "", own, original, folders, cwd)
-            composed.layers.append(layer)
-            composed.main_file = layer.label if default.primary else composed.main_file
-    container = OmegaConf.to_container(loader._compose_config_from_defaults_list(defaults, files), resolve=False)
-    assert isinstance(container, dict)
-    container.pop("hydra", None)
-    composed.values = flatten(container)
+def _compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names: Spellings) -> Composed:
+    files = ConfigFiles(folders)
+    defaults = DefaultsList(files)
+    for choice in groups:
+        defaults.choose(choice)
+    composed, tree = Composed(), dict[str, Any]()
+    for place in defaults.places(name):
+        loaded = files.read(place.path)
+        if loaded is None:
+            continue
+        layer = _layer(place.path, place.package, loaded, cwd, names)
+        composed.layers.append(layer)
+        composed.main_file = layer.label if place.primary else composed.main_file
+        if isinstance(loaded.values, dict):
+            merge_trees(tree, copy.deepcopy(placed(loaded.values, place.package)))
+    tree.pop("hydra", None)
+    composed.values = names.flatten(tree)
     return composed
 
 
-def _layer(config_path: str, package: str, own: Any, original: str, folders: list[Path], cwd: Path) -> Layer:
+def _layer(config_path: str, package: str, loaded: ConfigFile, cwd: Path, names: Spellings) -> Layer:
+    own, file = loaded.values, loaded.file
     own = {str(key): value for key, value in own.items() if key != "hydra"} if isinstance(own, dict) else {}
-    file = next(folder / f"{config_path}.yaml" for folder in folders if (folder / f"{config_path}.yaml").is_file())
-    values = flatten(own, f"{package}." if package else "")
+    values = names.flatten(own, f"{package}." if package else "")
     group = config_path.rsplit("/", 1)[0] if "/" in config_path else ""
     in_package = file.is_relative_to(PACKAGE_TREE)
     if in_package and group in _PRESET_GROUPS and not package:
         return Layer(f"preset {Path(config_path).name}", values, explicit=False)
     same_name = PACKAGE_TREE / f"{config_path}.yaml"
-    model = same_name if same_name.is_file() else PACKAGE_TREE / f"{original}.yaml"
-    copied = frozenset(values) if in_package else _copied(values, model, package)
+    model = (
+        same_name if same_name.is_file() else PACKAGE_TREE / f"{names.program if loaded.defaults else config_path}.yaml"
+    )
+    copied = frozenset(values) if in_package else _copied(values, model, package, names)
     own_section = package if group and package == group.replace("/", ".") else ""
     return Layer(_label(file, cwd), values, explicit=True, copied=copied, own_section=own_section)
 
 
-def _copied(values: dict[str, Any], model: Path, package: str) -> frozenset[str]:
+def _copied(values: dict[str, Any], model: Path, package: str, names: Spellings) -> frozenset[str]:
     """The keys that a user's file shares with the package's file, if it is a copy of it: has most of its keys.
 
     What the user wrote in a file of a few keys, or added to a copy, is meant, also where it equals the default.
     """
-    from omegaconf import OmegaConf
-
     if not model.is_file():
         return frozenset()
-    own = OmegaConf.to_container(OmegaConf.load(model), resolve=False)
+    own = _read(model)
     kept = {str(key): value for key, value in own.items() if key != "defaults"} if isinstance(own, dict) else {}
-    there = flatten(kept, f"{package}." if package else "")
+    there = names.flatten(kept, f"{package}." if package else "")
     shared = frozenset(there).intersection(values)
     return shared if 2 * len(shared) > len(there) else frozenset()
 

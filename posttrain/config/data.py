@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.settings import COUNT_OR_ALL, ONE_OR_MORE, SEED, WEIGHTS, setting
 
 HELD_OUT = "held_out"
 """The word for `data.val_files` that stands for some of the training rows."""
@@ -20,32 +21,32 @@ class DataConfig(Section):
     val_files: Any = None
     """Validation files, as above; null means no validation. `held_out` takes a tenth of the training rows (256 at most,
     none of fewer than 20), which are then not trained on."""
-    train_weights: list[float] | None = None
+    train_weights: list[float] | None = setting(None, range=WEIGHTS)
     """One weight per training file: how often its rows are drawn relative to the others; null draws every row once
     per epoch."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a string, or a list of chat messages."""
     data_source: str | None = None
     """Data source of rows that do not name one; it chooses the built-in scorer."""
-    train_batch_size: int = 1024
+    train_batch_size: int = setting(1024, range=ONE_OR_MORE)
     """Prompts per step, over all workers."""
-    val_batch_size: int | None = None
+    val_batch_size: int | None = setting(None, range=ONE_OR_MORE)
     """Prompts per validation batch; null takes the whole file."""
-    max_prompt_length: int = 512
+    max_prompt_length: int = setting(512, range=ONE_OR_MORE)
     """Longest prompt in tokens."""
-    max_response_length: int = 1024
+    max_response_length: int = setting(1024, range=ONE_OR_MORE)
     """Longest response in tokens."""
     filter_overlong_prompts: bool = True
     """Drop prompts that are too long, and say how many; false handles them by `truncation`."""
-    truncation: str = "error"
+    truncation: str = setting("error", choices=("error", "left", "right", "middle"))
     """What happens to a prompt that is too long and not dropped: `error`, or cut `left`, `right` or in the `middle`."""
-    train_max_samples: int = -1
+    train_max_samples: int = setting(-1, range=COUNT_OR_ALL)
     """Use at most this many training rows; -1 takes all."""
-    val_max_samples: int = -1
+    val_max_samples: int = setting(-1, range=COUNT_OR_ALL)
     """Use at most this many validation rows; -1 takes all."""
     shuffle: bool = True
     """Draw the rows of an epoch in random order."""
-    seed: int | None = None
+    seed: int | None = setting(None, range=SEED)
     """Seed of the order of rows; null takes `trainer.seed`."""
     sampler: str = "default"
     """Order of rows: `default`, `curriculum`, or one registered by your own file."""

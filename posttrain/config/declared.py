@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,6 @@ from posttrain.config.registered import files_that_register
 from posttrain.errors import UserError
 from posttrain.external import import_external
 from posttrain.registry import Registry
-from posttrain.settings import Range, choices_of, range_of
 
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 C = TypeVar("C", bound=type)
@@ -125,23 +124,6 @@ def declared_sentence(field: dataclasses.Field[Any]) -> str:
         return "" if kind is None else sentences_of(kind).get(field.name, "")
     except (OSError, TypeError):  # a class typed into a notebook has no file
         return ""
-
-
-def declared_ranges() -> dict[str, Range]:
-    """Full key -> range, of the settings that algorithms declare."""
-    return {key: limits for key, field in _fields() if (limits := range_of(field)) is not None}
-
-
-def declared_choices() -> dict[str, tuple[str, ...]]:
-    """Full key -> names that it takes, of the settings that algorithms declare."""
-    return {key: names for key, field in _fields() if (names := choices_of(field))}
-
-
-def _fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    for kind in KINDS:
-        for declaration in kind.registry.values():
-            for field in dataclasses.fields(declaration.settings) if declaration.settings else ():
-                yield kind.prefix + field.name, field
 
 
 def load_own_algorithms(given: Mapping[str, Any], unknown: Iterable[str], folder: Path) -> None:

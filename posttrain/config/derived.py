@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from posttrain.config.aliases import AS_THE_ACTOR, DRY_RUN, NODE_RANK, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
 from posttrain.config.data import HELD_OUT
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
-from posttrain.config.merged_entries import put as _put
-from posttrain.config.merged_entries import set_default as _default
-from posttrain.config.merged_entries import take as _take
-from posttrain.config.parallel import derive_command, derive_layout, derive_reference_sizes
+from posttrain.config.parallel import ROLLOUT_WORKERS, TORCHRUN
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
 
@@ -23,9 +21,9 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _reward_kind(merged)
     _kl_coefficient(merged)
     derive_lora(merged)
-    derive_reference_sizes(merged)
+    _reference_sizes(merged)
     derive_command(merged)
-    derive_layout(merged)
+    _layout(merged)
     _older_responses(merged)
     _embedded(merged, provided)
     _held_out(merged, provided)
@@ -35,37 +33,85 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _fit_mini_batch(merged)
 
 
+def derive_command(merged: Merged) -> None:
+    """Which of the machines this is, and whether it is only looked at."""
+    dry = merged.take(DRY_RUN)
+    merged.dry_run = dry is not None and dry.value
+    entry, machines = merged.take(NODE_RANK), merged.value("trainer.nnodes")
+    if entry is None:
+        return
+    if 0 <= entry.value < machines or entry.source == TORCHRUN:  # where torchrun knows better, it is told so
+        merged.node_rank = entry.value
+        return
+    what = f"`{entry.spelling}={entry.value}`: trainer.nnodes={machines}, and the machines are 0 to {machines - 1}."
+    do = f"give one of them on each machine, each its own, or set trainer.nnodes to {max(entry.value, 0) + 1} or more"
+    merged.problems.append(Problem(what, entry.source, do, ("trainer.nnodes",)))
+
+
+def _layout(merged: Merged) -> None:
+    """Workers that only generate, in verl's words: so many on each of so many machines, and that there are any."""
+    machines, each = merged.take(ROLLOUT_MACHINES), merged.take(ROLLOUT_EACH)
+    given = [entry for entry in (machines, each) if entry is not None]
+    if given:
+        count = (1 if machines is None else machines.value) * (
+            merged.value("trainer.n_gpus_per_node") if each is None else each.value
+        )
+        merged.put(ROLLOUT_WORKERS, count, max(given, key=lambda entry: entry.rank))
+    entry, apart = merged.take(TOGETHER), merged.value(ROLLOUT_WORKERS)
+    if entry is None or entry.value == (not apart):
+        return
+    if entry.value:
+        what = f"`{entry.spelling}=True` has the same workers train and generate, but `{ROLLOUT_WORKERS}={apart}`."
+        do = f"remove {entry.spelling}, or set {ROLLOUT_WORKERS}=0"
+    else:
+        what = f"`{entry.spelling}=False` has other workers generate than train, but nothing says how many."
+        do = f"set {ROLLOUT_WORKERS}"
+    merged.problems.append(Problem(what, entry.source, do, (ROLLOUT_WORKERS,)))
+
+
+def _reference_sizes(merged: Merged) -> None:
+    """The reference's sizes may be written, but not differ from the actor's."""
+    for key, actors in AS_THE_ACTOR.items():
+        entry = merged.take(key)
+        if entry is not None and entry.value != merged.value(actors):
+            what = (
+                f"`{entry.spelling}={entry.value}`: the reference is cut as the actor is, over {merged.value(actors)}."
+            )
+            do = f"set {actors}={entry.value}, which holds for both, or remove {entry.spelling}"
+            merged.problems.append(Problem(what, entry.source, do, (actors,)))
+
+
 def _reward_kind(merged: Merged) -> None:
     for key in ("reward.type", "trainer.reward_fn.type"):
-        kind = _take(merged, key)
+        kind = merged.take(key)
         if kind is None:
             continue
         if kind.value in ("function", "model"):
-            _put(merged, "reward_model.enable", kind.value == "model", kind)
+            merged.put("reward_model.enable", kind.value == "model", kind)
         else:
             what = f"`{kind.spelling}={kind.value}` is not known; known: function, model."
             merged.problems.append(Problem(what, kind.source, f"set {kind.spelling}=function"))
 
 
 def _kl_coefficient(merged: Merged) -> None:
-    entry = _take(merged, "algorithm.kl_coef")
+    entry = merged.take("algorithm.kl_coef")
     if entry is None:
         return
     if entry.value < 0:
         what = f"`{entry.spelling}={entry.value}`: the coefficient must not be negative."
         merged.problems.append(Problem(what, entry.source, "give 0 (no KL) or a positive number"))
     elif merged.value("algorithm.use_kl_in_reward"):
-        _put(merged, "algorithm.kl_ctrl.kl_coef", entry.value, entry)
+        merged.put("algorithm.kl_ctrl.kl_coef", entry.value, entry)
         merged.note(
             f"`algorithm.kl_coef={entry.value}` sets algorithm.kl_ctrl.kl_coef, as KL is in the reward "
             "(algorithm.use_kl_in_reward=True)."
         )
     elif entry.value > 0:
-        _put(merged, f"{_ACTOR}.use_kl_loss", True, entry)
-        _put(merged, f"{_ACTOR}.kl_loss_coef", entry.value, entry)
+        merged.put(f"{_ACTOR}.use_kl_loss", True, entry)
+        merged.put(f"{_ACTOR}.kl_loss_coef", entry.value, entry)
         merged.note(f"`algorithm.kl_coef={entry.value}` means the loss: use_kl_loss=True, kl_loss_coef={entry.value}.")
     else:
-        _put(merged, f"{_ACTOR}.use_kl_loss", False, entry)
+        merged.put(f"{_ACTOR}.use_kl_loss", False, entry)
         merged.note("`algorithm.kl_coef=0` means the loss: use_kl_loss=False, no KL term.")
 
 
@@ -76,7 +122,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
     if not absent:
         return
     for key in absent:
-        _default(merged, key, "embedded", "nothing was named")
+        merged.set_default(key, "embedded", "nothing was named")
     what = " and ".join(named[key] for key in absent)
     keys = " and ".join(absent)
     merged.note(
@@ -89,7 +135,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
         if merged.is_set(_MINI) and _BATCH in sizes_by_key:
             sizes_by_key[_BATCH] = max(sizes_by_key[_BATCH], merged.value(_MINI))
         for key, size in sizes_by_key.items():
-            _default(merged, key, size, "the embedded task's size")
+            merged.set_default(key, size, "the embedded task's size")
         if fitted:
             sizes = ", ".join(f"{key}={size}" for key, size in sizes_by_key.items())
             merged.note(f"Sizes that nobody set are the embedded task's: {sizes}.")
@@ -102,7 +148,7 @@ def _held_out(merged: Merged, provided: frozenset[str]) -> None:
     if val is None or val.value != "embedded" or not val.source.startswith("preset") or not own:
         return
     if "data.val_files" not in provided:
-        _default(merged, "data.val_files", HELD_OUT, "own training rows")
+        merged.set_default("data.val_files", HELD_OUT, "own training rows")
 
 
 def _group_size(merged: Merged) -> None:
@@ -113,7 +159,7 @@ def _group_size(merged: Merged) -> None:
         what = f"`{key}=1` under `{estimator}`: one response per prompt has no group to be compared with."
         merged.problems.append(Problem(what, merged.where(key), f"set {key} to 2 or more (5 is usual)", (key,)))
         return
-    _default(merged, key, DEFAULT_GROUP_SIZE, f"under {estimator}")
+    merged.set_default(key, DEFAULT_GROUP_SIZE, f"under {estimator}")
     merged.note(f"{key} was not set; under {estimator} it becomes {DEFAULT_GROUP_SIZE}.")
 
 
@@ -122,7 +168,7 @@ def _aggregation(merged: Merged) -> None:
     key, loss = f"{_ACTOR}.loss_agg_mode", merged.value(f"{_ACTOR}.policy_loss.loss_mode")
     chosen = merged.is_set(key) or merged.where(key).startswith("preset")
     if loss in PER_RESPONSE_LOSSES and not chosen and key not in merged.bad:
-        _default(merged, key, PER_RESPONSE, f"under {loss}")
+        merged.set_default(key, PER_RESPONSE, f"under {loss}")
 
 
 def _older_responses(merged: Merged) -> None:
@@ -131,13 +177,13 @@ def _older_responses(merged: Merged) -> None:
     said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
     if merged.value(switch) is not True or any(merged.is_set(key) or key in merged.bad for key in said):
         return
-    _default(merged, said[0], "token", f"under {switch}")
+    merged.set_default(said[0], "token", f"under {switch}")
     merged.note(f"{said[0]}=token under {switch}, as responses are one step older; null leaves that alone.")
 
 
 def _accumulation(merged: Merged) -> None:
     """Rows per optimizer step as micro-batch x accumulation x workers, turned into prompts."""
-    entry = _take(merged, "trainer.gradient_accumulation")
+    entry = merged.take("trainer.gradient_accumulation")
     if entry is None:
         return
     if merged.is_set(_MINI):
@@ -158,7 +204,7 @@ def _accumulation(merged: Merged) -> None:
         do = f"choose micro-batch x accumulation x workers as a multiple of {n}, or set {_MINI}"
         merged.problems.append(Problem(what, entry.source, do, (_MINI,)))
         return
-    _put(merged, _MINI, rows // n, entry)
+    merged.put(_MINI, rows // n, entry)
     merged.note(f"{_MINI}={rows // n} prompts: {arithmetic}, by {n} responses per prompt.")
 
 
@@ -166,5 +212,5 @@ def _fit_mini_batch(merged: Merged) -> None:
     """A mini-batch that nobody set is not larger than the batch."""
     batch, mini = merged.value("data.train_batch_size"), merged.value(_MINI)
     if mini > batch >= 1 and not merged.is_set(_MINI) and _MINI not in merged.bad:
-        _default(merged, _MINI, batch, "the whole batch")
+        merged.set_default(_MINI, batch, "the whole batch")
         merged.note(f"{_MINI} was not set; it becomes {batch}, the whole batch (data.train_batch_size).")

@@ -11,13 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain import plugins
-
-if TYPE_CHECKING:
-    from posttrain.config.commandline import CommandLine
-    from posttrain.config.merge import Merged
 
 
 @dataclass(frozen=True)
@@ -30,14 +26,15 @@ class Dialect:
     """Key there -> key here."""
     answer: Callable[[str], Any] = lambda key: None
     """The package's own object for a key that is no setting here; None for a key that it does not know."""
-    apply: Callable[[Merged], object] = lambda merged: None
-    """Act on the answered keys (`Merged.elsewhere`) and on other words for values, once all values are merged."""
+    apply: Callable[[Any], object] = lambda merged: None
+    """Called with the `Merged` once all values are in it: act on the answered keys and on other words for values."""
     keys: Callable[[], Iterable[str]] = tuple
     """All keys that it knows, to find what a misspelt one means."""
     advice: Callable[[str], str | None] = lambda name: None
     """A sentence about a name that is only explained, not translated."""
-    main_file: Callable[[CommandLine, Path], list[tuple[str, str]]] = lambda line, folder: []
-    """Replace a main file that only the other system has; returns (setting, source) of what that file would set."""
+    main_file: Callable[[Any, Path], list[tuple[str, str]]] = lambda line, folder: []
+    """Called with the `CommandLine` and the working folder: replace a main file that only the other system has;
+    returns (setting, source) of what that file would set."""
 
 
 @cache

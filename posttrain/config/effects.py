@@ -251,7 +251,7 @@ def idle_settings(config: Any, explicit: set[str], effects: Iterable[Effect]) ->
     for keys, idle, reason in effects:
         prefixes = tuple(key for key in keys if key.endswith("."))
         hit = [key for key in sorted(explicit - told) if key in keys or key.startswith(prefixes)]
-        hit = [key for key in hit if lookup(config, key) != leaves()[key].default]
+        hit = [key for key in hit if lookup(config, key) != leaves(type(config))[key].default]
         if hit and idle(config):
             told.update(hit)
             verb = "has" if len(hit) == 1 else "have"

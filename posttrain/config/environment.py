@@ -13,11 +13,11 @@ from posttrain.config.data import HELD_OUT
 from posttrain.config.engine_kwargs import OUTSIDE, source_of
 from posttrain.config.hub import why_not_from_hub
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from posttrain.config.megatron import missing_megatron, untrainable_models
 from posttrain.config.model_files import broken_files
 from posttrain.config.outside import KEY
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
+from posttrain.config.train_engines import SUPERVISED, check_engine_environment
 from posttrain.config.worker_checks import check_parallel_rollout, check_workers
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -52,6 +52,7 @@ def check_supervised_environment(
         *_model_folders(resolved, folder, "model"),
         *_adapters(resolved, folder, "model", heads),
         *_own_code(resolved, folder, ("model.external_lib",)),
+        *check_engine_environment(resolved, folder, SUPERVISED),
         *check_workers(resolved, folder),
         *_folders(resolved, folder),
     ]
@@ -216,8 +217,7 @@ _CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
     _own_code,
     _rollout_engine,
     _engine_over_devices,
-    lambda resolved, cwd: missing_megatron(resolved),
-    untrainable_models,
+    check_engine_environment,
     check_workers,
     check_parallel_rollout,
     _folders,

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import dialect
+from posttrain.config.base import Section
 from posttrain.config.docs import heading_of
 from posttrain.config.presets import PRESETS
-from posttrain.config.schema import Leaf, leaves, sections, using
+from posttrain.config.root import PPOConfig
+from posttrain.config.schema import Leaf, leaves, sections
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.config.tree import Tree
 
@@ -69,14 +71,13 @@ def files() -> dict[Path, str]:
     made[DOCS_PAGE] = _docs_text()
     made |= {DOCS_PAGE.parent / name: text for name, text in dialect.pages().items()}
     for tree, command, page in SUPERVISED:
-        with using(tree.root):
-            made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command)
-            made[DOCS_PAGE.parent / page] = _page_head(command) + _section_tables()
+        made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command, tree)
+        made[DOCS_PAGE.parent / page] = _page_head(command) + _section_tables(tree.root)
     return made
 
 
 def _under(section: str) -> list[Leaf]:
-    return [leaf for key, leaf in leaves().items() if key.startswith(section + ".")]
+    return [leaf for key, leaf in leaves(PPOConfig).items() if key.startswith(section + ".")]
 
 
 def _main_text() -> str:
@@ -86,12 +87,12 @@ def _main_text() -> str:
         lines.append(f"  - {folder}: {name}" if folder == section else f"  - {folder}@{section}: {name}")
     lines += ["  - _self_", "  - preset: null", "  - algorithm: null", ""]
     placed = tuple(section + "." for section in GROUPS.values())
-    own = [leaf for key, leaf in leaves().items() if not key.startswith(placed)]
+    own = [leaf for key, leaf in leaves(PPOConfig).items() if not key.startswith(placed)]
     return "\n".join(lines) + "\n" + _yaml(own, "") + _HYDRA
 
 
 def _group_text(group: str, section: str) -> str:
-    head = f"{_MADE}\n# {heading_of(sections()[section])} Composed at `{section}`.\n\n"
+    head = f"{_MADE}\n# {heading_of(sections(PPOConfig)[section])} Composed at `{section}`.\n\n"
     own = _under(section)
     if group == "actor/dp_actor":
         head += "defaults:\n  - actor\n  - _self_\n\n"
@@ -100,7 +101,7 @@ def _group_text(group: str, section: str) -> str:
 
 
 def _preset_text(sentence: str, values: dict[str, Any]) -> str:
-    table = leaves()
+    table = leaves(PPOConfig)
     chosen = [Leaf(key, table[key].hint, value, "") for key, value in values.items()]
     order = list(table)
     chosen.sort(key=lambda leaf: order.index(leaf.key))
@@ -142,10 +143,10 @@ def scalar(value: Any) -> str:
     return text.removesuffix("...").strip()
 
 
-def _whole_text(command: str) -> str:
+def _whole_text(command: str, tree: Tree) -> str:
     """A tree in one file, without groups."""
     head = f"{_MADE}\n# The settings of `{command}`; write them on the command line to change them.\n\n"
-    return head + "defaults:\n  - _self_\n\n" + _yaml(leaves().values(), "") + _HYDRA
+    return head + "defaults:\n  - _self_\n\n" + _yaml(leaves(tree.root).values(), "") + _HYDRA
 
 
 def _page_head(command: str) -> str:
@@ -168,14 +169,14 @@ def _docs_text() -> str:
     for name, (sentence, values) in PRESETS.items():
         sets = ", ".join(f"`{key}={scalar(value)}`" for key, value in values.items())
         lines.append(f"| `{name.replace('/', '=')}` | {sentence} {sets} |")
-    return "\n".join(head) + "\n" + _section_tables() + "\n".join(lines) + "\n"
+    return "\n".join(head) + "\n" + _section_tables(PPOConfig) + "\n".join(lines) + "\n"
 
 
-def _section_tables() -> str:
+def _section_tables(root: type[Section]) -> str:
     """One table per section, with key, default and sentence."""
     lines: list[str] = []
-    table = leaves()
-    for name, section in sections().items():
+    table = leaves(root)
+    for name, section in sections(root).items():
         own = [leaf for key, leaf in table.items() if key.rsplit(".", 1)[0] == name]
         if not own:
             continue

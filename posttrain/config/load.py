@@ -7,24 +7,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import merge, references
-from posttrain.config.aliases import canonical, spelled
+from posttrain.config import references
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
-from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, flatten, known_choices
+from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, known_choices
 from posttrain.config.declared import load_own_algorithms, place_declared_settings
 from posttrain.config.loggers import missing_notes
 from posttrain.config.lora import take_adapter
-from posttrain.config.lost_half import lost_half
+from posttrain.config.merge import Merged, Source
+from posttrain.config.parallel import TORCHRUN
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.schema import assign, build, leaves, using
-from posttrain.config.torchrun import SOURCE, check_torchrun, torchruns_settings
+from posttrain.config.schema import assign, build
+from posttrain.config.torchrun import check_torchrun, torchruns_settings
 from posttrain.config.tree import Tree
+from posttrain.config.truncated_command import find_lost_lines
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
+_COMMAND_LINE = 10**6
+"""The highest rank."""
 
 
 def load_config(
@@ -47,10 +50,9 @@ def load_config(
     tree: which program's settings these are.
     """
     started = torchruns_settings() if environment else {}
-    labelled = [*labelled, *((f"{key}={value}", SOURCE) for key, value in started.items())]
+    labelled = [*labelled, *((f"{key}={value}", TORCHRUN) for key, value in started.items())]
     folder = Path(cwd) if cwd is not None else working_folder()
-    with using(tree.root), spelled(tree.spellings):
-        resolved = _load(args, labelled, environment, frozenset(provided), folder, tree)
+    resolved = _load(args, labelled, environment, frozenset(provided), folder, tree)
     check_torchrun(resolved, started)
     return resolved
 
@@ -68,7 +70,7 @@ def _load(
         raise ConfigError([tree.nothing_given()])
     line, overrides = parse_options([] if is_mapping else args, tree.main)
     if environment and not is_mapping:
-        line.problems += lost_half(args)
+        line.problems += find_lost_lines(args)
     labelled = [*tree.spellings.dialect.main_file(line, folder), *labelled]
     try:
         folders, name = find_folders(line, folder, tree.main)
@@ -84,25 +86,27 @@ def _load(
 
     for text, source in [*labelled, *((text, "command line") for text in overrides)]:
         add_override(line, text, source, is_group)
-    given = _from_mapping(args, line, is_group) if is_mapping else []
+    given = _from_mapping(args, line, is_group, tree) if is_mapping else []
     composed = _compose(line, folders, name, folder, tree)
     place_declared_settings()
-    named = composed.values | {canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
-    load_own_algorithms(named, named.keys() - leaves().keys(), folder)
+    names = tree.spellings
+    named = composed.values | {names.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
+    load_own_algorithms(named, named.keys() - names.leaves.keys(), folder)
 
-    merged = merge.Merged(problems=list(line.problems))
-    merge.merge_files(merged, composed)
+    merged = Merged(names, problems=list(line.problems))
+    merged.add_files(composed)
     rank = len(composed.layers)
     for key, text, source in _last_words(line.values):
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
-        at = 10**6 if source == "command line" else rank
-        merge.add(merged, key, text, source, at, explicit=not source.startswith(_NOT_THE_USERS))
-    whole_tree = set(leaves()) <= {key for key, _ in given}
+        at = _COMMAND_LINE if source == "command line" else rank
+        merged.add(key, text, Source(source, at, explicit=not source.startswith(_NOT_THE_USERS)))
+    table = names.leaves
+    whole_tree = set(table) <= {key for key, _ in given}
     for key, value in given:
-        explicit = not (whole_tree and key in leaves() and value == leaves()[key].default)
-        merge.add(merged, key, value, "overrides" if explicit else "default", 10**6, explicit=explicit)
+        explicit = not (whole_tree and key in table and value == table[key].default)
+        merged.add(key, value, Source("overrides" if explicit else "default", _COMMAND_LINE, explicit=explicit))
     for key, source in line.removed:
-        merge.remove(merged, key, source)
+        merged.remove(key, source)
     tree.spellings.dialect.apply(merged)
     references.resolve_references(merged)
     references.convert_types(merged)
@@ -127,17 +131,18 @@ def _compose(line: CommandLine, folders: list[Path], name: str, cwd: Path, tree:
     line.problems += unknown
     line.misses_files = line.misses_files or bool(unknown)
     try:
-        return compose(folders, name, choices, cwd, tree.main)
+        return compose(folders, name, choices, cwd, tree.spellings)
     except ConfigError as error:
         line.misses_files = True
         line.problems += error.problems
-        return compose([PACKAGE_TREE], tree.main, [], cwd, tree.main)
+        return compose([PACKAGE_TREE], tree.main, [], cwd, tree.spellings)
 
 
-def _from_mapping(args: Mapping[str, Any], line: CommandLine, is_group: Any) -> list[tuple[str, Any]]:
+def _from_mapping(args: Mapping[str, Any], line: CommandLine, is_group: Any, tree: Tree) -> list[tuple[str, Any]]:
     """(key, value) pairs of a dict; group choices go to `line`."""
     pairs = []
-    for key, value in flatten(_plain({key: value for key, value in args.items() if key != "hydra"})).items():
+    plain = _plain({key: value for key, value in args.items() if key != "hydra"})
+    for key, value in tree.spellings.flatten(plain).items():
         if "." not in key and isinstance(value, str) and is_group(key):
             line.groups.append((f"{key}={value}", "overrides"))
         else:
@@ -154,10 +159,12 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved:
+def _finish(merged: Merged, line: CommandLine, main_file: str) -> Resolved:
     """The typed tree, with sources."""
-    sources = {key: merged.where(key) for key in leaves()}
-    config = build({key: entry.value for key, entry in merged.entries.items() if key in leaves()})
+    table = merged.names.leaves
+    sources = {key: merged.where(key) for key in table}
+    values = {key: entry.value for key, entry in merged.entries.items() if key in table}
+    config = build(merged.names.root, values)
     explicit = {key for key in merged.entries if merged.is_set(key)}
     asked = "help" if line.help else line.cfg
     return Resolved(
@@ -167,7 +174,7 @@ def _finish(merged: merge.Merged, line: CommandLine, main_file: str) -> Resolved
 
 def _judge(
     resolved: Resolved,
-    merged: merge.Merged,
+    merged: Merged,
     provided: frozenset[str],
     environment: bool,
     cwd: Path,

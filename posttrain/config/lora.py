@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding
-from posttrain.config.merge import Entry, Merged
+from posttrain.config.merge import Entry, Merged, Source
 from posttrain.config.problem import Problem
 from posttrain.config.schema import lookup
 
@@ -47,7 +47,8 @@ def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) 
             merged.problems.append(Problem(what, f"{given.where(key)}, and {entry.where(path)}", do, (key,)))
             merged.bad.add(key)
         elif given is None or not given.explicit:
-            merged.entries[key] = Entry(value, f"{entry.value}/{ADAPTER_CONFIG}", key, -1, False)
+            source = Source(f"{entry.value}/{ADAPTER_CONFIG}", -1, explicit=False)
+            merged.entries[key] = Entry(value, source, key)
 
 
 def read_adapter_config(folder: Path, heads: Sequence[str] = ()) -> dict[str, Any] | str:

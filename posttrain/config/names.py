@@ -6,7 +6,7 @@ from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, NOT_BUILT_VALUES, POLICY_LOSSES, ROLLOUT_ENGINES, SAMPLERS
 from posttrain.config.closest import closest
-from posttrain.config.merge import Entry, Merged
+from posttrain.config.merge import Entry, Merged, Source
 from posttrain.config.presets import PRESETS
 from posttrain.config.problem import Problem
 from posttrain.config.registered import files_that_register
@@ -49,7 +49,8 @@ def check_names(merged: Merged, cwd: Path) -> None:
             merged.problems.append(_unknown(merged, key, name, what, function, known, files))
     if len(needed) == 1:
         file, why = next(iter(needed.items()))
-        merged.entries[_EXTERNAL] = Entry(file.name, f"found in the working folder ({why})", _EXTERNAL, -1, False)
+        source = Source(f"found in the working folder ({why})", -1, explicit=False)
+        merged.entries[_EXTERNAL] = Entry(file.name, source, _EXTERNAL)
         merged.note(f"{file.name} registers the {why} and is loaded; {_EXTERNAL}={file.stem} says the same.")
     elif needed:
         names = " and ".join(f"{why} in {file.name}" for file, why in needed.items())

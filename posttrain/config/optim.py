@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from posttrain.config.base import Section
+from posttrain.settings import BETAS, COUNT_OR_ALL, COUNT_OR_UNSET, POSITIVE, SCHEDULES, SHARE, ZERO_OR_MORE, setting
 
 
 @dataclass
 class OptimConfig(Section):
     """AdamW and its schedule. Example: `actor_rollout_ref.actor.optim.lr=1e-6`."""
 
-    lr: float = 1e-6
+    lr: float = setting(1e-6, range=POSITIVE)
     """Learning rate after warm-up."""
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, range=ZERO_OR_MORE)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = setting(factory=lambda: [0.9, 0.999], range=BETAS)
     """Decay of the two moment estimates."""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, range=POSITIVE)
     """Added to the denominator of the update."""
-    lr_warmup_steps: int = -1
+    lr_warmup_steps: int = setting(-1, range=COUNT_OR_UNSET)
     """Updates (optimizer steps, of which a training step makes one per mini-batch and pass) of linear warm-up; -1 takes
     `lr_warmup_steps_ratio` of all of them."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: float = setting(0.0, range=SHARE)
     """Share of all updates (optimizer steps) spent on warm-up."""
-    lr_scheduler_type: str = "constant"
+    lr_scheduler_type: str = setting("constant", choices=SCHEDULES)
     """After warm-up: `constant`, `linear` or `cosine`."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = setting(0.0, range=SHARE)
     """`linear` and `cosine` end at this share of `lr`."""
 
 
@@ -38,7 +39,7 @@ class FSDPConfig(Section):
     """Keep the weights in host memory outside the stages that need them."""
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory outside the update."""
-    fsdp_size: int = -1
+    fsdp_size: int = setting(-1, range=COUNT_OR_ALL)
     """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
     of them."""
 

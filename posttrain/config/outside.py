@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +55,8 @@ class OutsideEngine:
     # -- what is installed ----------------------------------------------------------------------------------------
     def installed_version(self) -> str | None:
         """Name and version of the package that is there."""
+        import importlib.metadata
+
         for name in self.packages:
             try:
                 return f"{name} {importlib.metadata.version(name)}"
@@ -94,6 +94,8 @@ class OutsideEngine:
             return None
 
     def _fields_in(self, path: Path) -> Iterator[str]:
+        import ast
+
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and (node.name == self.holder or path.parent.name == "fields"):
                 lines = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.config.aliases import AS_THE_ACTOR, DRY_RUN, NODE_RANK, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.checked import Checked, Finding
-from posttrain.config.merge import Merged
-from posttrain.config.merged_entries import put, take
-from posttrain.config.problem import Problem
 from posttrain.config.schema import lookup
-from posttrain.config.torchrun import SOURCE
 
 _ACTOR = "actor_rollout_ref.actor"
+TORCHRUN = "torchrun"
+"""The source of settings that torchrun decides."""
 ROLLOUT_WORKERS = "actor_rollout_ref.rollout.n_workers"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
@@ -38,54 +35,6 @@ def one_worker(config: Any) -> bool:
 def one_process(config: Any) -> bool:
     """Whether one process does everything."""
     return one_worker(config) and not rollout_workers_of(config)
-
-
-def derive_command(merged: Merged) -> None:
-    """Which of the machines this is, and whether it is only looked at."""
-    dry = take(merged, DRY_RUN)
-    merged.dry_run = dry is not None and dry.value
-    entry, machines = take(merged, NODE_RANK), merged.value("trainer.nnodes")
-    if entry is None:
-        return
-    if 0 <= entry.value < machines or entry.source == SOURCE:  # where torchrun knows better, it is told so
-        merged.node_rank = entry.value
-        return
-    what = f"`{entry.spelling}={entry.value}`: trainer.nnodes={machines}, and the machines are 0 to {machines - 1}."
-    do = f"give one of them on each machine, each its own, or set trainer.nnodes to {max(entry.value, 0) + 1} or more"
-    merged.problems.append(Problem(what, entry.source, do, ("trainer.nnodes",)))
-
-
-def derive_layout(merged: Merged) -> None:
-    """Workers that only generate, in verl's words: so many on each of so many machines, and that there are any."""
-    machines, each = take(merged, ROLLOUT_MACHINES), take(merged, ROLLOUT_EACH)
-    given = [entry for entry in (machines, each) if entry is not None]
-    if given:
-        count = (1 if machines is None else machines.value) * (
-            merged.value("trainer.n_gpus_per_node") if each is None else each.value
-        )
-        put(merged, ROLLOUT_WORKERS, count, max(given, key=lambda entry: entry.rank))
-    entry, apart = take(merged, TOGETHER), merged.value(ROLLOUT_WORKERS)
-    if entry is None or entry.value == (not apart):
-        return
-    if entry.value:
-        what = f"`{entry.spelling}=True` has the same workers train and generate, but `{ROLLOUT_WORKERS}={apart}`."
-        do = f"remove {entry.spelling}, or set {ROLLOUT_WORKERS}=0"
-    else:
-        what = f"`{entry.spelling}=False` has other workers generate than train, but nothing says how many."
-        do = f"set {ROLLOUT_WORKERS}"
-    merged.problems.append(Problem(what, entry.source, do, (ROLLOUT_WORKERS,)))
-
-
-def derive_reference_sizes(merged: Merged) -> None:
-    """The reference's sizes may be written, but not differ from the actor's."""
-    for key, actors in AS_THE_ACTOR.items():
-        entry = take(merged, key)
-        if entry is not None and entry.value != merged.value(actors):
-            what = (
-                f"`{entry.spelling}={entry.value}`: the reference is cut as the actor is, over {merged.value(actors)}."
-            )
-            do = f"set {actors}={entry.value}, which holds for both, or remove {entry.spelling}"
-            merged.problems.append(Problem(what, entry.source, do, (actors,)))
 
 
 def check_one_step_off(checked: Checked) -> Iterator[Finding]:

@@ -7,10 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.config.aliases import canonical, spellings
 from posttrain.config.merge import Merged
 from posttrain.config.problem import Problem
-from posttrain.config.schema import leaves
 from posttrain.config.values import WrongValue, convert, describe_hint, shown
 from posttrain.errors import first_line
 
@@ -72,9 +70,9 @@ def _resolve_interpolations(merged: Merged) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    flat = {leaf.key: leaf.default for leaf in leaves().values()}
-    flat |= {key: _rename(entry.value) for key, entry in merged.entries.items()}
-    flat |= {key: _rename(value) for key, value in merged.extra.items()}
+    flat = {leaf.key: leaf.default for leaf in merged.names.leaves.values()}
+    flat |= {key: _rename(merged, entry.value) for key, entry in merged.entries.items()}
+    flat |= {key: _rename(merged, value) for key, value in merged.extra.items()}
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *path, name = key.split(".")
@@ -102,24 +100,24 @@ def _resolve_interpolations(merged: Merged) -> None:
             merged.extra[key] = value
 
 
-def _rename(value: Any) -> Any:
+def _rename(merged: Merged, value: Any) -> Any:
     """References written with another spelling, or naming an environment variable, in the form that OmegaConf reads."""
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
         if name.isupper() and "." not in name:
             return f"${{oc.env:{name}}}"
-        return f"${{{canonical(name).key or name}}}"
+        return f"${{{merged.names.canonical(name).key or name}}}"
 
     return _in_texts(value, lambda text: _REFERENCE.sub(replace, text))
 
 
 def convert_types(merged: Merged) -> None:
     """Give every entry its declared type; a value that does not fit is a problem and falls back to the default."""
+    derived, table = merged.names.derived, merged.names.leaves
     for key in list(merged.entries):
         entry = merged.entries[key]
-        derived = spellings().derived
-        hint = derived[key] if key in derived else leaves()[key].hint
+        hint = derived[key] if key in derived else table[key].hint
         try:
             if key in merged.bad:
                 raise WrongValue("")
@@ -130,7 +128,7 @@ def convert_types(merged: Merged) -> None:
             if key not in merged.bad:
                 text = str(error) if shown(key, entry.value) != "***" else "the value does not fit its type"
                 what = f"`{entry.spelling}`: {text}."
-                about = f" ({leaves()[key].sentence})" if key in leaves() else ""
+                about = f" ({table[key].sentence})" if key in table else ""
                 do = f"give {describe_hint(hint)}{about}"
                 merged.problems.append(Problem(what, entry.where(key), do, (key,)))
             merged.bad.add(key)

@@ -1,12 +1,13 @@
-"""Resolved: a checked configuration with the source of every value."""
+"""Resolved: a checked configuration with the source of every value, and how it is shown. Secrets are masked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config import show
 from posttrain.config.schema import leaves, lookup
+from posttrain.config.values import is_secret
+from posttrain.masking import MASK, mask_urls
 
 
 @dataclass
@@ -48,8 +49,58 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""
-        return show.to_yaml(self)
+        return _to_yaml(self)
 
     def describe(self) -> str:
         """The tree with value, source and sentence of every key, secrets masked."""
-        return show.show(self)
+        return show(self)
+
+
+def masked(value: Any, key: str = "") -> Any:
+    """The value with everything under a secret's name replaced."""
+    if isinstance(value, dict):
+        return {name: masked(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [masked(item, key) for item in value]
+    if is_secret(key) and value not in (None, ""):
+        return MASK
+    return mask_urls(value) if isinstance(value, str) else value
+
+
+def _to_yaml(resolved: Resolved) -> str:
+    """The tree as YAML."""
+    import yaml
+
+    tree = masked(resolved.config.to_dict())
+    for key, value in resolved.extra.items():
+        *path, name = key.split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = masked(value, name)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, sentences: bool = True) -> str:
+    """Every key (under `prefix`; or only those that are not at their default) with value, source and sentence."""
+    lines = [f"# defaults from {resolved.main_file}"]
+    for key, leaf in leaves(type(resolved.config)).items():
+        source = resolved.where(key)
+        if not key.startswith(prefix) or (changed_only and source == "default"):
+            continue
+        lines.append(f"{key}: {_one_line(masked(resolved.value(key), key))}    # {source}")
+        if sentences and leaf.sentence:
+            lines.append(f"    {leaf.sentence}")
+    for key, value in resolved.extra.items():
+        if key.startswith(prefix):
+            lines.append(f"{key}: {_one_line(masked(value, key))}    # your own section")
+    if resolved.notes and not prefix:
+        lines += ["", *(f"note: {note}" for note in resolved.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _one_line(value: Any) -> str:
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=100_000, sort_keys=False, allow_unicode=True)
+    return text.strip().removesuffix("...").strip()

@@ -7,9 +7,12 @@ from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.sandbox import SandboxConfig
+from posttrain.settings import ONE_OR_MORE, PROCESSES, SECONDS, Range, setting
 
 LARGEST_SCORE = 1e18
 """Scores beyond it, on either side, count as failed: training squares them, and float32 ends at 3e38."""
+SCORE = Range(lambda value: abs(value) <= LARGEST_SCORE, f"between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
+FACTOR = Range(lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")
 
 
 @dataclass
@@ -30,9 +33,9 @@ class OverlongBufferConfig(Section):
 
     enable: bool = False
     """Take the penalty from the score."""
-    len: int | None = None
+    len: int | None = setting(None, range=ONE_OR_MORE)
     """Tokens before the limit over which the penalty grows; null takes a fifth of `data.max_response_length`."""
-    penalty_factor: float = 1.0
+    penalty_factor: float = setting(1.0, range=FACTOR)
     """Penalty of a response at the limit."""
 
 
@@ -74,11 +77,11 @@ class RewardConfig(Section):
 
     functions: dict[str, Any] = field(default_factory=dict)
     """Several rewards by name, summed with their weights; empty takes `custom_reward_function`, or the data source."""
-    num_workers: int | None = None
+    num_workers: int | None = setting(None, range=PROCESSES)
     """Worker processes; null takes one per core, at most 8."""
-    timeout_s: float = 10.0
+    timeout_s: float = setting(10.0, range=SECONDS)
     """Seconds that the scoring of one response (or one group) may take."""
-    failure_score: float = 0.0
+    failure_score: float = setting(0.0, range=SCORE)
     """Score of a response whose reward raised, hung or was not a finite number."""
     code_partial_credit: bool = False
     """Give a program the share of tests that it passes, instead of 1.0 for all of them and 0.0 otherwise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from posttrain.config.base import Section
+from posttrain.settings import DTYPES, ONE_OR_MORE, at_least, setting
 
 
 @dataclass
@@ -20,7 +21,7 @@ class RewardModelModelConfig(Section):
     the policy's, and does so only where vocabulary or chat template differ."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
-    dtype: str = "auto"
+    dtype: str = setting("auto", choices=DTYPES)
     """Compute type of its weights, as for the policy."""
 
 
@@ -43,13 +44,13 @@ class RewardModelConfig(Section):
     function_weight: float | None = None
     """What the reward function's score is multiplied by before it is added; null takes 1 if a function is named
     (`custom_reward_function`, `reward.functions`), else 0, so that it is only recorded."""
-    micro_batch_size_per_gpu: int | None = None
+    micro_batch_size_per_gpu: int | None = setting(None, range=ONE_OR_MORE)
     """Most conversations in one forward pass of a worker; null fills the token budget."""
-    forward_max_token_len_per_gpu: int = 16384
+    forward_max_token_len_per_gpu: int = setting(16384, range=ONE_OR_MORE)
     """Token budget of one packed forward pass of a worker."""
-    max_length: int | None = None
+    max_length: int | None = setting(None, range=at_least(2))
     """Most tokens of a conversation; null takes what the model was made for."""
-    truncation: str = "left"
+    truncation: str = setting("left", choices=("left", "right", "error"))
     """Which end of a longer one is cut: `left` keeps the response, `right` the prompt; `error` stops the run."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     fsdp_config: RewardModelFSDPConfig = field(default_factory=RewardModelFSDPConfig)

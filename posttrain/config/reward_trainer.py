@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from posttrain.config.base import Section
 from posttrain.config.model import ModelConfig
 from posttrain.config.supervised import EngineConfig, RowsConfig, SupervisedOptimConfig, SupervisedTrainerConfig
+from posttrain.settings import ONE_OR_MORE, ZERO_OR_MORE, setting
 
 
 @dataclass
@@ -22,9 +23,9 @@ class PairDataConfig(RowsConfig):
     """Column with the worse one."""
     margin_key: str | None = None
     """Column with a number by which the better answer should lead at least; null means no margin."""
-    train_batch_size: int = 64
+    train_batch_size: int = setting(64, range=ONE_OR_MORE)
     """Pairs per optimizer step, over all workers; the loss is a mean over all of them."""
-    micro_batch_size_per_gpu: int | None = None
+    micro_batch_size_per_gpu: int | None = setting(None, range=ONE_OR_MORE)
     """Most pairs in one forward pass of a worker; null fills `max_token_len_per_gpu`. Results do not depend on it."""
 
 
@@ -32,7 +33,7 @@ class PairDataConfig(RowsConfig):
 class PairLossConfig(Section):
     """The Bradley-Terry loss: -log sigmoid(chosen - rejected - margin)."""
 
-    center_coef: float = 0.0
+    center_coef: float = setting(0.0, range=ZERO_OR_MORE)
     """Adds this times (chosen + rejected)^2, which keeps scores near 0; 0.01 is usual."""
 
 

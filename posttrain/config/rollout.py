@@ -6,21 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.settings import COUNT_OR_ALL, GROUP, ONE_OR_MORE, POSITIVE, POSITIVE_SHARE, SHARE, ZERO_OR_MORE, setting
 
 
 @dataclass
 class ValSamplingConfig(Section):
     """Sampling in validation."""
 
-    n: int = 1
+    n: int = setting(1, range=GROUP)
     """Responses per validation prompt (the k of mean@k, pass@k and maj@k)."""
     do_sample: bool = False
     """Sample; false takes the most likely token."""
-    temperature: float = 1.0
+    temperature: float = setting(1.0, range=POSITIVE)
     """Temperature when sampling."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, range=POSITIVE_SHARE)
     """Sample from the smallest set of tokens with at least this probability."""
-    top_k: int = -1
+    top_k: int = setting(-1, range=COUNT_OR_ALL)
     """Sample from this many most likely tokens; -1 takes all."""
 
 
@@ -32,23 +33,23 @@ class RolloutConfig(Section):
     """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm` (where vLLM is installed);
     `sglang` (where SGLang
     is installed)."""
-    n: int = 1
+    n: int = setting(1, range=GROUP)
     """Responses per prompt; estimators that compare a group need more than 1 (unset they get 5)."""
-    temperature: float = 1.0
+    temperature: float = setting(1.0, range=POSITIVE)
     """Sampling temperature; training uses the same one."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, range=POSITIVE_SHARE)
     """Sample from the smallest set of tokens with at least this probability."""
-    top_k: int = -1
+    top_k: int = setting(-1, range=COUNT_OR_ALL)
     """Sample from this many most likely tokens; -1 takes all."""
-    min_p: float = 0.0
+    min_p: float = setting(0.0, range=SHARE)
     """Drop tokens less likely than this share of the most likely one."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = setting(1.0, range=POSITIVE)
     """Divide the scores of tokens that occurred before by this; 1 switches it off."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response besides the end-of-sequence token."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token up to the length limit."""
-    max_num_seqs: int = 1024
+    max_num_seqs: int = setting(1024, range=ONE_OR_MORE)
     """Responses decoded side by side."""
     max_num_batched_tokens: int | None = None
     """Tokens computed in one step of the engine; longer prompts are computed in pieces. null is 16384 on a GPU, which
@@ -56,13 +57,13 @@ class RolloutConfig(Section):
     kv_cache_gb: float | None = None
     """Most memory that the key/value cache may take, in GiB; null is what the memory plan leaves of a GPU, and 30% of
     the memory elsewhere."""
-    n_workers: int = 0
+    n_workers: int = setting(0, range=ZERO_OR_MORE)
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
     its cache (`native`)."""
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: float | None = setting(None, range=POSITIVE_SHARE)
     """Share of the device's memory for the engine; null lets the memory plan choose."""
     multi_turn: dict[str, Any] = field(default_factory=dict)
     """Responses of several turns, in which the model calls tools: `multi_turn=True tools=[calculator]`; what else

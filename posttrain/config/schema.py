@@ -1,36 +1,16 @@
-"""The settings as a flat table: canonical dotted key -> type, default, sentence. All checks of keys read this."""
+"""The settings of a tree as a flat table: canonical dotted key -> type, default, sentence; for all checks of keys."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.declared import declared_sentence, placed_settings
 from posttrain.config.docs import sentences_of
-from posttrain.config.root import PPOConfig
-
-_root: ContextVar[type[Section]] = ContextVar("root", default=PPOConfig)
-
-
-@contextmanager
-def using(root: type[Section]) -> Iterator[None]:
-    """Inside, the tables below are those of this tree of settings; elsewhere they are the PPO family's."""
-    before = _root.set(root)
-    try:
-        yield
-    finally:
-        _root.reset(before)
-
-
-def active_root() -> type[Section]:
-    """The tree of settings that the tables below are of."""
-    return _root.get()
+from posttrain.settings import Range, choices_of, range_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +21,10 @@ class Leaf:
     hint: Any
     default: Any
     sentence: str
+    range: Range | None = None
+    """What a number must be; null is never tested."""
+    choices: tuple[str, ...] = ()
+    """The names that it takes, besides null where the type allows it; empty for any text."""
 
     @property
     def free_keys(self) -> bool:
@@ -48,9 +32,9 @@ class Leaf:
         return typing.get_origin(self.hint) is dict
 
 
-def leaves(root: type[Section] | None = None) -> dict[str, Leaf]:
-    """Every setting by its canonical key, in the order of the classes."""
-    return _leaves(root or _root.get(), placed_settings())
+def leaves(root: type[Section]) -> dict[str, Leaf]:
+    """Every setting of a tree by its canonical key, in the order of the classes."""
+    return _leaves(root, placed_settings())
 
 
 @cache
@@ -58,9 +42,9 @@ def _leaves(root: type[Section], declared: tuple[type, ...]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
-def sections(root: type[Section] | None = None) -> dict[str, type[Section]]:
-    """Every section by its dotted name."""
-    return _sections(root or _root.get(), placed_settings())
+def sections(root: type[Section]) -> dict[str, type[Section]]:
+    """Every section of a tree by its dotted name."""
+    return _sections(root, placed_settings())
 
 
 @cache
@@ -88,13 +72,14 @@ def _walk(section: Section, prefix: str) -> list[Leaf]:
             found += _walk(value, key + ".")
         else:
             sentence = sentences.get(field.name) or declared_sentence(field)
-            found.append(Leaf(key, hints[field.name], value, sentence))
+            takes = range_of(field), choices_of(field)
+            found.append(Leaf(key, hints[field.name], value, sentence, *takes))
     return found
 
 
-def leaf_of(key: str) -> Leaf | None:
+def leaf_of(root: type[Section], key: str) -> Leaf | None:
     """The setting that a key names: itself, or the free-form dict that it lies in."""
-    table = leaves()
+    table = leaves(root)
     if key in table:
         return table[key]
     parts = key.split(".")
@@ -105,9 +90,9 @@ def leaf_of(key: str) -> Leaf | None:
     return None
 
 
-def build(values: dict[str, Any]) -> Any:
+def build(root: type[Section], values: dict[str, Any]) -> Any:
     """The typed tree with these values by canonical key; the others keep their defaults."""
-    config = _root.get()()
+    config = root()
     for key, value in values.items():
         assign(config, key, value)
     return config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,17 @@ from posttrain.config.aliases import OF_THE_COMMAND, Spellings
 from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.commandline import CUT_SHORT
+from posttrain.config.derived import derive_command
 from posttrain.config.devices import runs_on_cpu
 from posttrain.config.effects import Effect, idle_settings
 from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
-from posttrain.config.merged_entries import put, set_default, take
-from posttrain.config.parallel import check_sizes, derive_command, one_worker
+from posttrain.config.parallel import check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.ranges import (
-    MODEL_RANGES,
-    OPTIM_RANGES,
-    PAIR_LOSS_RANGES,
-    PARALLEL_RANGES,
-    ROW_RANGES,
-    TRAINER_RANGES,
-)
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
+from posttrain.config.train_engines import SUPERVISED, check_train_engines, engine_names
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 
@@ -78,24 +71,6 @@ _NOT_BUILT: dict[str, str] = {
     "optimizer `optim.*`",
 }
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "data.truncation": ("error", "drop", "left", "right"),
-    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
-    "model.quantization": ("nf4",),
-    "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
-    "fsdp.strategy": ("fsdp", "fsdp2"),
-    "trainer.export_hf": ("last", "all", "none"),
-    "trainer.export_lora": ("merged", "adapter"),
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.device": ("auto", "cpu", "cuda"),
-}
-_RANGES = {
-    **{f"data.{name}": limits for name, limits in ROW_RANGES.items()},
-    **{f"model.{name}": limits for name, limits in MODEL_RANGES.items()},
-    **{f"optim.{name}": limits for name, limits in OPTIM_RANGES.items()},
-    **{f"trainer.{name}": limits for name, limits in TRAINER_RANGES.items()},
-    **{f"fsdp.{name}": limits for name, limits in PARALLEL_RANGES.items()},
-}
 _EFFECTS: tuple[Effect, ...] = (
     Effect(
         ("trainer.ray_init", "trainer.stopped_worker_timeout_s"),
@@ -153,28 +128,28 @@ def _derive(merged: Merged, provided: frozenset[str]) -> None:
     derive_command(merged)
     for key, what in {"model.path": "model", "data.train_files": "data"}.items():
         if merged.value(key) is None and key not in provided and key not in merged.bad:
-            set_default(merged, key, "embedded", "nothing was named")
+            merged.set_default(key, "embedded", "nothing was named")
             merged.note(f"No {what} named: what posttrain brings along (`embedded`) serves; set {key} to use your own.")
 
 
 def _derive_sft(merged: Merged, provided: frozenset[str]) -> None:
-    whole = take(merged, "data.multiturn")
+    whole = merged.take("data.multiturn")
     if whole is not None:
-        put(merged, "data.multiturn.enable", whole.value, whole)
+        merged.put("data.multiturn.enable", whole.value, whole)
     _derive(merged, provided)
     if merged.value("data.train_files") == "embedded" and not merged.is_set("data.response_key"):
-        set_default(merged, "data.response_key", "ground_truth", "the embedded data's column")
+        merged.set_default("data.response_key", "ground_truth", "the embedded data's column")
 
 
 def _rows_per_step(merged: Merged) -> None:
     """Rows per optimizer step = rows per pass x accumulation x workers, in the form that Transformers has."""
-    per_device, accumulation = take(merged, _PER_DEVICE), take(merged, _ACCUMULATION)
+    per_device, accumulation = merged.take(_PER_DEVICE), merged.take(_ACCUMULATION)
     if per_device is None and accumulation is None:
         return
     first = per_device or accumulation
     assert first is not None
     if per_device is not None:
-        put(merged, _MICRO, per_device.value, per_device)
+        merged.put(_MICRO, per_device.value, per_device)
     micro, steps = merged.value(_MICRO), accumulation.value if accumulation else 1
     if micro is None or micro < 1 or steps < 1:
         what = f"`{first.spelling}={first.value}`: rows per pass and accumulation steps must both be 1 or more."
@@ -183,7 +158,7 @@ def _rows_per_step(merged: Merged) -> None:
         return
     workers = merged.value("trainer.n_gpus_per_node") * merged.value("trainer.nnodes")
     rows = micro * steps * workers
-    put(merged, _BATCH, rows, first)
+    merged.put(_BATCH, rows, first)
     merged.note(f"{_BATCH}={rows}: {micro} rows per pass x {steps} accumulation steps x {workers} worker(s).")
 
 
@@ -192,21 +167,19 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-def _check(ranges: Mapping[str, Any]) -> Callable[[Checked], tuple[list[Problem], list[str]]]:
-    def check(checked: Checked) -> tuple[list[Problem], list[str]]:
-        findings = [
-            *check_choices(checked, _CHOICES, {}),
-            *check_ranges(checked, ranges),
-            *check_resume(checked),
-            *check_quantization(checked, "model"),
-            *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
-            *check_ray(checked),
-            *one_process(checked),
-            *_notes(checked),
-        ]
-        return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
-
-    return check
+def _check(checked: Checked) -> tuple[list[Problem], list[str]]:
+    findings = [
+        *check_choices(checked, {}, engine_names(SUPERVISED, checked.config)),
+        *check_ranges(checked),
+        *check_resume(checked),
+        *check_quantization(checked, "model"),
+        *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
+        *check_ray(checked),
+        *check_train_engines(checked, SUPERVISED),
+        *one_process(checked),
+        *_notes(checked),
+    ]
+    return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
 
 
 def _environment(heads: tuple[str, ...]) -> Callable[[Resolved, Path | None], list[Problem]]:
@@ -226,11 +199,11 @@ SFT = Tree(
     main="sft_trainer",
     root=SFTConfig,
     model="model",
-    spellings=Spellings("sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
+    spellings=Spellings(SFTConfig, "sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
-    check=_check(_RANGES),
+    check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _SFT_EFFECTS),
     environment=_environment(()),
 )
@@ -238,11 +211,11 @@ REWARD_MODEL = Tree(
     main="reward_model_trainer",
     root=RewardTrainerConfig,
     model="model",
-    spellings=Spellings("reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT),
+    spellings=Spellings(RewardTrainerConfig, "reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,
-    check=_check({**_RANGES, **{f"loss.{name}": limits for name, limits in PAIR_LOSS_RANGES.items()}}),
+    check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
     environment=_environment(SCORE_HEADS),
     heads=SCORE_HEADS,

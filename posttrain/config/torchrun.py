@@ -7,7 +7,6 @@ import os
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 
-SOURCE = "torchrun"
 _WORKERS, _MACHINES = "trainer.n_gpus_per_node", "trainer.nnodes"
 
 

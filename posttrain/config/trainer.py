@@ -6,6 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.base import Section
+from posttrain.settings import (
+    COUNT_OR_ALL,
+    ONE_OR_MORE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    SEED,
+    STEPS,
+    ZERO_OR_MORE,
+    at_least,
+    setting,
+)
 
 
 @dataclass
@@ -19,23 +30,23 @@ class RunConfig(Section):
     continues an unfinished one."""
     default_local_dir: str = "outputs"
     """Folder under which run directories are made."""
-    total_epochs: int = 15
+    total_epochs: int = setting(15, range=ONE_OR_MORE)
     """Passes over the training data."""
-    total_training_steps: int | None = None
+    total_training_steps: int | None = setting(None, range=ONE_OR_MORE)
     """Steps in all; null takes `total_epochs` times the batches of an epoch."""
-    save_freq: int = -1
+    save_freq: int = setting(-1, range=COUNT_OR_ALL)
     """Save a checkpoint every so many steps; -1 saves the last step only."""
-    test_freq: int = -1
+    test_freq: int = setting(-1, range=COUNT_OR_ALL)
     """Validate every so many steps; -1 validates before training and at the end only."""
     val_before_train: bool = True
     """Validate before the first step."""
-    max_ckpt_to_keep: int | None = None
+    max_ckpt_to_keep: int | None = setting(None, range=ONE_OR_MORE)
     """Keep this many newest checkpoints (and the best one by validation); null keeps all."""
-    export_hf: str = "last"
+    export_hf: str = setting("last", choices=("last", "all", "none"))
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
-    export_lora: str = "adapter"
+    export_lora: str = setting("adapter", choices=("adapter", "merged"))
     """What that folder holds under LoRA: the `adapter` alone (peft's format), or the `merged` model."""
-    resume_mode: str = "auto"
+    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"))
     """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues
     `resume_from_path`."""
     resume_from_path: str | None = None
@@ -43,24 +54,24 @@ class RunConfig(Section):
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Any of `console` (a line per step), `details` (under it every metric), `tensorboard`, `wandb`, `mlflow`,
     `swanlab`, `trackio`; `metrics.jsonl` is always written."""
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: int = setting(1, range=ONE_OR_MORE)
     """Worker processes per node, one per GPU (or per CPU process)."""
-    nnodes: int = 1
+    nnodes: int = setting(1, range=ONE_OR_MORE)
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
     ray_init: dict[str, Any] = field(default_factory=dict)
     """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
-    stopped_worker_timeout_s: float = 300.0
+    stopped_worker_timeout_s: float = setting(300.0, range=POSITIVE)
     """End the run when the process of a worker was stopped by a signal for so many seconds; a worker that computes is
     never ended. For several workers."""
-    device: str = "auto"
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """`auto` (CUDA if there is one), `cpu` or `cuda`."""
-    seed: int = 1
+    seed: int = setting(1, range=SEED)
     """Seed of sampling, data order and initialisation."""
     deterministic: bool = False
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
-    profile_steps: list[int] | None = None
+    profile_steps: list[int] | None = setting(None, range=STEPS)
     """Steps of which torch's profiler writes a trace to `traces/` in the run directory; they take longer."""
-    max_bad_steps: int = 3
+    max_bad_steps: int = setting(3, range=ONE_OR_MORE)
     """Stop after this many training steps in a row in which an update was skipped because loss or gradient was not
     finite."""
 
@@ -73,13 +84,13 @@ class TrainerConfig(RunConfig):
     """Validate and stop."""
     best_metric: str | None = None
     """Validation metric (largest is best) whose best checkpoint is kept; null takes the first `val/.../mean@k`."""
-    critic_warmup: int = 0
+    critic_warmup: int = setting(0, range=ZERO_OR_MORE)
     """Steps during which only the critic is trained."""
     one_step_off: bool = False
     """Generate the next step's responses while this one trains; they are one update older than the policy that learns
     from them, and weighed for it (`algorithm.rollout_correction.rollout_is=token`, unless that is set). For workers
     that only generate (`actor_rollout_ref.rollout.n_workers`)."""
-    rollout_mismatch_tol: float | None = None
+    rollout_mismatch_tol: float | None = setting(None, range=POSITIVE)
     """Largest mean difference between rollout and trainer log-probs before a run stops; null takes 1e-3 in float32,
     5e-2 in bfloat16."""
 
@@ -88,9 +99,9 @@ class TrainerConfig(RunConfig):
 class TrackingConfig(Section):
     """Samples written for looking at."""
 
-    samples_freq: int = 1
+    samples_freq: int = setting(1, range=ZERO_OR_MORE)
     """Write the responses of every so many steps to `samples/`; 0 writes none."""
-    samples_max_gb: float = 2.0
+    samples_max_gb: float = setting(2.0, range=POSITIVE_OR_INFINITE)
     """Past this size the oldest samples are thinned, whole groups at a time."""
-    keep_batches: int = 0
+    keep_batches: int = setting(0, range=at_least(-1))
     """Keep the batches of this many last steps in `batches/`, for `posttrain replay`; -1 keeps all, 0 none."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.aliases import Spellings
 from posttrain.config.base import Section
 from posttrain.config.checked import Checked
 from posttrain.config.problem import Problem
 
 if TYPE_CHECKING:
+    from posttrain.config.aliases import Spellings
     from posttrain.config.merge import Merged
     from posttrain.config.resolved import Resolved
 

@@ -7,6 +7,7 @@ import types
 import typing
 from typing import Any
 
+from posttrain.config.yaml_text import parse_yaml
 from posttrain.masking import MASK, mask_urls
 
 NULLS = ("null", "none", "~")
@@ -27,17 +28,6 @@ def is_secret(key: str) -> bool:
 def shown(key: str, value: Any) -> str:
     """The value for a message, masked where it is a secret."""
     return MASK if is_secret(key) and value not in (None, "") else mask_urls(repr(value))
-
-
-def parse_yaml(text: str) -> Any:
-    """YAML text with `1e-6` read as a number, as in configuration files; a ValueError for what is no YAML."""
-    import yaml
-    from omegaconf._utils import get_yaml_loader
-
-    try:
-        return yaml.load(text, Loader=get_yaml_loader())
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from None
 
 
 def unquote(text: str) -> str:

@@ -11,10 +11,9 @@ from pathlib import Path
 from posttrain import cores
 from posttrain.config.devices import gpus_present, runs_on_cpu
 from posttrain.config.engine_kwargs import OUTSIDE
-from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of, workers_of
+from posttrain.config.parallel import ROLLOUT_WORKERS, TORCHRUN, rollout_workers_of, workers_of
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.torchrun import SOURCE as TORCHRUN
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _HOW_TO_GIVE_A_CLUSTER = (

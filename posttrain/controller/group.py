@@ -1,132 +1,207 @@
-"""A worker group: one role on every rank. Its marked methods are the group's, spread and joined as they are marked.
+"""A worker group: one worker of a class on every rank, called as one.
 
-Ranks may act as one, a team: where a method's mark says so (`register(..., team=...)`), whoever calls it sees as many
-ranks as there are teams. Data is spread over these, `on(number)` asks a team, and each gives one answer.
+A group finds a method by its name in the worker class and reads from its mark (`dispatch.register`) how arguments are
+spread over the ranks and how results are joined. `LocalWorkerGroup` and `RayWorkerGroup` differ in how one rank is
+called; what a role answers, with types, stands in `workers/groups.py`.
+
+Neighbouring ranks may form a team, such as the ranks that hold one rollout engine together. For a method whose mark
+says so (`register(..., team=...)`) a team counts as one rank: data is spread over teams, `group.method.on(number)`
+calls a team, and each team gives one answer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from posttrain.controller.dispatch import Calls, alone
-from posttrain.controller.futures import Future
+T_co = TypeVar("T_co", covariant=True)
+GroupP = ParamSpec("GroupP")
+RankP = ParamSpec("RankP")
+Joined = TypeVar("Joined")
+Single = TypeVar("Single")
+
+
+class Future(ABC, Generic[T_co]):
+    """The result of a call to workers."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+
+    @abstractmethod
+    def result(self) -> T_co:
+        """What the call gave, or the error that it ended with; waits for it."""
+
+
+@dataclass
+class Calls:
+    """The arguments of one call by rank. `rows` are the rows of the caller's batch that each rank was given, if any;
+    `reporting_ranks` are those whose results are joined, where several ranks were given the same rows."""
+
+    arguments: list[tuple[Any, ...]]
+    rows: Sequence[Sequence[int]] | None = None
+    reporting_ranks: Sequence[int] | None = None
+
+    def reported(self, results: list[Any]) -> list[Any]:
+        return results if self.reporting_ranks is None else [results[rank] for rank in self.reporting_ranks]
 
 
 class WorkerGroup(ABC):
-    """`group.method(...)` waits for the result; `group.later.method(...)` gives a Future; `group.on(rank).method(...)`
+    """`group.method(...)` waits for the result; `group.method.later(...)` gives a Future; `group.method.on(rank, ...)`
     asks one rank (or team, where several act as one), and gives a Future."""
 
+    worker_class: type
     world_size: int
     overlaps: bool
     """Whether workers go on while the caller does something else."""
     config: Any
     """The settings that the workers were made with."""
-    meanwhile: Callable[[Future], None] | None = None
+    meanwhile: Callable[[Future[Any]], None] | None = None
     """What the caller does while it waits for a result; it comes back when that is there, or earlier."""
 
     @abstractmethod
-    def _method(self, name: str) -> Any:
-        """The worker class's function of that name; AttributeError if it has none."""
-
-    @abstractmethod
-    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future:
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Start a call on one rank."""
 
     @abstractmethod
-    def _joined(self, parts: list[Future], join: Callable[[list[Any]], Any]) -> Future:
+    def _joined(self, parts: list[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:
         """One future of several."""
 
     @abstractmethod
-    def wait_any(self, futures: Sequence[Future]) -> None:
+    def wait_any(self, futures: Sequence[Future[Any]]) -> None:
         """Return as soon as one of them is done."""
 
-    def _marked(self, name: str) -> Any:
-        method = self._method(name)
-        if not hasattr(method, "spread"):
-            raise AttributeError(f"{name} is not marked for dispatch")
-        return method
+    def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        return self._send(rank, name, (answer.result(), *arguments))
 
-    def start(self, name: str, arguments: tuple[Any, ...]) -> Future:
+    def marked(self, name: str) -> Any:
+        """A method of the worker class that can be called through the group. One that overrides it without a mark of
+        its own is called as the overridden one is marked."""
+        for kind in self.worker_class.__mro__:
+            if hasattr(vars(kind).get(name), "spread"):
+                return vars(kind)[name]
+        raise AttributeError(f"{self.worker_class.__name__}.{name} is not marked for dispatch")
+
+    def start(self, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Begin a call on the ranks that its mark says."""
-        method, group = self._marked(name), self.teams(name)
-        calls: Calls = method.spread(group, arguments)
+        method, group = self.marked(name), self.teams(name)
+        calls: Calls = method.spread(group, *arguments)
         parts = [group._send(rank, name, own) for rank, own in enumerate(calls.arguments)]
         return group._joined(parts, lambda results: method.join(results, calls))
 
+    def wait(self, call: Future[Joined]) -> Joined:
+        """The result of a call. One-step-off generation is driven from here: the next batch's requests are polled
+        while this call's workers compute (`meanwhile`)."""
+        if self.meanwhile is not None:
+            self.meanwhile(call)
+        return call.result()
+
     def teams(self, name: str) -> WorkerGroup:
         """This group as a method's calls meet it: ranks that act as one in it are one."""
-        size = getattr(self._marked(name), "team", alone)(self.config)
+        method = self.marked(name)
+        size = method.team(self.config) if hasattr(method, "team") else 1
         return self if size == 1 else Teams(self, size)
 
     def once(self, name: str) -> Any:
         """The result of a call without arguments that never changes; it is made once."""
+        # Kept by group, not by class: facts of one role (dtype, parallel sizes) are asked for in every call's spread.
         known = vars(self).setdefault("_known", {})  # pyright: ignore
         if name not in known:
             known[name] = self.start(name, ()).result()
         return known[name]
 
-    def hand_over(self, answer: Future, name: str, arguments: tuple[Any, ...] = ()) -> Future:
-        """Begin a call on every rank with what one rank of another group answered, and these arguments; gives all
-        results. The answer goes from worker to worker: it does not pass through the caller."""
-        parts = [self._send_answer(rank, name, answer, arguments) for rank in range(self.world_size)]
-        return self._joined(parts, lambda results: results)
-
-    def _send_answer(self, rank: int, name: str, answer: Future, arguments: tuple[Any, ...]) -> Future:
-        return self._send(rank, name, (answer.result(), *arguments))
-
-    @property
-    def later(self) -> Any:
-        return _View(self, lambda name, arguments: self.start(name, arguments))
-
-    def on(self, rank: int) -> Any:
-        return _View(self, lambda name, arguments: self.teams(name)._send(rank, name, arguments))
-
     def __getattr__(self, name: str) -> Any:
+        """A marked method of whatever class the workers have, without types."""
         if name.startswith("_"):
             raise AttributeError(name)
-        self._marked(name)
-        return lambda *arguments: self._waited_for(self.start(name, arguments))
+        self.marked(name)
+        return GroupMethod(self, name)
 
-    def _waited_for(self, call: Future) -> Any:
-        if self.meanwhile is not None:
-            self.meanwhile(call)
-        return call.result()
+
+class GroupMethod(Generic[GroupP, Joined, RankP, Single]):
+    """A worker's method as its group calls it, with arguments by place."""
+
+    def __init__(self, group: WorkerGroup, name: str) -> None:
+        self.group, self.name = group, name
+
+    def __call__(self, *arguments: GroupP.args, **named: GroupP.kwargs) -> Joined:
+        """Call it on the ranks that its mark says, and wait for the joined result."""
+        return self.group.wait(self.later(*arguments, **named))
+
+    def later(self, *arguments: GroupP.args, **named: GroupP.kwargs) -> Future[Joined]:
+        """Begin the call; the result is waited for where it is needed."""
+        self._refuse(named)
+        return self.group.start(self.name, arguments)
+
+    def on(self, rank: int, /, *arguments: RankP.args, **named: RankP.kwargs) -> Future[Single]:
+        """Begin the call on one rank or team, with the arguments that the worker itself takes."""
+        self._refuse(named)
+        return self.group.teams(self.name)._send(rank, self.name, arguments)
+
+    def _refuse(self, named: Mapping[str, Any]) -> None:
+        if named:
+            raise TypeError(f"{self.name}: a group takes arguments by place; give {', '.join(named)} without names")
+
+    def hand_over(self, answer: Future[Any], *arguments: Any) -> Future[list[Single]]:
+        """Begin the call on every rank with what one rank of another group answered, and these arguments; gives all
+        results. The answer goes from worker to worker: it does not pass through the caller."""
+        group = self.group
+        parts = [group._send_answer(rank, self.name, answer, arguments) for rank in range(group.world_size)]
+        return group._joined(parts, lambda results: results)
+
+    def once(self) -> Joined:
+        """The result of a call without arguments that never changes."""
+        return self.group.once(self.name)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, or teams of them, that the call is spread over."""
+        return self.group.teams(self.name).world_size
+
+
+class RoleGroup:
+    """A worker group with the types of its role's methods: a subclass lists them (`workers/groups.py`)."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+
+    def group_of(self, name: str) -> WorkerGroup:
+        """The group whose workers have this method."""
+        return self.group
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    if not TYPE_CHECKING:  # to a type checker every misspelt call would be a method of the user's
+
+        def __getattr__(self, name: str) -> Any:
+            """A method that a worker class of the user's own has beside its role's."""
+            if name.startswith("_") or name == "group":
+                raise AttributeError(name)
+            return getattr(self.group_of(name), name)
 
 
 class Teams(WorkerGroup):
-    """A group in which every `size` neighbouring ranks act as one: they are given the same, in the same order, so that
-    they can wait for each other. The answer of a team is that of its first rank, or the first error of any."""
+    """A group in which every `size` neighbouring ranks count as one. All ranks of a team get the same calls in the same
+    order, because they meet in collectives. A team's answer is that of its first rank, or the first error of any."""
 
     def __init__(self, group: WorkerGroup, size: int) -> None:
         assert group.world_size % size == 0, f"{group.world_size} ranks are no teams of {size}"
-        self.group, self.size = group, size
+        self.group, self.size, self.worker_class = group, size, group.worker_class
         self.world_size, self.config, self.overlaps = group.world_size // size, group.config, group.overlaps
 
-    def _method(self, name: str) -> Any:
-        return self.group._method(name)
-
-    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future:
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         ranks = range(rank * self.size, (rank + 1) * self.size)
         return self.group._joined([self.group._send(own, name, arguments) for own in ranks], lambda results: results[0])
 
-    def _joined(self, parts: list[Future], join: Callable[[list[Any]], Any]) -> Future:
+    def _joined(self, parts: list[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:
         return self.group._joined(parts, join)
 
-    def wait_any(self, futures: Sequence[Future]) -> None:
+    def wait_any(self, futures: Sequence[Future[Any]]) -> None:
         self.group.wait_any(futures)
 
     def once(self, name: str) -> Any:
         return self.group.once(name)
-
-
-class _View:
-    """The marked methods of a group, called in another way."""
-
-    def __init__(self, group: WorkerGroup, call: Callable[[str, tuple[Any, ...]], Any]) -> None:
-        self._group, self._call = group, call
-
-    def __getattr__(self, name: str) -> Any:
-        self._group._marked(name)
-        return lambda *arguments: self._call(name, arguments)

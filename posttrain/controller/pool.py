@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from posttrain.controller.group import WorkerGroup
-from posttrain.controller.local import LocalWorkerGroup
-from posttrain.controller.peaks import StagePeaks
+from posttrain.controller.group import Future, WorkerGroup
+from posttrain.controller.profiling import StagePeaks
 
 ROLLOUT = "rollout"
 """The role that processes of its own may have."""
@@ -72,3 +72,41 @@ class LocalWorkers(Workers):
 
     def close(self) -> None:
         pass
+
+
+class Finished(Future[Any]):
+    """A call of a worker in this process: it was made when it was asked for."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self._value = self._error = None
+        try:
+            self._value = call(*arguments)
+        except Exception as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """Looks to the trainer like any worker group; only methods marked with `register` can be called."""
+
+    world_size = 1
+    overlaps = False
+
+    def __init__(self, worker: Any) -> None:
+        self.worker, self.worker_class, self.config = worker, type(worker), worker.config
+
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        return Finished(getattr(self.worker, name), *arguments)
+
+    def _joined(self, parts: list[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:
+        return Finished(lambda: join([part.result() for part in parts]))
+
+    def wait_any(self, futures: Sequence[Future[Any]]) -> None:
+        """Local calls are done when they were made."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.controller.process_state import Process, this_process
+from posttrain.controller.stalls import Process, this_process
 from posttrain.controller.wire import Parcel, pack, unpack
 from posttrain.errors import UserError
 
@@ -55,7 +55,7 @@ class RankHost:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-        import torch
+        import torch  # after the import paths: the command's own packages, not those of Ray's process
 
         torch.set_num_threads(threads)
         self.workers: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class RankHost:
 
     def programs(self) -> Parcel:
         """What this process runs."""
-        from posttrain.controller.alike import programs
+        from posttrain.controller.ray_machines import programs
 
         return self._answer(programs)
 
@@ -160,20 +160,20 @@ class RankHost:
 
     def _measure(self) -> Any:
         if self.peaks is None:
-            from posttrain.controller.peaks import StagePeaks
+            from posttrain.controller.profiling import StagePeaks
 
             self.peaks = StagePeaks()
         return self.peaks
 
     def begin_trace(self) -> None:
         """Record what this rank does from now on."""
-        from posttrain.controller.tracing import begin_trace
+        from posttrain.controller.profiling import begin_trace
 
         self.profiler = begin_trace()
 
     def end_trace(self, path: str | None) -> Parcel:
         """Write it, or forget it without a path."""
-        from posttrain.controller.tracing import end_trace
+        from posttrain.controller.profiling import end_trace
 
         profiler, self.profiler = self.profiler, None
         return self._answer(end_trace, profiler, None if path is None else Path(path))
@@ -202,6 +202,7 @@ class RankHost:
         try:
             return pack(function(*arguments))
         except Exception as error:
+            # An error is an answer: raised through Ray it would lose its class and carry Ray's own traceback.
             return pack(Failure(_portable(error), self.rank, traceback.format_exc()))
 
 

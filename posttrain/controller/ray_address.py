@@ -1,13 +1,57 @@
-"""Where the environment says that a Ray runs, and whether one answers there."""
+"""Where the environment says that a Ray runs, whether one answers there, and the secret that its processes share."""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from posttrain.controller.ray_secret import WAYS
 from posttrain.errors import UserError
+
+OWN = secrets.token_hex(32)
+"""Of the Rays that this process starts for itself: Ray reads it once per process, and then none is written into the
+home folder."""
+MODE = "RAY_AUTH_MODE"
+WAYS = "RAY_AUTH_TOKEN, a file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token"
+
+
+def shown_by_a_node(token: str) -> dict[str, str]:
+    """Variables for a node that joins a Ray with this secret; without one, with the user's, if there is one. A head
+    needs no word to use a secret that it finds; a node does."""
+    mode = {MODE: os.environ.get(MODE, "token")}
+    return {**mode, "RAY_AUTH_TOKEN": token} if token else mode if users_secret() else {}
+
+
+def users_secret() -> str:
+    """What the user has given in Ray's own ways, the same on every machine; empty if there is none."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    with suppress(OSError):
+        return (Path(named) if named else Path.home() / ".ray" / "auth_token").read_text().strip()
+    return ""
+
+
+@contextmanager
+def users_secret_is_shown() -> Iterator[None]:
+    """Around a connection to a Ray by its address. Ray shows the user's secret by itself only to a Ray that it has
+    found without an address; to one without a secret it may be shown, too."""
+    if MODE in os.environ or not users_secret():
+        yield
+        return
+    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
+
+    os.environ[MODE] = "token"
+    try:
+        Config.initialize("")  # what Ray has read of the environment before
+        yield
+    finally:
+        del os.environ[MODE]
+
 
 ADDRESSES = ("RAY_ADDRESS", "RAY_HEAD_ADDRESS")
 ANSWER_S = 5.0
@@ -27,7 +71,7 @@ def given_address() -> str | None:
     from ray._private.services import find_bootstrap_address
 
     found = find_bootstrap_address(None)
-    return found if found and silence_of(found) is None else None
+    return found if found and connection_error(found) is None else None
 
 
 def no_ray(address: str, error: Exception) -> NoRayThere:
@@ -62,7 +106,7 @@ def asks_for_a_secret(error: BaseException | None) -> bool:
     return False
 
 
-def silence_of(address: str) -> Exception | None:
+def connection_error(address: str) -> Exception | None:
     """Why nobody answers at host:port; None if somebody does, or where it has another form."""
     found = _HOST_AND_PORT.match(address)
     try:

@@ -11,12 +11,57 @@ import ray
 from ray.exceptions import RayError
 
 from posttrain.controller import torchrun
-from posttrain.controller.ray_address import asks_for_a_secret, given_address, no_ray, silence_of, wrong_secret
-from posttrain.controller.ray_head import RayHead
+from posttrain.controller.ray_address import (
+    OWN,
+    asks_for_a_secret,
+    connection_error,
+    given_address,
+    no_ray,
+    users_secret,
+    users_secret_is_shown,
+    wrong_secret,
+)
 from posttrain.controller.ray_machines import ITSELF
+from posttrain.controller.ray_node import RayHead
 from posttrain.controller.ray_processes import Watched
-from posttrain.controller.ray_secret import OWN, users_secret, users_secret_is_shown
-from posttrain.controller.ray_settings import as_arguments, refused_by_ray
+from posttrain.errors import UserError
+
+
+class RefusedByRay(UserError):
+    """Ray does not take an argument."""
+
+
+def as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `ray.init` gets: without what is null, and environment variables as text."""
+    arguments = _without_null(given)
+    variables = arguments.get("runtime_env", {}).get("env_vars")
+    if variables:
+        arguments["runtime_env"]["env_vars"] = {name: _text(value) for name, value in variables.items()}
+    return arguments
+
+
+@contextmanager
+def refused_by_ray(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Around a start of Ray: an error about the user's arguments names them."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # Ray asserts what a number is
+        if not settings:
+            raise
+        raise RefusedByRay(
+            f"Ray did not start with trainer.ray_init ({', '.join(settings)}): {error} Correct or remove what it "
+            "names; `python -c 'import ray; help(ray.init)'` lists its arguments."
+        ) from error
+
+
+def _without_null(value: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {name: _without_null(item) if isinstance(item, Mapping) else item for name, item in value.items()}
+    return {name: item for name, item in inner.items() if item is not None and item != {}}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's own switch, whatever the system: with 0 it stays on the loopback interface."""
@@ -93,8 +138,8 @@ class RayCluster:
 
     def _join(self, address: str) -> None:
         """Connect to a Ray that runs. Where nobody answers it would try for two minutes, and then end the process."""
-        if (silence := silence_of(address)) is not None:
-            raise no_ray(address, silence)
+        if (error_there := connection_error(address)) is not None:
+            raise no_ray(address, error_there)
         try:
             with refused_by_ray(self.settings), users_secret_is_shown():
                 ray.init(address=address, **{**_QUIET, **self.settings})

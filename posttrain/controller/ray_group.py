@@ -1,157 +1,90 @@
-"""Workers in Ray actors: one process per rank that hosts every role; others beside them may host the rollout alone."""
+"""Calls to workers in Ray actors: futures of their answers, and groups that call one role on every rank."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from posttrain.controller.alike import check_alike
-from posttrain.controller.group import WorkerGroup
-from posttrain.controller.peaks import StagePeaks
-from posttrain.controller.pool import ROLLOUT, Workers
-from posttrain.controller.rank_host import RankHost
-from posttrain.controller.ray_calls import RayWorkerGroup
-from posttrain.controller.ray_cluster import RayCluster
-from posttrain.controller.ray_machines import Machine, machines_for, rooms_for
-from posttrain.controller.ray_peaks import RayPeaks
-from posttrain.controller.ray_places import places_words
-from posttrain.controller.ray_ranks import Rank, RankWatch
+from posttrain.controller.group import Future, WorkerGroup
+from posttrain.controller.ray_ranks import RankWatch
 from posttrain.controller.wire import pack
 
 
-class RayWorkers(Workers):
-    """`ranks` processes, each with its share of its machine's cores, or with a GPU of its own. They live in a Ray that
-    is started for them, or in `cluster`, which they leave running; on the command's machine, or equally many on each of
-    several. Each of them calls `prepare` first. `rollout` further ones, alike, have the rollout to themselves: each is
-    alone, and knows no other rank; or they know each other, where `teams` of them act as one. A process that is stopped
-    for longer than `stopped_s` seconds ends the run; what one that died has printed is written to `logs`."""
+class RayFuture(Future[Any]):
+    """The results of ranks, joined. The first error of any rank is the call's, though others may wait for ever."""
 
-    def __init__(
-        self,
-        ranks: int,
-        device: Any,
-        cluster: RayCluster | None = None,
-        prepare: Callable[[], None] | None = None,
-        machines: int = 1,
-        tell: Callable[[str], None] = print,
-        settings: Mapping[str, Any] | None = None,
-        rollout: int = 0,
-        teams: bool = False,
-        stopped_s: float = 300.0,
-        logs: Path | None = None,
-        shared: Path | None = None,
-    ) -> None:
-        self.watch = RankWatch(stopped_s, tell, logs)
-        self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
-        self.hosts, self.rollout_hosts = [], []
-        self.cluster, self._shared = (
-            cluster or RayCluster(ranks + rollout, settings, machines, tell, shared),
-            cluster is not None,
-        )
+    def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], watch: RankWatch) -> None:
+        self.refs, self.join, self._watch = refs, join, watch
+        self.waiting = list(refs)
+        """Of ranks that have not answered, as far as was looked."""
+        self._found: dict[Any, Any] = {}
+        self._error: Exception | None = None
+        self._value: Any = None
+        self._joined = False
+
+    def done(self) -> bool:
+        while not self._is_over():
+            # One at a time: an error of the first that is ready must not wait for the others, which may hang.
+            ready, self.waiting = ray.wait(self.waiting, num_returns=1, timeout=0)
+            if not ready:
+                break
+            self._take(ready[0])
+        return self._is_over()
+
+    def result(self) -> Any:
+        while not self._is_over():
+            ready, self.waiting = self._watch.wait(self.waiting)
+            self._take(ready[0])
+        if self._error is not None:
+            raise self._error
+        if not self._joined:  # joining may be expensive or consume its parts: it is done once, by who needs the result
+            self._value, self._joined = self.join([self._found.pop(ref) for ref in self.refs]), True
+        return self._value
+
+    def _is_over(self) -> bool:
+        return self._error is not None or not self.waiting
+
+    def _take(self, ref: Any) -> None:
         try:
-            self._start(ranks, rollout, device, teams)
-        except BaseException:
-            self.close()
-            raise
+            self._found[ref] = self._watch.fetch(ref)
+        except Exception as error:
+            self._error = error
 
-    def _start(self, ranks: int, rollout: int, device: Any, teams: bool) -> None:
-        if not self._shared:
-            self.cluster.start()
-        each = ranks // self.machines
-        machines = machines_for(self.machines, each, device.type, self.tell, coming=self.cluster.is_head)
-        homes = [machines[rank // each] for rank in range(ranks)]
-        rooms = rooms_for(rollout, each, machines, device.type, self.tell)
-        crowd = Counter(machine.id for machine in (*homes, *rooms))
-        self.hosts = [self._host(rank, home, crowd[home.id], device) for rank, home in enumerate(homes)]
-        known = rollout if teams else 1
-        self.rollout_hosts = [
-            self._host(number, room, crowd[room.id], device, known) for number, room in enumerate(rooms)
-        ]
-        pairs = zip(self._names(), self._everybody(), (*homes, *rooms), strict=True)
-        self.watch.begin([Rank(name, host, machine) for name, host, machine in pairs])
-        if len(crowd) > 1:
-            there = self.watch.gathered([host.programs.remote() for host in self._everybody()])
-            check_alike(there, [machine.address for machine in (*homes, *rooms)])
-        joining = []
-        for hosts, first in ((self.hosts, homes), (self.rollout_hosts, rooms)):
-            address = self.watch.fetched(hosts[0].free_address.remote(first[0].address)) if hosts else ""
-            joining += [host.connect.remote(address, *pack(self.prepare)) for host in hosts]
-        self.watch.gathered(joining)
 
-    def _everybody(self) -> list[Any]:
-        return [*self.hosts, *self.rollout_hosts]
+class RayWorkerGroup(WorkerGroup):
+    """One role on every rank."""
 
-    def _host(self, rank: int, machine: Machine, crowd: int, device: Any, ranks: int | None = None) -> Any:
-        """The process of a rank, on its machine, whose cores so many share; it is one of `ranks` (all that train)."""
-        resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
-        there = NodeAffinitySchedulingStrategy(machine.id, soft=False)
-        actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=there, **resources)
-        threads, paths = max(1, machine.cores // crowd), [folder for folder in sys.path if folder]
-        return actor.remote(rank, ranks or self.world_size, str(device), threads, os.getcwd(), paths)
+    overlaps = True
 
-    @property
-    def rollout_size(self) -> int:
-        return len(self.rollout_hosts)
+    def __init__(self, role: str, worker: type, config: Any, hosts: list[Any], watch: RankWatch) -> None:
+        self.role, self.worker_class, self.config, self.hosts, self.watch = role, worker, config, hosts, watch
+        self.world_size = len(hosts)
 
-    def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
-        parcel = pack((worker, arguments, named))
-        config = next((value for value in arguments if hasattr(value, "trainer")), None)
-        hosts = self.rollout_hosts if role == ROLLOUT else self.hosts
-        self.watch.gathered([host.build.remote(role, *parcel) for host in hosts])
-        return RayWorkerGroup(role, worker, config, hosts, self.watch)
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        return self._future(self._start(rank, name, arguments))
 
-    def _names(self) -> list[str]:
-        ranks = [f"rank {rank}" for rank in range(len(self.hosts))]
-        return [*ranks, *(f"rollout {number}" for number in range(len(self.rollout_hosts)))]
+    def _start(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Any:
+        return self.hosts[rank].call.remote(self.role, name, *pack(arguments))
 
-    def spans(self) -> list[list[Any]]:
-        found = [self.watch.plain(ref) for ref in [host.take_spans.remote() for host in self._everybody()]]
-        return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
+    def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        """Ray's store holds the answer once per machine; a rank there reads it from the store."""
+        assert isinstance(answer, RayFuture) and len(answer.refs) == 1
+        return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], *pack(arguments)))
 
-    def peaks(self) -> StagePeaks:
-        return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
+    def _future(self, ref: Any) -> RayFuture:
+        return RayFuture([ref], lambda results: results[0], self.watch)
 
-    @contextmanager
-    def traced(self, stem: Path) -> Iterator[None]:
-        for ref in [host.begin_trace.remote() for host in self._everybody()]:
-            self.watch.plain(ref)
-        whole = False
-        try:
-            yield
-            whole = True
-        finally:
-            names = [name.replace(" ", "_") for name in self._names()]
-            paths = [f"{stem}.{name}.json.gz" if whole else None for name in names]
-            ends = [host.end_trace.remote(path) for host, path in zip(self._everybody(), paths, strict=True)]
-            self.watch.gathered(ends)
+    # Parts are flattened into one list of references, so that a joined call of teams waits for all ranks at once and
+    # sees the first error of any, whichever team it is in.
+    def _joined(self, parts: Sequence[Any], join: Callable[[list[Any]], Any]) -> Future[Any]:
+        def joined(results: list[Any]) -> Any:
+            left = iter(results)
+            return join([part.join([next(left) for _ in part.refs]) for part in parts])
 
-    def words(self) -> str:
-        where = f" on {self.machines} machines" if self.machines > 1 else ""
-        count = self.world_size + self.rollout_size
-        return f"{count} processes{where} in Ray {ray.__version__}, {self.cluster.words()}"
+        return RayFuture([ref for part in parts for ref in part.refs], joined, self.watch)
 
-    def places(self) -> list[str]:
-        """Who trains and who generates where, where these are not the same."""
-        if not self.rollout_hosts:
-            return []
-        pools = {"Training": self.hosts, "Rollout": self.rollout_hosts}
-        return [
-            f"{name}: {places_words(self.watch.gathered([host.place.remote() for host in hosts]))}."
-            for name, hosts in pools.items()
-        ]
-
-    def close(self) -> None:
-        if self._shared or self.cluster.was_there:
-            for host in self._everybody():
-                ray.kill(host)
-            self.watch.end()
-        if not self._shared:
-            self.cluster.stop()
+    def wait_any(self, futures: Sequence[Any]) -> None:
+        if futures and not any(future.done() for future in futures):
+            self.watch.wait([ref for future in futures for ref in future.waiting])

@@ -1,10 +1,13 @@
-"""The machines of a Ray that the ranks of a run live on."""
+"""The machines of a Ray that the ranks of a run live on: which ones, and whether they have the same programs."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -49,7 +52,7 @@ def machines_for(
     until, told = time.monotonic() + wait_s, False
     while True:
         try:
-            return chosen(ray.nodes(), own, count, each, device)
+            return choose_machines(ray.nodes(), own, count, each, device)
         except TooFewMachines as error:
             if time.monotonic() > until:
                 raise
@@ -60,7 +63,7 @@ def machines_for(
         time.sleep(1)
 
 
-def rooms_for(
+def rollout_machines(
     count: int, each: int, machines: Sequence[Machine], device: str, tell: Callable[[str], None] = print
 ) -> list[Machine]:
     """Where `count` further workers go beside the `each` on these machines. Free GPUs anywhere in the run's Ray
@@ -71,7 +74,7 @@ def rooms_for(
     until, told = time.monotonic() + WAIT_S, False
     while True:
         try:
-            return free_rooms(ray.nodes(), machines[0].id, count, taken)
+            return free_gpus(ray.nodes(), machines[0].id, count, taken)
         except TooFewMachines as error:
             if time.monotonic() > until:
                 raise
@@ -81,7 +84,7 @@ def rooms_for(
         time.sleep(1)
 
 
-def free_rooms(nodes: Sequence[Mapping[str, Any]], here: str, count: int, taken: Mapping[str, int]) -> list[Machine]:
+def free_gpus(nodes: Sequence[Mapping[str, Any]], here: str, count: int, taken: Mapping[str, int]) -> list[Machine]:
     """`count` free GPUs of what Ray says of its nodes, `taken` by id are not; those of machines in use first."""
     alive = [node for node in nodes if node["Alive"]]
     ordered = sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"] not in taken, node["NodeID"]))
@@ -97,7 +100,7 @@ def free_rooms(nodes: Sequence[Mapping[str, Any]], here: str, count: int, taken:
     return found[:count]
 
 
-def chosen(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int, device: str) -> list[Machine]:
+def choose_machines(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int, device: str) -> list[Machine]:
     """Of what Ray says of its nodes."""
     alive = [node for node in nodes if node["Alive"]]
     fit = [node for node in alive if device != "cuda" or node["Resources"].get("GPU", 0) >= each]
@@ -115,3 +118,37 @@ def chosen(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int,
 
 def _machine(node: Mapping[str, Any]) -> Machine:
     return Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))
+
+
+PLACE = "in"
+"""Where posttrain lies: told, and free to differ."""
+
+
+class DifferentPrograms(UserError):
+    """A machine of the run has another Python, torch or posttrain."""
+
+
+def programs() -> dict[str, str]:
+    """What this process runs, by name."""
+    import torch
+
+    root = Path(__file__).parents[1]
+    files = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        files.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    own = f"files {files.hexdigest()[:8]}"
+    return {"Python": platform.python_version(), "torch": str(torch.__version__), "posttrain": own, PLACE: str(root)}
+
+
+def check_same_programs(of_ranks: Sequence[dict[str, str]], addresses: Sequence[str]) -> None:
+    """Refuse ranks that do not run what the command runs."""
+    here = programs()
+    for found, address in zip(of_ranks, addresses, strict=True):
+        differ = [name for name in here if name != PLACE and found[name] != here[name]]
+        if differ:
+            there, own = (", ".join(f"{name} {of[name]}" for name in differ) for of in (found, here))
+            raise DifferentPrograms(
+                f"The machine {address} does not run the same programs as the command: {there} in {found[PLACE]}, and "
+                f"{own} in {here[PLACE]} here. All machines of a run need the same environment and code: what "
+                "`ray start`, or the command with trainer.node_rank, finds there."
+            )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from posttrain import cores
+from posttrain.controller import torchrun
+from posttrain.controller.ray_address import OWN, connection_error, users_secret
 from posttrain.controller.ray_processes import CLOSE_S, Watched
+from posttrain.engine.interface import address_facing
 from posttrain.errors import UserError
 
 START_S = 60.0
@@ -70,7 +76,7 @@ class RayNode:
                     files = [os.readlink(fd) for fd in Path("/proc", name, "fd").iterdir()]
                     if any(file.startswith(self.folder + "/") for file in files):
                         yield name
-            except OSError:  # it is gone, or somebody else's
+            except OSError:  # the process is gone, or belongs to another user
                 continue
 
     def close(self) -> None:
@@ -79,3 +85,66 @@ class RayNode:
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_S)
+
+
+PORT = 6379
+"""Of a head whose address the user types on the other machines."""
+_OF_A_NODE = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
+_OF_A_HEAD = ("include_dashboard", "dashboard_host", "dashboard_port")
+
+
+class PortTaken(UserError):
+    """Another program has the port of the head."""
+
+
+class RayHead(RayNode):
+    """`settings` are arguments of `ray.init`: what concerns the node is used here, and `rest` is for who connects."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        met = torchrun.is_meeting()
+        host, port = (_facing(torchrun.master()), _free_port()) if met else (_facing(), PORT)
+        self.address, self.token = f"{host}:{port}", OWN if met and not users_secret() else ""
+        self.secret = {"RAY_AUTH_TOKEN": self.token} if self.token else {}
+        if connection_error(self.address) is None:
+            raise PortTaken(
+                f"{self.address} is taken by another program, and Ray's head cannot be started there. End it; or start "
+                "Ray yourself (ray start --head --port=PORT) and name it on all machines: RAY_HEAD_ADDRESS=HOST:PORT"
+            )
+        given = {"include_dashboard": False, **settings}
+        options = [_option(name, given[name]) for name in (*_OF_A_NODE, *_OF_A_HEAD) if name in given]
+        self.rest = {name: value for name, value in settings.items() if name not in (*_OF_A_NODE, *_OF_A_HEAD)}
+        super().__init__(["--head", f"--node-ip-address={host}", f"--port={port}", *options], self.secret)
+
+    def tell_users(self, tell: Callable[[str], None], machines: int) -> None:
+        """What is to be typed on the other machines, and who else may join."""
+        others = "1" if machines == 2 else f"1 to {machines - 1}"
+        tell(
+            f"Started Ray's head. Give the same command on the other machines, with RAY_HEAD_ADDRESS={self.address} "
+            f"and trainer.node_rank={others}."
+        )
+        if not users_secret():
+            tell(
+                f"note: whoever reaches {self.address} can run programs here. To have a secret, put one file "
+                "~/.ray/auth_token (`ray get-auth-token --generate` makes it) on all machines."
+            )
+
+
+def _option(name: str, value: Any) -> str:
+    """An argument of `ray.init` as one of `ray start`."""
+    text = str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, Mapping):
+        text = ",".join(f"{k}={v}" for k, v in value.items()) if name == "labels" else json.dumps(value)
+    return f"--{name.replace('_', '-')}={text}"
+
+
+def _facing(host: str = "") -> str:
+    """The address under which this machine is seen from `host`; from the network, without one."""
+    from ray.util import get_node_ip_address
+
+    return (address_facing(host) if host else None) or get_node_ip_address()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -57,7 +57,7 @@ class Watched:
         level = log.level
         log.setLevel(logging.ERROR)  # it tells that a secret is asked for
         os.environ.update({MARK: self._mark, "RAY_USAGE_STATS_ENABLED": "0", **variables})
-        for variable in before:
+        for variable in before:  # a rank that found torchrun's variables would join torchrun's group, not the run's
             if variable in _TORCHRUNS or variable.startswith("TORCHELASTIC_"):
                 del os.environ[variable]
         try:
@@ -69,9 +69,9 @@ class Watched:
 
     def close(self) -> None:
         """End what was started. A process that cannot be killed (it waits inside the kernel, for a disk or a driver) is
-        left to the watcher, which goes on trying: the run that has ended does not wait with it."""
+        left to the watcher, which keeps trying; the finished run does not wait for it."""
         assert self._watcher.stdin is not None
         self._watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._watcher.wait(CLOSE_S) != 0:  # somebody has killed it: another one does its work
+            if self._watcher.wait(CLOSE_S) != 0:  # the watcher itself was killed: start another
                 self._watch(subprocess.DEVNULL).wait(CLOSE_S)

@@ -13,19 +13,25 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from posttrain.controller.process_state import Process, State, state_of
 from posttrain.controller.rank_host import Failure, Identity
 from posttrain.controller.ray_machines import ITSELF, Machine
-from posttrain.controller.standstill import EVERY_S, Standstill
+from posttrain.controller.stalls import EVERY_S, Process, StallWatch, State, state_of
 from posttrain.controller.wire import unpack
-from posttrain.controller.worker_died import CONTINUES, WorkerDied, death_of, facts_of, is_about_a_peer
-from posttrain.controller.worker_log import keep, lines_of
+from posttrain.controller.worker_died import (
+    CONTINUES,
+    WorkerDied,
+    append_log,
+    death_of,
+    facts_of,
+    is_about_a_peer,
+    printed_lines,
+)
 
 PEERS_S = 60.0
 """For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more."""
 
 
-class MachineEye:
+class NodeObserver:
     """Becomes a Ray actor, one on every machine but the driver's: looks at the processes of the ranks there. It is a
     process of its own, so that it answers whatever the ranks do."""
 
@@ -33,7 +39,7 @@ class MachineEye:
         return [state_of(process) for process in processes]
 
     def read(self, files: list[str]) -> list[str]:
-        return lines_of(files)
+        return printed_lines(files)
 
 
 @dataclass
@@ -76,53 +82,54 @@ class RankWatch:
         self.logs = logs
         self.kept: set[str] = set()
         """Files of Ray that are in the log already."""
-        self.standstill = Standstill(limit_s, tell)
-        self._eyes: dict[str, tuple[Any, _Asked]] = {}
-        self._here = ""
+        self.stalls = StallWatch(limit_s, tell)
+        self._observers: dict[str, tuple[Any, _Asked]] = {}
+        self._own_node = ""
 
     def begin(self, ranks: Sequence[Rank]) -> None:
         """Get to know these ranks, as soon as their processes are there."""
-        self.ranks, self._here = list(ranks), ray.get_runtime_context().get_node_id()
-        for machine in {rank.machine.id for rank in ranks} - {self._here}:
+        self.ranks, self._own_node = list(ranks), ray.get_runtime_context().get_node_id()
+        for machine in {rank.machine.id for rank in ranks} - {self._own_node}:
             there = NodeAffinitySchedulingStrategy(machine, soft=False)
-            eye = ray.remote(MachineEye).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)
-            self._eyes[machine] = (eye.remote(), _Asked())
-        for rank, found in zip(ranks, self.gathered([rank.host.identity.remote() for rank in ranks]), strict=True):
+            observer = ray.remote(NodeObserver).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)
+            self._observers[machine] = (observer.remote(), _Asked())
+        for rank, found in zip(ranks, self.gather([rank.host.identity.remote() for rank in ranks]), strict=True):
             rank.identity = found
 
     def end(self) -> None:
         """The ranks are ended on purpose."""
-        for eye, _ in self._eyes.values():
+        for observer, _ in self._observers.values():
             with suppress(Exception):
-                ray.kill(eye)
-        self._eyes = {}
+                ray.kill(observer)
+        self._observers = {}
 
     # -- waiting ------------------------------------------------------------------------------------------------------
     def wait(self, refs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """(one that is ready, the others). Raises WorkerStopped where a rank is stopped for too long."""
         while True:
+            # Never without a timeout: a stopped process neither answers nor fails, and is only seen by looking at it.
             ready, waiting = ray.wait(list(refs), num_returns=1, timeout=EVERY_S)
             if ready:
-                self.standstill.answered()
-            if self.standstill.is_due():
-                self.standstill.look(self._states(), self._awaited(waiting))
+                self.stalls.answered()
+            if self.stalls.is_due():
+                self.stalls.look(self._states(), self._awaited(waiting))
             if ready:
                 return ready, waiting
 
-    def fetched(self, ref: Any) -> Any:
+    def fetch(self, ref: Any) -> Any:
         """What a rank answered, private to this process; its error is raised, or what caused that."""
         value = unpack(self.plain(ref))
         if isinstance(value, Failure):
             raise self._cause_of(value.as_raised())
         return value
 
-    def gathered(self, refs: Sequence[Any]) -> list[Any]:
+    def gather(self, refs: Sequence[Any]) -> list[Any]:
         """What several answered. The first error of any rank is raised, though others may wait for that rank for
         ever."""
         found, waiting = {}, list(refs)
         while waiting:
             ready, waiting = self.wait(waiting)
-            found[ready[0]] = self.fetched(ready[0])
+            found[ready[0]] = self.fetch(ready[0])
         return [found[ref] for ref in refs]
 
     def plain(self, ref: Any) -> Any:
@@ -133,6 +140,7 @@ class RankWatch:
         except RayTaskError:
             raise
         except RayError as error:
+            # "Unavailable" may be a short loss of the network; only a dead actor is known to be gone.
             if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
                 raise self._death(error) from error
             cause = self._word_of_peers()
@@ -140,15 +148,16 @@ class RankWatch:
 
     def _states(self) -> dict[str, State | None]:
         known = [(rank, rank.identity.process) for rank in self.ranks if rank.identity is not None]
-        states = {rank.who: state_of(process) for rank, process in known if rank.machine.id == self._here}
-        for machine, (eye, asked) in self._eyes.items():
+        states = {rank.who: state_of(process) for rank, process in known if rank.machine.id == self._own_node}
+        for machine, (observer, asked) in self._observers.items():
             there = {rank.who: process for rank, process in known if rank.machine.id == machine}
+            # Asked now, read at the next look: a machine that is slow to answer must not hold up the wait itself.
             if asked.ref is not None and ray.wait([asked.ref], timeout=0)[0]:
                 with suppress(RayError):  # where the machine is lost, its ranks' answers say so
                     asked.states = dict(zip(asked.of, ray.get(asked.ref), strict=True))
                 asked.ref = None
             if asked.ref is None:
-                asked.of, asked.ref = list(there), eye.look.remote(list(there.values()))
+                asked.of, asked.ref = list(there), observer.look.remote(list(there.values()))
             states |= asked.states
         return states
 
@@ -196,11 +205,11 @@ class RankWatch:
         if rank.identity is None or self.logs is None:
             return ""
         files = rank.identity.files
-        if rank.machine.id == self._here:
-            lines = lines_of(files)
+        if rank.machine.id == self._own_node:
+            lines = printed_lines(files)
         else:
             lines = self._read_there(rank.machine.id, files)
-        path = keep(lines, rank.who, self.logs)
+        path = append_log(lines, rank.who, self.logs)
         if path is None:
             return ""
         self.kept |= {Path(file).name for file in files}
@@ -208,7 +217,7 @@ class RankWatch:
 
     def _read_there(self, machine: str, files: Sequence[str]) -> list[str]:
         try:
-            return ray.get(self._eyes[machine][0].read.remote(list(files)), timeout=5)
+            return ray.get(self._observers[machine][0].read.remote(list(files)), timeout=5)
         except (RayError, KeyError):
             return []
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from posttrain.controller.ray_address import no_ray, silence_of
+from posttrain.controller.ray_address import connection_error, no_ray, shown_by_a_node
 from posttrain.controller.ray_node import RayNode
-from posttrain.controller.ray_secret import shown_by_a_node
 from posttrain.errors import UserError
 
 HEAD_S = 300.0
@@ -35,11 +34,11 @@ def serve(address: str, tell: Callable[[str], None], token: str = "") -> None:
 
 def _wait_for_head(address: str, tell: Callable[[str], None]) -> None:
     until, told = time.monotonic() + HEAD_S, False
-    while (silence := silence_of(address)) is not None:
+    while (error_there := connection_error(address)) is not None:
         if time.monotonic() > until:
-            raise no_ray(address, silence)
+            raise no_ray(address, error_there)
         if not told:
-            tell(f"Waiting {HEAD_S:.0f} s for a Ray to answer at {address} ({silence}).")
+            tell(f"Waiting {HEAD_S:.0f} s for a Ray to answer at {address} ({error_there}).")
         told = True
         time.sleep(EVERY_S)
 
@@ -52,7 +51,7 @@ def _stay(node: RayNode, address: str) -> None:
         at_work = node.ranks() > 0
         worked = worked or at_work
         idle = idle + 1 if worked and not at_work else 0
-        silent = silent + 1 if silence_of(address) is not None else 0
+        silent = silent + 1 if connection_error(address) is not None else 0
     if not worked:
         raise RunNeverCame(
             f"The Ray at {address} is gone, and no worker was started on this machine: see what the command of machine "

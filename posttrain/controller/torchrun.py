@@ -1,7 +1,7 @@
 """Several machines under torchrun: the first process of the first one tells the others where its Ray is.
 
 torchrun gives its processes a store that all machines reach, and so does whoever else reaches its port. Ray's address
-goes through it with a signature; the secret that makes both never does. It is the user's own (`ray_secret.py`), or one
+goes through it with a signature; the secret that makes both never does. It is the user's own (`ray_address.py`), or one
 made for the run that goes through a file on the disk that all machines share, which only the user can read.
 """
 
@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from posttrain.controller.ray_secret import OWN, WAYS, users_secret
+from posttrain.controller.ray_address import OWN, WAYS, users_secret
 from posttrain.errors import UserError, first_line
 
 WAIT = timedelta(minutes=30)

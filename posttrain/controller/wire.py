@@ -30,6 +30,7 @@ def pack(value: Any) -> Parcel:
 def unpack(parcel: Parcel) -> Any:
     """The value again, with arrays and tensors of its own."""
     pickled, buffers = parcel
+    # Copied: Ray's store hands out read-only memory, and torch must not write into what another rank reads.
     return pickle.loads(pickled, buffers=[bytearray(buffer.data) for buffer in buffers])
 
 
@@ -41,7 +42,7 @@ class _Pickler(cloudpickle.Pickler):
     """Knows functions and classes of scripts and notebooks, and tensors as arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
+        if type(obj) is torch.Tensor:  # parameters and other subclasses keep their own way of pickling
             return _tensor, (_array(obj.detach()), obj.dtype)
         return super().reducer_override(obj)
 

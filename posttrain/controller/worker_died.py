@@ -1,8 +1,11 @@
-"""What is said of a rank whose process is gone, or never came up."""
+"""What is said of a rank whose process is gone or never came up, and what it printed last (`workers.log`)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from posttrain.errors import UserError
 
@@ -58,3 +61,28 @@ def death_of(error: Exception, who: str = "", *, rollout: bool = False, printed:
         cause = "Ray ended it because its machine ran low on memory"
     sizes = _SIZES["rollout" if rollout else ""]
     return WorkerDied(f"{who} died: {cause}. If it was memory, lower {sizes}.{printed} {CONTINUES}")
+
+
+LOG_NAME = "workers.log"
+
+
+def printed_lines(files: Sequence[str]) -> list[str]:
+    """What a worker has printed to these files of Ray, without Ray's own marks."""
+    lines: list[str] = []
+    for file in files:
+        with suppress(OSError):
+            lines += Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if line and not line.startswith((":job_id:", ":actor_name:"))]
+
+
+def append_log(lines: Sequence[str], title: str, folder: Path) -> Path | None:
+    """Adds the lines to the log in `folder`, and gives its path; None where nothing was, or could be, written."""
+    if not lines:
+        return None
+    path = folder / LOG_NAME
+    try:
+        with path.open("a", encoding="utf-8") as log:
+            log.write("\n".join([f"--- {title}", *lines]) + "\n")
+    except OSError:
+        return None
+    return path

@@ -18,7 +18,9 @@ class TemplateError(DataError):
     """A chat template that raised on a row."""
 
 
-def unheard(tokenizer: Any, system_prompt: str | None, template_kwargs: Mapping[str, Any]) -> list[str]:
+def ignored_template_settings(
+    tokenizer: Any, system_prompt: str | None, template_kwargs: Mapping[str, Any]
+) -> list[str]:
     """Sentences about settings that the chat template makes nothing of."""
     found, template = [], tokenizer.chat_template
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
@@ -65,7 +67,7 @@ class ChatRenderer:
                 if value:
                     raise DataError(f"{setting} is set, but the tokenizer has no chat template to use it; {HINT}")
             return
-        self.notes += unheard(self.tokenizer, self.system_prompt, self.template_kwargs)
+        self.notes += ignored_template_settings(self.tokenizer, self.system_prompt, self.template_kwargs)
 
     def messages(self, prompt: str | Messages) -> Messages:
         """The conversation that a prompt stands for: a string is one user message after the system prompt."""

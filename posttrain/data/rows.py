@@ -38,7 +38,7 @@ class RowTable:
     number_of: list[int] = field(default_factory=list)
     """Each row's number in its file from 1: the line in JSON lines, else the position."""
     files: list[str] = field(default_factory=list)
-    mended: int = 0
+    repaired: int = 0
     """Rows with half a character somewhere, which U+FFFD has replaced."""
     positions: list[int] | None = None
     """Each row's position in the table that they were taken from; None where they were not."""
@@ -62,11 +62,11 @@ class RowTable:
 
     def notes(self, split: str) -> list[str]:
         """What was done to the rows of a split as they were read."""
-        if not self.mended:
+        if not self.repaired:
             return []
         return [
-            f"{self.mended} of {len(self)} {split} rows hold half a character (a lone surrogate, as \\ud800), which no "
-            "text file can hold; U+FFFD stands in its place."
+            f"{self.repaired} of {len(self)} {split} rows hold half a character (a lone surrogate, as \\ud800), which "
+            "no text file can hold; U+FFFD stands in its place."
         ]
 
     def where(self, row: int) -> str:
@@ -87,7 +87,7 @@ class RowTable:
                 self.rows.append({well_formed(str(key)): plain(value, halves) for key, value in row.items()})
             except UnreadableValue as error:
                 raise DataError(f"Row {number} of {name} has {error}.") from None
-            self.mended += bool(halves)
+            self.repaired += bool(halves)
             self.file_of.append(len(self.files) - 1)
             self.number_of.append(number)
 
@@ -181,7 +181,7 @@ _DEEPEST = 200
 def plain(value: Any, halves: list[str], depth: int = 0) -> Any:
     """The value with numpy arrays and scalars, tuples and foreign mappings turned into plain Python.
 
-    Texts are mended; those that had to be are added to `halves`.
+    Texts are repaired; those that had to be are added to `halves`.
     """
     if isinstance(value, str):
         text = well_formed(str(value))

@@ -10,6 +10,6 @@ def dry_run(resolved: Any) -> Any:
 
     The checks are imported here, because entry points must start without torch and transformers.
     """
-    from posttrain.doctor.checkup import dry_run as examine
+    from posttrain.doctor.command import dry_run as examine
 
     return examine(resolved)

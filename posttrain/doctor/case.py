@@ -45,7 +45,7 @@ class Case:
     counts: dict[str, int] = field(default_factory=dict)
     """By split, how many rows would be left of the whole file."""
     turns: Any = None
-    """The loop over turns (rollout.turns.rows.Loop) with the run's tools or agents, filled by their check."""
+    """The ConversationLoop with the run's tools and agents, filled by their check."""
     schemas: list[dict[str, Any]] = field(default_factory=list)
     """Of the run's tools, which every prompt shows."""
     reward_s: float = 0.0

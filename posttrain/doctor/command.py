@@ -1,19 +1,24 @@
-"""`posttrain doctor`: the command line whose run is looked at, and the report."""
+"""`posttrain doctor` and `trainer.dry_run=true`: everything that can be known of a run before it starts.
+
+No weights are loaded and nothing is written, except that the embedded task is made if the run would use it.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
 
 from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.ppo_tree import PPO
-from posttrain.config.supervised_tree import command_tree
+from posttrain.config.supervised_tree import COMMANDS, command_tree
 from posttrain.config.tree import Tree
-from posttrain.doctor.checkup import look_at
-from posttrain.doctor.finding import Finding, Report
+from posttrain.doctor.finding import ERROR, WARNING, Finding, Report
 from posttrain.launch import resolve_arguments
-from posttrain.tracking.folding import tell
+from posttrain.tracking.own_console import JSON, active
+from posttrain.tracking.terminal_text import tell
 from posttrain.tracking.waiting import waiting
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it
@@ -50,10 +55,105 @@ def examine(args: Sequence[str], areas: Sequence[str] | None = None) -> Report:
         except ConfigError:
             report.fact("configuration", "Nothing else was looked at: the settings must be readable first.")
             return report
-    return look_at(resolved, tree, report, areas)
+    return run_checks(resolved, tree, report, areas)
 
 
 def _resolve(args: Sequence[str], tree: Tree, *, environment: bool) -> Resolved:
     if tree is not PPO:
         return load_config(list(args[1:]) or {}, tree=tree, environment=environment)
     return resolve_arguments(args, environment=environment)
+
+
+Check = Callable[[Any], Iterator[Finding]]
+
+
+def checks() -> dict[str, Check]:
+    """Area -> its check, in the order in which they can use each other's results."""
+    from posttrain.doctor.batch import check_batch
+    from posttrain.doctor.conversations import check_tools
+    from posttrain.doctor.pace import check_pace
+    from posttrain.doctor.resources import check_memory, check_resources
+    from posttrain.doctor.reward import check_reward
+    from posttrain.doctor.rows import check_rows
+    from posttrain.doctor.settings import check_settings
+    from posttrain.doctor.template import check_template
+
+    return {
+        "configuration": check_settings,
+        "tools": check_tools,
+        "data": check_rows,
+        "template": check_template,
+        "reward": check_reward,
+        "batch": check_batch,
+        "memory": check_memory,
+        "time": check_pace,
+        "resources": check_resources,
+    }
+
+
+def run_checks(
+    resolved: Resolved, tree: Tree, report: Report | None = None, areas: Sequence[str] | None = None
+) -> Report:
+    """The report of settings that were read; a check that cannot be made is a finding of its own."""
+    from posttrain.doctor.case import Case
+    from posttrain.errors import UserError
+
+    report = report or Report()
+    case = Case(resolved, tree, report)
+    try:
+        _prepare(case)
+    except UserError as error:
+        report.add([Finding(ERROR, "configuration", str(error))])
+        return report
+    for area, check in checks().items():
+        if areas is not None and area not in areas:
+            continue
+        try:
+            for finding in check(case):
+                report.add([finding])
+        except UserError as error:
+            report.add([Finding(ERROR, area, str(error))])
+        except Exception as error:  # a library that stumbles over a file must not hide what the other checks see
+            what = f"This could not be looked at: {type(error).__name__}: {error}"
+            report.add([Finding(WARNING, area, what, "", "look at the other findings first; a run may stop here too")])
+    return report
+
+
+def _prepare(case: Any) -> None:
+    """The user's own module, and the embedded task where the run would use it."""
+    if library := case.model.external_lib:
+        from posttrain.external import import_external
+
+        import_external(library, f"{case.tree.model}.external_lib")
+    data = case.config.data
+    wants_model = case.model.path in (None, "embedded")
+    if not (wants_model or data.train_files in (None, "embedded") or data.val_files == "embedded"):
+        return
+    from posttrain.trainer.embedded import ensure_embedded
+
+    folder = ensure_embedded(lambda text: print(text, file=sys.stderr), model=wants_model)
+    if wants_model:
+        case.model.path = str(folder / "model")
+    for split, file in (("train", "train.json"), ("val", "test.json")):
+        if data[f"{split}_files"] == "embedded" or (split == "train" and data.train_files is None):
+            setattr(data, f"{split}_files", str(_embedded_file(case, folder, file)))
+
+
+def _embedded_file(case: Any, folder: Path, file: str) -> Path:
+    if not case.is_pairs:
+        return folder / file
+    from posttrain.trainer.embedded import embedded_pairs
+
+    return embedded_pairs(folder)["train" if file == "train.json" else "test"]
+
+
+def dry_run(resolved: Resolved) -> Report:
+    """For `trainer.dry_run=true`: prints the report instead of training, whatever voice the command has."""
+    tree = next((tree for tree in COMMANDS.values() if isinstance(resolved.config, tree.root)), PPO)
+    with redirect_stdout(sys.stderr), waiting("looking"):  # what libraries print is no part of the report
+        report = run_checks(resolved, tree)
+    console = active()
+    wants_json = console is not None and console.voice == JSON
+    out: Any = console.out if console else sys.stdout
+    print(report.to_json(), file=out) if wants_json else tell(report.text(), out)
+    return report

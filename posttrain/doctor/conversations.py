@@ -6,20 +6,22 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from posttrain.config.agent import agent_settings
 from posttrain.config.closest import closest
-from posttrain.config.turns import KEY, TurnSettings, turn_settings
+from posttrain.config.turns import KEY, turn_settings
+from posttrain.conversations.chat import Setup
+from posttrain.conversations.formats import FORMATS
+from posttrain.conversations.loop import tool_arguments
+from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.conversations.tools.base import Tool, ToolCall
 from posttrain.doctor.case import Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
-from posttrain.rollout.tools.base import Tool
-from posttrain.rollout.turns.loop import Turns, given_by
-from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
 
 AREA = "tools"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -32,7 +34,7 @@ def check_tools(case: Case) -> Iterator[Finding]:
     rollout = case.config.actor_rollout_ref.rollout
     key = f"{_ROLLOUT}.agent" if agent_settings(rollout.agent).enable else KEY
     try:
-        with opened_turns(
+        with open_conversations(
             case.config, case.tokenizer, torch.device("cpu"), say=lambda text: _said(case, text)
         ) as turns:
             case.turns = turns
@@ -41,12 +43,12 @@ def check_tools(case: Case) -> Iterator[Finding]:
         if _enabled(case):  # without turns it is the tokenizer's own error, which its check says
             yield Finding(ERROR, AREA, str(error), case.where(key))
         return
-    if isinstance(turns, Turns):
+    if turns and turns.schemas:
         shown = _tokens(case, tools=case.schemas) - _tokens(case)
         case.report.fact(
             AREA, f"Their descriptions take about {shown} tokens of every prompt (data.max_prompt_length)."
         )
-        yield from _room(case, turns)
+        yield from _room(case, turns.setup, list(turns.runner.tools.tools.values()))
 
 
 def check_named_in_rows(case: Case) -> Iterator[Finding]:
@@ -68,11 +70,11 @@ def check_named_in_rows(case: Case) -> Iterator[Finding]:
         what += f"{KEY}.enable is False."
         do = f"set {KEY}.enable=True and {_ROLLOUT}.tools=[...], or take the column out"
         yield Finding(WARNING, AREA, what, case.where(KEY), do)
-    if not isinstance(case.turns, Turns):
+    if not (case.turns and case.turns.schemas):
         return
-    tools = case.turns.runner.tools
+    tools = case.turns.runner.tools.tools
     # A parquet file has an entry for every tool in every row, most of them null.
-    given = (given_by(item["extra_info"]) for item in rows)
+    given = (tool_arguments(item["extra_info"]) for item in rows)
     strange = Counter(name for own in given for name, values in own.items() if values and name not in tools)
     for name, count in strange.items():
         near = closest(name, tools)
@@ -102,12 +104,12 @@ def _ids(case: Case, text: str) -> list[int]:
     return case.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _room(case: Case, turns: Turns) -> Iterator[Finding]:
+def _room(case: Case, setup: Setup, tools: Sequence[Tool]) -> Iterator[Finding]:
     """Turns share data.max_response_length with what tools answer: each call is written, and answered, within it."""
-    settings: TurnSettings = turns.config
+    settings = setup.settings
     limit, most = case.config.data.max_response_length, settings.max_assistant_turns
-    call = min(len(_ids(case, _shortest_call(tool, settings.format))) for tool in turns.runner.tools.values())
-    frame = len(turns.replies.ids([""], _end_token(case)))
+    call = min(len(_ids(case, _shortest_call(tool, settings.format))) for tool in tools)
+    frame = len(setup.template.ids([{"role": "tool", "content": ""}], _end_token(case)))
     least = call + frame
     prose = json.dumps(case.schemas)
     full = least + math.ceil(settings.max_tool_response_length * len(_ids(case, prose)) / len(prose))
@@ -142,9 +144,7 @@ def _shortest_call(tool: Tool, style: str) -> str:
     """A call of this tool with as little as its schema allows, in the run's format."""
     function: Mapping[str, Any] = tool.schema["function"]
     required = (function.get("parameters") or {}).get("required") or []
-    key = "parameters" if style == "llama3_json" else "arguments"
-    text = json.dumps({"name": function["name"], key: {name: "" for name in required}})
-    return text if style == "llama3_json" else f"<tool_call>\n{text}\n</tool_call>"
+    return FORMATS[style].write(ToolCall(function["name"], {name: "" for name in required}))
 
 
 def _end_token(case: Case) -> int:

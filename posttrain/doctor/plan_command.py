@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.base import Section
 from posttrain.config.environment import check_on_any_machine
-from posttrain.config.megatron import NAME as MEGATRON
-from posttrain.config.megatron import megatron_settings
 from posttrain.config.parallel import workers_of
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
-from posttrain.config.schema import lookup, using
+from posttrain.config.schema import lookup
 from posttrain.config.supervised_tree import command_tree
+from posttrain.config.train_engines import RL as RL_KEYS
+from posttrain.config.train_engines import SUPERVISED, train_engine
 from posttrain.config.tree import Tree
-from posttrain.engine.ranks import check_heads
+from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import resolve_arguments
 from posttrain.models import cut
@@ -30,7 +31,7 @@ from posttrain.planning.remedies import Remedy, find_remedies
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
@@ -69,8 +70,7 @@ def main(args: Sequence[str]) -> int:
 
 def _tell_what_is_missing_here(resolved: Resolved, tree: Tree) -> None:
     """A plan without a size is for this machine, which may lack what the run needs."""
-    with using(tree.root):
-        problems = tree.environment(resolved, working_folder())
+    problems = tree.environment(resolved, working_folder())
     if problems:
         tell(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
 
@@ -97,8 +97,8 @@ def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner)
     """Raise the error that the run itself would raise: a plan of a run that is rejected is of no use."""
     config = resolved.config
     if not isinstance(config, PPOConfig):
-        size, packed = config.fsdp.ulysses_sequence_parallel_size, config.model.use_remove_padding
-        planner.count(config, device, ROLE, _check_heads, size, packed)
+        layout = layout_of(config, SUPERVISED, "model")
+        planner.count(config, device, ROLE, partial(_check_model, config, layout, config.model.use_remove_padding))
         return
     if problems := check_on_any_machine(resolved):
         raise ConfigError(problems)
@@ -106,14 +106,14 @@ def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner)
     planner.count(config, device, "actor", _ActorChecks(config))
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
     if estimator.needs_critic:
-        size, packed = config.critic.ulysses_sequence_parallel_size, config.critic.model.use_remove_padding
-        planner.count(config, device, "critic", _check_heads, size, packed)
+        layout, packed = layout_of(config, RL_KEYS, "critic"), config.critic.model.use_remove_padding
+        planner.count(config, device, "critic", partial(_check_model, config, layout, packed))
     if estimator.compares_group:
         check_group_size(config, resolved.explicit)
 
 
-def _check_heads(module: Any, size: int, packed: bool) -> None:
-    check_heads(module.config, size, packed=packed)
+def _check_model(config: Any, layout: EngineLayout, packed: bool, module: Any) -> None:
+    engine_class(layout).check_model(module.config, layout, ranks=workers_of(config), packed=packed)
 
 
 class _ActorChecks:
@@ -123,21 +123,9 @@ class _ActorChecks:
         self.config = config
 
     def __call__(self, module: Any) -> None:
-        actor, rollout, data = (
-            self.config.actor_rollout_ref.actor,
-            self.config.actor_rollout_ref.rollout,
-            self.config.data,
-        )
-        if actor.strategy == MEGATRON:
-            from posttrain.engine.megatron.places import Sizes, check_sizes
-            from posttrain.engine.megatron.shapes import check_model
-
-            sizes = Sizes.of(megatron_settings(actor.megatron_config))
-            check_model(module.config, sizes)
-            check_sizes(sizes, workers_of(self.config))
-        else:
-            packed = self.config.actor_rollout_ref.model.use_remove_padding
-            check_heads(module.config, actor.ulysses_sequence_parallel_size, packed=packed)
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        packed = self.config.actor_rollout_ref.model.use_remove_padding
+        _check_model(self.config, layout_of(self.config, RL_KEYS, "actor"), packed, module)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
             check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
             cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
@@ -173,8 +161,9 @@ def _head(config: Any, plan: Plan) -> list[str]:
     ]
     if shape.workers > 1:
         lines.append(f"Planned for each of {shape.workers} workers that share weights, gradients and optimizer state.")
-    if isinstance(config, PPOConfig) and config.actor_rollout_ref.actor.strategy == MEGATRON:
-        lines.append("Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.")
+    keys = RL_KEYS if isinstance(config, PPOConfig) else SUPERVISED
+    if note := train_engine(lookup(config, keys.strategy), keys).plan_note:
+        lines.append(note)
     if generating := getattr(shape, "generating", 0):
         lines.append(f"The column generate is of each of the {generating} worker(s) that only generate.")
     return lines

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from posttrain.data.chat import unheard
+from posttrain.data.chat import ignored_template_settings
 from posttrain.doctor.case import Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
@@ -75,7 +75,7 @@ def _generation_prompt(case: Case, where: str) -> Iterator[Finding]:
 
 def _unheard(case: Case, where: str) -> Iterator[Finding]:
     data = case.config.data
-    for what in unheard(case.tokenizer, data.system_prompt, data.apply_chat_template_kwargs):
+    for what in ignored_template_settings(case.tokenizer, data.system_prompt, data.apply_chat_template_kwargs):
         yield Finding(WARNING, AREA, what, where, "take the setting out, or take a template that reads it")
 
 

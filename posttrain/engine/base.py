@@ -1,7 +1,9 @@
-"""The contract of a train engine: what the workers may ask of whatever holds the weights.
+"""The contract of a train engine: what workers may ask of whatever holds the weights.
 
-An engine may be one of several, a rank each, that hold one model together. Then all of them are called alike: with
-their own rows, but with equal numbers of passes.
+One engine may be spread over several ranks that hold one model together. Then all of them are called in the same
+order, each with its own rows, and with equal numbers of passes.
+
+While an engine computes it counts into `pulse.work("rows", ...)`: the rows of a pass when that pass is done.
 
 Shapes: B rows, R response width (padded on the right).
 """
@@ -10,41 +12,105 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain.config.optim import OptimConfig
+from posttrain.config.train_engines import RL, EngineKeys
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.packing import Unit
+from posttrain.engine.pass_plan import Unit
 from posttrain.protocol import DataProto
 
-# What the loss sees of one micro-batch: the rows, and `log_probs` and `entropy` (or `values`), each (rows, R).
+if TYPE_CHECKING:
+    from posttrain.engine.heads import Head
+    from posttrain.engine.ranks import Ranks
+
+# What the loss sees of one micro-batch: the rows, and the outputs of the model's head, each (rows, R).
 # It returns its share of the mini-batch's loss; shares add up, so no split changes the gradient.
 LossFn = Callable[[DataProto, dict[str, torch.Tensor]], torch.Tensor]
 
 # The units of rows (counted within the batch) of each forward pass. A pass without units is computed over a token of
-# its own and counts nothing: others, with whom this rank shares the model, have more rows.
+# its own and counts nothing: other ranks, which share the model with this one, have more rows.
 Passes = list[list[Unit]]
+
+
+@dataclass
+class EngineSettings:
+    """How an engine cuts its work and steps its optimizer; without `optim` the weights are frozen."""
+
+    device: torch.device
+    optim: OptimConfig | None = None
+    total_steps: int = 1
+    grad_clip: float = 1.0
+    token_budget: int = 16384
+    max_rows: int | None = None
+    pack: bool = True
+    share_prompts: bool = True
+    gradient_checkpointing: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    ranks: Ranks | None = None
+    """The ranks that share the model by FSDP2; None for a process that holds it whole."""
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Which engine holds a model, and how it cuts the model over ranks, as configured."""
+
+    strategy: str = "fsdp2"
+    keys: EngineKeys = RL
+    """Where these settings are in the configuration, for error messages."""
+    fsdp_size: int = -1
+    sequence_size: int = 1
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that only this engine reads, such as `megatron_config`."""
 
 
 class TrainEngine(ABC):
     """Weights that can be read, scored with and updated. Without `passes` an engine plans them itself."""
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls, module: torch.nn.Module, settings: EngineSettings, layout: EngineLayout, head: Head | None = None
+    ) -> TrainEngine:
+        """An engine over a loaded model. `head` is what is computed on top of its decoder; None is what the model
+        itself has: a value head, or a language model's."""
+
+    @classmethod
+    @abstractmethod
+    def check_model(cls, config: Any, layout: EngineLayout, *, ranks: int, packed: bool) -> None:
+        """Raises if a model with this Hugging Face config cannot be held by so many ranks; no weights are loaded."""
 
     @abstractmethod
     def facts(self) -> EngineFacts:
         """About the model, for those who do not hold it."""
 
     @abstractmethod
+    def compute(
+        self, data: DataProto, *, temperature: float = 1.0, passes: Passes | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The outputs of the head by name, without gradient; nothing on a rank without rows."""
+
     def log_probs(
         self, data: DataProto, *, temperature: float = 1.0, passes: Passes | None = None
     ) -> dict[str, torch.Tensor]:
         """`log_probs` and `entropy`, each (B, R), of the responses; no gradient."""
+        return self.compute(data, temperature=temperature, passes=passes)
 
-    @abstractmethod
     def values(self, data: DataProto, *, passes: Passes | None = None) -> torch.Tensor:
         """(B, R): the value of the state before each response token; no gradient."""
+        found = self.compute(data, passes=passes)
+        return found["values"] if found else torch.zeros(data.batch["responses"].shape)  # a rank without rows
+
+    def scores(self, data: DataProto, *, passes: Passes | None = None) -> torch.Tensor:
+        """(B,): a score at the end of each row; no gradient."""
+        found = self.compute(data, passes=passes)
+        return found["scores"][:, 0] if found else torch.zeros(0)  # a rank without rows
 
     @abstractmethod
     def update(
@@ -89,6 +155,11 @@ class TrainEngine(ABC):
     def onload(self, *, optimizer: bool = False) -> None:
         """Bring back what `offload` moved."""
 
-    @abstractmethod
-    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
         """Inside, the weights (and the optimizer state) are where they are computed with."""
+        self.onload(optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self.offload()

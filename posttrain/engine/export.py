@@ -1,4 +1,4 @@
-"""Whole weights out of a model that is cut over ranks: a layer at a time, so that none holds more than one of them."""
+"""Whole weights of a sharded model: gathered a layer at a time, so that no rank holds more than one layer's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from posttrain.models.quantized import plain_weight
 
 
 def whole_state(model: torch.nn.Module, forward_pass: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all weights under their Hugging Face names, adapters folded in. All ranks must take all of them."""
+    """Copies of all weights under their Hugging Face names, adapters folded in. All ranks must iterate to the end:
+    each layer is gathered by all of them."""
     for part, modules in owned_modules(without_adapters(model), forward_pass):
         with torch.no_grad(), whole_weights(part):
             copies = _copies(modules)
@@ -31,7 +32,7 @@ def _copies(modules: Named) -> dict[str, torch.Tensor]:
     from peft.tuners.lora import LoraLayer
 
     adapted = {name: module for name, module in modules if isinstance(module, LoraLayer)}
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}  # by identity, which holds here: all modules of the part are alive
     found: dict[str, torch.Tensor] = {}
     for name, module in modules:
         if ".lora_" in f".{name}":

@@ -1,4 +1,4 @@
-"""What a driver must know of an engine and its model to plan passes and to speak of them, without holding either."""
+"""Facts about an engine and its model, from which the driver plans passes and prints notes without holding either."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineFacts:
     """Plain values, equal on all ranks."""
 
     dtype: torch.dtype
-    """In which the model computes."""
+    """The type that the model computes in."""
     parameters: int
     trained: int
     """Parameters that an optimizer may change."""
@@ -40,13 +40,13 @@ class EngineFacts:
     all_pairs: bool
     """Whether attention computes all pairs of tokens of a sequence, seen or not."""
     joining: float
-    """What it costs a token to join what it saw of a shared prompt with the rest, in tokens."""
+    """Cost per token of merging attention over a shared prompt with attention over the response, in tokens."""
     token_budget: int
     """Tokens of a pass, at most."""
     max_rows: int | None
     """Rows of a pass, at most."""
     sequence_parallel: int
-    """Neighbouring ranks that compute the same rows, each a stretch of their tokens or a part of every matrix."""
+    """Neighbouring ranks that compute the same rows: each a stretch of their tokens, or a part of every matrix."""
     adapters: dict[str, Any] | None
     """Settings of the adapters, without their base's name; None for a model without adapters."""
     stacked: str | None
@@ -58,11 +58,11 @@ class EngineFacts:
     pipeline: int = 1
     """Stages of a pipeline, each on ranks of its own, one behind the other; all of them are given the same rows."""
     engine: str | None = None
-    """What computes instead of torch's own modules, with its version."""
+    """Name and version of the library that computes instead of torch's own modules; None for torch's."""
 
 
 def joining_cost(width: int) -> float:
-    """Joining goes through memory once per number, products do arithmetic by the width for each."""
+    """Merging reads every number once, while a matrix product does arithmetic in proportion to the width."""
     return JOINING * WIDTH / width
 
 

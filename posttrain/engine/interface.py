@@ -1,8 +1,8 @@
-"""Which network interface the ranks of a run meet on: the one that faces rank 0, the loopback one on a single machine.
+"""The network interface that ranks use: the one that faces rank 0, which is the loopback one on a single machine.
 
-Left alone, gloo takes that of the machine's own name. Many systems resolve it to the loopback interface: a rank on
-another machine then tries to reach itself. Others resolve it to the network's: then ranks of a single machine listen
-where other machines reach them. NCCL takes the network's, too.
+By default gloo takes the interface that the machine's own name resolves to. On many systems that is the loopback
+interface, and a rank on another machine then tries to reach itself. On others it is the network's, and ranks of a
+single machine then listen where other machines can reach them. NCCL takes the network's, too.
 """
 
 from __future__ import annotations

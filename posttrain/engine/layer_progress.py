@@ -1,13 +1,11 @@
-"""Progress inside a pass: a pass over many rows of a model takes minutes on a CPU, and every layer that is done counts.
+"""Progress inside a pass: on a CPU a pass over many rows takes minutes, so every computed layer counts.
 
-Hooks on the outputs of layers, and on their gradients, count; they change nothing. On a GPU work is queued long before
-it is done, so that only passes count there.
+Hooks on the outputs of layers, and on their gradients, count; they change no numbers. On a GPU work is queued long
+before it is done, so that only whole passes count there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,15 +28,14 @@ class LayerProgress:
         for layer in layers:
             layer.register_forward_hook(self._forward)
 
-    @contextmanager
-    def of(self, work: Work, rows: int) -> Iterator[None]:
-        """A pass over so many rows, with gradients if they are on."""
+    def begin(self, work: Work, rows: int) -> None:
+        """A pass over so many rows begins, with gradients if they are on."""
         each = 1 + BACKWARD if torch.is_grad_enabled() else 1
         self._work, self._rows, self._steps, self._done = work, rows, max(1, self._layers * each), 0
-        try:
-            yield
-        finally:
-            self._work = None
+
+    def end(self) -> None:
+        """Whatever the layers compute from here on is not counted."""
+        self._work = None
 
     def _forward(self, layer: torch.nn.Module, given: Any, output: Any) -> None:
         if self._work is None:

@@ -28,15 +28,16 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, also of one that is cut over ranks."""
+    """The tensor itself; of one that is sharded over ranks, all of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Optimizer:
     """AdamW whose masters are float32 copies of low-precision weights, or the weights themselves.
 
-    Gradients are gathered in the masters' precision after every micro-batch, so that bfloat16 weights do not round
-    the sum differently for every split; or, where `open_sums` was called, by the products that make them.
+    Gradients are added up in the masters' precision after every micro-batch: a sum in bfloat16 would be rounded
+    differently for every split into micro-batches. Where `open_sums` was called, the matrix products that make the
+    gradients add them up themselves.
     """
 
     def __init__(self, named_weights: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> None:
@@ -47,6 +48,7 @@ class Optimizer:
             weight if weight.dtype in (torch.float32, torch.float64) else torch.nn.Parameter(weight.detach().float())
             for weight in self.weights
         ]
+        # Norms and biases are not decayed, as is usual for transformers.
         decayed = [master for master in self.masters if master.ndim >= 2]
         plain = [master for master in self.masters if master.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -56,8 +58,8 @@ class Optimizer:
         self.steps_done = 0
 
     def open_sums(self) -> None:
-        """Let products add the gradients of matrices that have masters up in the masters' precision themselves, and
-        those of adapters, which are their own masters."""
+        """Let matrix products add up their gradients in the masters' precision: of matrices with separate masters, and
+        of adapters, which are their own masters. It saves a pass over all gradients after every micro-batch."""
         named = [x for x in zip(self.names, self.weights, self.masters, strict=True) if x[1].ndim == 2]
         taken = [weight for _, weight, master in named if master is not weight]
         for kind in (".lora_A.", ".lora_B."):  # A of parts that read the same input follow each other: one product
@@ -73,6 +75,7 @@ class Optimizer:
         sums, grads = [], []
         for weight, master in zip(self.weights, self.masters, strict=True):
             total = added_sum(weight)
+            # A sum that products made is the master's gradient itself; a gradient from elsewhere is added to it.
             if total is not None and master.grad is not total:
                 master.grad = total if master.grad is None else total.add_(master.grad)
             if master is weight or weight.grad is None:
@@ -84,11 +87,16 @@ class Optimizer:
                 grads.append(weight.grad)
             weight.grad = None
         if sums:
+            # One kernel for many tensors: hundreds of small additions would cost more in launches than in arithmetic.
             torch._foreach_add_(sums, grads)  # pyright: ignore
+
+    def reduce_gradients(self) -> None:
+        """After the last pass: let ranks with copies of a weight add their gradients up. FSDP2 does that in the
+        backward pass."""
 
     def step(self, *, grad_clip: float, total_steps: int) -> dict[str, float]:
         """Clip, step and clear; a gradient that is not finite changes nothing and is reported."""
-        norm = self._clip(grad_clip if grad_clip > 0 else math.inf)
+        norm = self.clip_gradients(grad_clip if grad_clip > 0 else math.inf)
         rate = learning_rate(self.config, self.steps_done, total_steps)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -97,16 +105,16 @@ class Optimizer:
             self._follow_masters()
             self.adam.step()
             self._write_back()
-        self.steps_done += 1
+        self.steps_done += 1  # a skipped step counts, too: the learning rate follows the run's plan
         self.clear_gradients()
         return {"grad_norm": float(norm), "lr": rate, "skipped": float(not finite)}
 
-    def _clip(self, largest: float) -> torch.Tensor:
+    def clip_gradients(self, largest: float) -> torch.Tensor:
         """The norm of all gradients, which are scaled down to `largest` where it is above."""
         return whole(torch.nn.utils.clip_grad_norm_(self.masters, largest))
 
     def _follow_masters(self) -> None:
-        """Moments that were made or loaded while the weights were elsewhere go where these are now."""
+        """Move moments to the device of the masters: they may have been made or loaded while these were offloaded."""
         first = self.adam.state.get(self.masters[0]) or {}
         if any(value.device != self.masters[0].device for value in first.values()):
             for master in self.masters:

@@ -1,4 +1,4 @@
-"""Rows of a batch packed end to end, each prompt and each response to it once; micro-batches that fit a token budget.
+"""The rows of a pass as tensors: packed end to end, each prompt and each response to it once, or padded.
 
 Shapes: B rows, S width of prompt and response, R response width, T packed tokens, N response tokens, U distinct
 pairs of a place and the token that it predicts.
@@ -10,144 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from posttrain.engine.facts import EngineFacts
+from posttrain.engine.pass_plan import Unit
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.protocol import DataProto
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Rows that are computed together: responses to one prompt that share it, or a single row.
-
-    `sources[i]` is the row (counted within the unit) whose tokens serve the i-th: itself, or one whose response begins
-    with all that is computed of the i-th.
-    """
-
-    rows: list[int]
-    sources: list[int]
-    tokens: int
-
-
-def plan_units(
-    data: DataProto,
-    *,
-    share: bool,
-    width: int = 0,
-    all_pairs: bool = True,
-    joining: float = 0.0,
-    max_rows: int | None = None,
-    token_budget: int | None = None,
-) -> list[Unit]:
-    """Units of the batch, as `packed_units` packs them; none has more rows or tokens than a pass may have, unless it is
-    a single row.
-
-    Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
-
-    The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
-    pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
-    token saw of its prompt and of its response, at the cost of `joining` tokens per token.
-    """
-    computed = _computed(data)
-    units: list[Unit] = []
-    for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
-        for part in _parts(rows, computed, max_rows, token_budget):
-            together = _unit(part, computed)
-            apart = [_unit([row], computed) for row in together.rows] if all_pairs or joining else []
-            if all_pairs:
-                dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
-            else:
-                dearer = joining > 0 and together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
-            units += apart if dearer else [together]
-    return units
-
-
-def _parts(
-    rows: list[int], computed: list[tuple[int, bytes]], max_rows: int | None, token_budget: int | None
-) -> list[list[int]]:
-    """The rows of a group, cut where a unit would be larger than a pass."""
-    parts: list[list[int]] = []
-    tokens = 0
-    for row in rows:
-        prompt, response = computed[row][0], len(computed[row][1]) // 8
-        too_many = token_budget is not None and tokens + response > token_budget
-        if not parts or too_many or len(parts[-1]) == max_rows:
-            parts.append([])
-            tokens = prompt
-        parts[-1].append(row)
-        tokens += response
-    return parts
-
-
-def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
-    """The units of each forward pass over a batch that one process computes alone."""
-    units = units_for(facts, data, facts.max_rows)
-    return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
-
-
-def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list[Unit]:
-    """Units of the batch for an engine of which this is known, each of `max_rows` rows at most."""
-    return plan_units(
-        data,
-        share=facts.shares_prompts,
-        width=facts.width,
-        all_pairs=facts.all_pairs,
-        joining=facts.joining,
-        max_rows=max_rows,
-        token_budget=facts.token_budget,
-    )
-
-
-def _computed(data: DataProto) -> list[tuple[int, bytes]]:
-    """By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes."""
-    width = data.batch["responses"].shape[1]
-    mask = data.batch["attention_mask"].cpu()
-    prompts, responses = mask[:, :-width].sum(-1).tolist(), mask[:, -width:].sum(-1).tolist()
-    ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
-    return [(p, row[: max(0, r - 1)].tobytes()) for p, r, row in zip(prompts, responses, ids, strict=True)]
-
-
-def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
-    """These rows as a unit. In the order of their bytes a response stands before those that begin with it."""
-    sources, tokens, longest = [0] * len(rows), computed[rows[0]][0], b""
-    source = -1
-    for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]][1], -place), reverse=True):
-        response = computed[rows[place]][1]
-        if source < 0 or not longest.startswith(response):
-            source, longest = place, response
-            tokens += len(response) // 8
-        sources[place] = source
-    return Unit(rows, sources, tokens)
-
-
-def _cost(tokens: int, width: int) -> int:
-    """Arithmetic of one layer over a sequence, in units of 4 x width: 24 x width^2 per token, 4 x width per pair."""
-    return tokens * (6 * width + tokens)
-
-
-def _equal_prompts(data: DataProto) -> list[list[int]]:
-    """Rows grouped by equal prompts, in order of their first row."""
-    width = data.batch["input_ids"].shape[1] - data.batch["responses"].shape[1]
-    real = data.batch["attention_mask"][:, :width].bool()
-    ids = data.batch["input_ids"][:, :width].masked_fill(~real, -1).cpu().numpy()
-    groups: dict[bytes, list[int]] = {}
-    for row in range(len(data)):
-        groups.setdefault(ids[row].tobytes(), []).append(row)
-    return list(groups.values())
-
-
-def plan_micro_batches(units: list[Unit], *, token_budget: int, max_rows: int | None = None) -> list[list[Unit]]:
-    """Units of each forward pass: large ones first, filled up to the budget, at least one unit each."""
-    plan: list[list[Unit]] = []
-    used, rows = 0, 0
-    for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.rows[0])):
-        size = len(unit.rows)
-        if not plan or used + unit.tokens > token_budget or (max_rows is not None and rows + size > max_rows):
-            plan.append([])
-            used, rows = 0, 0
-        plan[-1].append(unit)
-        used, rows = used + unit.tokens, rows + size
-    return plan
 
 
 @dataclass
@@ -184,6 +50,7 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     whatever it makes of masks and positions."""
     ids_BS, mask_BS, _, real_BR = _tensors(data)
     rows, width = real_BR.shape
+    # Prompts arrive padded on the left: a stable sort by the mask moves the real tokens of each row to its start.
     order_BS = mask_BS.long().argsort(dim=1, descending=True, stable=True)
     length_B = mask_BS.sum(-1)
     longest = int(length_B.max())
@@ -191,6 +58,7 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     kept_BL = torch.arange(longest) < length_B[:, None]
     prompt_B = length_B - real_BR.sum(-1)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
+    # The state before a token predicts it, and cumsum counts from 1: hence the 2.
     predict_N = row_N * longest + prompt_B[row_N] + real_BR.long().cumsum(-1)[real_BR] - 2
     labels, slots = ids_BS[:, -width:][real_BR], row_N * width + col_N
     position_BL = torch.arange(longest).expand(rows, -1)
@@ -202,9 +70,9 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
 def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Rows:
     """The rows packed; the rows of `data` are those of the units, end to end.
 
-    All of it happens on the host, so that a device that still computes is not waited for. The last token of a response
-    is predicted, but predicts nothing, and no other token looks at it: it is left out. A response that another one of
-    its unit begins with is read off that one.
+    All of it happens on the host, so that nothing waits for a device that still computes the pass before. The last
+    token of a response is predicted, but predicts nothing and no other token attends to it: it is not computed. A
+    response that another one of its unit begins with is read off that one.
     """
     ids_BS, mask_BS, position_BS, real_BR = _tensors(data)
     rows, width = real_BR.shape
@@ -214,16 +82,22 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     row_B = torch.arange(rows)
     number_B = row_B - leader_B + 1  # of a response among those that share its prompt
     source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources])
+    # Which tokens are computed: a prompt with the first of its responses only, a response unless another one serves
+    # it, and no response's last token.
     kept_BS = mask_BS.clone()
     kept_BS[:, :start] &= (number_B == 1)[:, None]
     kept_BS[:, start:] &= (source_B == row_B)[:, None]
     length_B = real_BR.sum(-1)
     answered = (length_B > 0).nonzero().squeeze(1)
     kept_BS[answered, start + length_B[answered] - 1] = False
+    # Where each token lies in the pack; of one that is not computed, the place of the last computed one before it.
     place_BS = (kept_BS.flatten().long().cumsum(0) - 1).view_as(ids_BS)
     prompt_end_B = place_BS[leader_B, start - 1]
+    # The place that predicts each response token: the prompt's end for the first, else the token before it.
     before_BR = torch.cat([prompt_end_B[:, None], place_BS[source_B, start:-1]], -1)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
+    # Responses that share a prompt are one sequence, in which segment 0 is the prompt: a token attends to that and to
+    # its own segment. Without sharing every sequence has one row, and attention needs no segments.
     segment_T = None
     if len(units) < rows:
         segment_BS = torch.zeros_like(ids_BS)
@@ -233,10 +107,12 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units)), sizes), kept_BS.sum(-1))
     position_T = position_BS[kept_BS]
     predict_N = before_BR[real_BR]
+    # The last layer need only compute the states that are read.
     layout = PackedLayout(
         lengths.tolist(), device, segment_T=segment_T, position_T=position_T, wanted_T=predict_N.unique()
     )
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
+    # Rows read off the same tokens often ask for the same prediction: the vocabulary is computed once for each.
     pairs = (predict_N, labels, None)
     if len(labels) and bool((source_B != row_B).any()):
         pairs = _distinct(predict_N, labels)
@@ -245,9 +121,9 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     return Rows(ids, positions, None, layout, *rest, (rows, width))  # pyright: ignore
 
 
-def with_a_place(rows: Rows) -> Rows:
-    """Rows without any response token ask for one at their first place, which nobody reads: so every weight has a
-    gradient, as it has on the ranks that this one adds its own to."""
+def with_a_prediction(rows: Rows) -> Rows:
+    """Rows without any response token predict one at their first place, and its output is discarded: so every weight
+    has a gradient, as FSDP2 expects when it sums gradients over ranks."""
     if len(rows.predict_U):
         return rows
     first = rows.predict_U.new_zeros(1)
@@ -257,7 +133,7 @@ def with_a_place(rows: Rows) -> Rows:
 
 
 def dummy_rows(device: torch.device, *, packed: bool) -> Rows:
-    """One token and the one after it, for a pass that counts nothing."""
+    """One token and the one after it, for a pass without rows: ranks that share a model make equally many passes."""
     zero = torch.zeros(1, dtype=torch.long, device=device)
     if packed:
         layout = PackedLayout([1], device, position_T=zero, wanted_T=zero)

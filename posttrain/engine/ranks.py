@@ -1,4 +1,4 @@
-"""The processes that hold one model together: how they find each other, and who of them shares what.
+"""The processes that hold one model together: how they meet, and which of them share what.
 
 Every rank computes passes over its own rows. Weights, gradients and optimizer state are cut over groups of `fsdp_size`
 ranks (FSDP2); the groups are copies of each other (HSDP) and add their gradients up. With `sequence_size` above 1, that
@@ -40,7 +40,7 @@ def join_ranks(
     """Meet the other ranks at `address` (host:port, of rank 0). Alone, nothing is started.
 
     Where a rank waits for another for longer than `timeout_s` seconds the wait ends with an error. `backend` is NCCL
-    between GPUs; ranks that share one, which NCCL refuses, can meet by `gloo`.
+    between GPUs; ranks that share one GPU, which NCCL does not allow, can meet by `gloo`.
     """
     if world_size == 1 or dist.is_initialized():
         return
@@ -60,8 +60,8 @@ def join_ranks(
 
 
 def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    """What the ranks find each other by. Left alone, rank 0 would listen on all interfaces; it does on the one that the
-    others were told of."""
+    """The store that the ranks meet at. By default rank 0 would listen on all interfaces; here it listens only on the
+    one whose address the other ranks have."""
     host, _, port = address.rpartition(":")
     made: Any = getattr(dist, "TCPStore")  # noqa: B009  (public, though not marked so for type checkers)
     listening = socket.create_server((host, int(port))).detach() if rank == 0 else None
@@ -108,16 +108,17 @@ def group_ranks(device: torch.device, *, fsdp_size: int = -1, sequence_size: int
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if size == ranks:
-        everybody = dist.group.WORLD  # `init_device_mesh` would have CUDA ranks that met by gloo meet again by NCCL
-        assert everybody is not None
-        mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=("shard",))
+        world = dist.group.WORLD  # `init_device_mesh` would make a second group, by NCCL, also for ranks that use gloo
+        assert world is not None
+        mesh = DeviceMesh.from_group(world, device.type, mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copy", "shard"))
     return Ranks(mesh, neighbours(sequence_size))
 
 
 def neighbours(size: int) -> dist.ProcessGroup | None:
-    """This rank and those beside it, of every `size` in a row; None where it is alone. All ranks ask at once."""
+    """The group of this rank and its neighbours, `size` ranks together; None for groups of one. All ranks must call
+    this."""
     if size == 1:
         return None
     if size == world_size():
@@ -128,13 +129,14 @@ def neighbours(size: int) -> dist.ProcessGroup | None:
 
 
 def team_of(size: int, device: torch.device) -> Team | None:
-    """This rank and its neighbours as those that hold one model; None where it has one of its own. All ask at once."""
+    """The neighbouring ranks that hold one rollout model together; None where each has its own. All ranks must call
+    this."""
     group = neighbours(size)
     return None if group is None else Team(group, device)
 
 
 def check_heads(config: Any, size: int, *, packed: bool) -> None:
-    """Refuses models whose attention the ranks of a sequence cannot share out."""
+    """Rejects models whose attention heads cannot be divided among the ranks of a sequence."""
     setting = f"ulysses_sequence_parallel_size={size}"
     if size == 1:
         return

@@ -1,7 +1,7 @@
-"""A model cut over ranks by FSDP2: its layers one by one, and what is left of it with the whole pass.
+"""A model sharded over ranks by FSDP2: each layer is one unit, and the weights outside the layers belong to the pass.
 
-A layer's weights are whole on every rank only while it computes. What a rank keeps is its part of every weight, in the
-precision of the optimizer; they are gathered in the precision of the model.
+A layer's weights are whole on every rank only while it computes. A rank keeps its shard of every weight in the
+precision of the optimizer; weights are gathered in the precision of the model, which halves what travels.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ WIDE = (torch.float32, torch.float64)
 
 
 def shard(forward_pass: torch.nn.Module, model: torch.nn.Module, ranks: Ranks) -> None:
-    """Cut `model` over the ranks; from now on it computes inside `forward_pass` only.
+    """Shard `model` over the ranks; from now on it computes inside `forward_pass` only.
 
-    Fused layers must have been put in before: a layer that is cut is of a class of its own. Weights as they were loaded
-    lie in the pages of their file, which all processes of a machine share; a rank copies its part of them, a layer at a
-    time, so that it never holds the model in memory of its own.
+    Fused layers must have been put in before: FSDP2 changes the class of a layer. Loaded weights are memory-mapped from
+    their file, and all processes of a machine share those pages; a rank copies its shard a layer at a time, so that it
+    never holds the whole model in memory of its own.
     """
     dtype = _widened_type(model)
     if dtype is None:
         policy = MixedPrecisionPolicy(reduce_dtype=None, cast_forward_inputs=False)
     else:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    held = {weight for weight in model.parameters() if not weight.is_floating_point()}  # 4 bits: on every rank
+    # Packed 4-bit weights cannot be split along a dimension, and they are small: every rank keeps them whole.
+    held = {weight for weight in model.parameters() if not weight.is_floating_point()}
     for part in (*_layers(decoder_of(model)), forward_pass):
         if dtype is not None:
             _widen(part)
+        # `fully_shard` of the pass comes last: it takes only the weights that no layer has taken.
         fully_shard(part, mesh=ranks.mesh, mp_policy=policy, ignored_params=_of(part, held))
     for part in sharded_parts(forward_pass):
         part.set_force_sum_reduction_for_comms(True)  # token weights come from all ranks' rows: gradients are summed
@@ -48,10 +50,9 @@ def _of(layer: torch.nn.Module, weights: set[torch.nn.Parameter]) -> set[torch.n
 
 
 def _widened_type(model: torch.nn.Module) -> torch.dtype | None:
-    """The low precision of weights that are trained: they are held in float32, and gathered as what they were.
+    """The low precision of trained weights, which are kept in float32 and gathered in this type.
 
-    None where there are none. Beside adapters the base keeps its type: they are float32 already, and are computed with
-    as such.
+    None where all are wide already, as adapters are: beside them the base keeps its type.
     """
     low = {weight.dtype for weight in model.parameters() if weight.requires_grad and weight.dtype not in WIDE}
     if not low:
@@ -61,7 +62,7 @@ def _widened_type(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def _widen(part: torch.nn.Module) -> None:
-    """What is not cut yet of this part, in float32."""
+    """Weights of this part that are not sharded yet, in float32."""
     for weight in part.parameters():
         if weight.is_floating_point() and not isinstance(weight, DTensor):
             weight.data = weight.data.float()
@@ -80,14 +81,16 @@ def sharded_parts(forward_pass: Any) -> list[FSDPModule]:
 
 
 def last_backward(forward_pass: torch.nn.Module, last: bool) -> None:
-    """Whether copies of the model exchange gradients in the passes to come: once per update, in its last pass."""
+    """Whether copies of the model (HSDP) sum their gradients in the next pass: once per update, in its last pass, since
+    the sum over passes travels as easily as that of one."""
     assert isinstance(forward_pass, FSDPModule)
     forward_pass.set_requires_all_reduce(last)
     forward_pass.set_is_last_backward(last)
 
 
 def drop_whole_weights(forward_pass: torch.nn.Module) -> None:
-    """After passes without gradient, which leave the weights of the pass itself gathered: they would go stale."""
+    """After passes without gradient: FSDP2 leaves the weights of the outermost module gathered, and they would be stale
+    after the next update."""
     assert isinstance(forward_pass, FSDPModule)
     forward_pass.reshard()
 

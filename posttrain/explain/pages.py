@@ -19,6 +19,7 @@ from posttrain.algorithms.losses import value
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES
 from posttrain.config.declared import load_own_algorithms
 from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaves
 from posttrain.config.supervised_tree import COMMANDS
 from posttrain.errors import working_folder
@@ -97,18 +98,20 @@ def explain(name: str | None = None) -> str:
         load_own_algorithms({ESTIMATOR_KEY: given, LOSS_KEY: given}, (), working_folder())
     wanted = _spelled(given)
     page = _page(wanted) or _page(given)  # names of data sources and parts keep their capitals
-    settings = _settings(wanted, leaves())
+    settings = _settings(wanted, leaves(PPOConfig))
     elsewhere = _supervised(wanted, page, exact=bool(page or settings))
     if page is None and not settings and not elsewhere:
         raise UnknownPage(
             [Problem(f"There is no page on `{name}`.", do=f"{_nearest(wanted)} `posttrain explain` lists all.".strip())]
         )
-    if page in WORDS.values() and wanted not in leaves():
+    if page in WORDS.values() and wanted not in leaves(PPOConfig):
         # A section of the same name would bury the page, which names the keys that count.
-        settings = {key: leaf for key, leaf in leaves().items() if _plain(key.rpartition(".")[2]) == _plain(given)}
+        settings = {
+            key: leaf for key, leaf in leaves(PPOConfig).items() if _plain(key.rpartition(".")[2]) == _plain(given)
+        }
     if page is not None and page not in SUPERVISED_TOPICS.values():
         # The keys that a page names are followed by their own sentences.
-        settings |= {key: leaves()[key] for key in KEY.findall(page) if key in leaves()}
+        settings |= {key: leaves(PPOConfig)[key] for key in KEY.findall(page) if key in leaves(PPOConfig)}
     own = [_sentence(leaf) for leaf in settings.values()]
     others = [_sentence(leaf, commands) for text, (leaf, commands) in elsewhere.items() if text not in own]
     sentences = "\n".join([*own, *others])
@@ -140,7 +143,7 @@ def _metrics() -> dict[str, str]:
 
 def _known() -> list[str]:
     """All that can be asked for, each once."""
-    keys = [*leaves(), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
+    keys = [*leaves(PPOConfig), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
     return list(dict.fromkeys([*_pages(), *SPELLINGS, *ALIASES, *keys]))
 
 
@@ -158,8 +161,8 @@ def _plain(name: str) -> str:
 
 def _by_plain_name() -> dict[str, str]:
     """Names of pages and settings as somebody may write them -> as they are."""
-    table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves()}
-    table |= {_plain(name): name for name in (*leaves(), *ALIASES, *_pages())}
+    table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves(PPOConfig)}
+    table |= {_plain(name): name for name in (*leaves(PPOConfig), *ALIASES, *_pages())}
     return table | {_plain(word): name for word, name in SPELLINGS.items()} | {_plain(word): word for word in WORDS}
 
 
@@ -167,11 +170,11 @@ def _spelled(given: str) -> str:
     """The name that is meant: in small letters; where that is none, with other blanks, without the numbers of a line
     (`38% no signal`), as a singular, or as the stage that bounds a step."""
     wanted, table = given.lower(), _by_plain_name()
-    if wanted in _pages() or wanted in leaves() or wanted in ALIASES:
+    if wanted in _pages() or wanted in leaves(PPOConfig) or wanted in ALIASES:
         return wanted
     if _plain(wanted) in table:
         return table[_plain(wanted)]
-    if _page(wanted) or _settings(wanted, leaves()):
+    if _page(wanted) or _settings(wanted, leaves(PPOConfig)):
         return wanted
     words = " ".join(_NUMBER.sub(" ", wanted).split()).strip(" ,:")
     if words.endswith("-bound"):
@@ -204,7 +207,7 @@ def _page(wanted: str) -> str | None:
     if base != wanted and ALIASES.get(base, base) in DOCSTRINGS["KL"]:
         return f"{pages[ALIASES.get(base, base)]}\n\n{PLUS}"
     endings = [wanted]
-    if wanted in leaves():
+    if wanted in leaves(PPOConfig):
         endings += [wanted.split(".", depth)[-1] for depth in range(1, wanted.count(".") + 1)]
     names = (ending if ending in WORDS else ALIASES.get(ending, ending) for ending in endings)
     found = next((name for name in names if name in pages), None)

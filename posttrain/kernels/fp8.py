@@ -1,8 +1,9 @@
 """Products of 8-bit floats (float8_e4m3fn): every row of either side has a scale of its own, sums are float32.
 
 On a CUDA device whose matrix units multiply such numbers, rows travel as `Quantized`: rounded values beside their
-scales (`quantized.py`, `cuda/fp8.py`). Everywhere else the rounding is emulated: `round_rows` gives the same rounded numbers in the
-tensor's own type, and ordinary products are made of them: a CPU shows what fp8 does to learning, without its speed.
+scales (`quantized.py`, `cuda/fp8.py`). Everywhere else the rounding is emulated: `round_rows` gives the same rounded
+numbers in the tensor's own type, and ordinary products are made of them. So a CPU shows what fp8 does to learning,
+without its speed.
 
 Shapes: T rows, E numbers of a row.
 """
@@ -26,7 +27,11 @@ def can_multiply(weight: torch.Tensor) -> bool:
 
 
 def product(x_TE: Quantized, weight_FE: Quantized, bias_F: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x times the transposed weight, by the device's own product."""
+    """x times the transposed weight, by the device's own product or a kernel for few rows."""
+    from posttrain.kernels.cuda import few_rows
+
+    if few_rows.takes(len(x_TE.values), x_TE.values.device):
+        return few_rows.product(x_TE, weight_FE, bias_F, dtype)
     # Sums stay in the matrix unit's accumulator, which keeps about 14 bits of a number: far more than fp8 has, and a
     # tenth faster than to move them out every 128 numbers. vLLM's fp8 products do the same.
     how = {"scale_a": x_TE.scales[:, None], "scale_b": weight_FE.scales[None, :], "use_fast_accum": True}

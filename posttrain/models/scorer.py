@@ -35,21 +35,23 @@ class ScorePass(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
-        """(B,) scores of packed rows that end at these places."""
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends_B: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """(B,) `scores` of packed rows that end at these places."""
 
         def head(hidden_NE: torch.Tensor, numbers: Any) -> dict[str, torch.Tensor]:
             return {"scores": head_scores(self.model, hidden_NE).clone()}
 
-        return at_places(self.model, input_ids, position_ids, None, ends_B, head)["scores"]
+        return at_places(self.model, input_ids, position_ids, None, ends_B, head)
 
 
 class PaddedScorePass(ScorePass):
     """The same for models whose rows are not packed."""
 
-    def forward(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(B,) scores of rows of token ids."""
-        return own_scores(self.model, rows).clone()
+    def forward(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(B,) `scores` of rows of token ids."""
+        return {"scores": own_scores(self.model, rows).clone()}
 
 
 def widened(scores: torch.Tensor) -> torch.Tensor:

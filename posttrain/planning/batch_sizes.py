@@ -1,4 +1,4 @@
-"""How large a step is: prompts, responses, optimizer steps, fitted to the data, and said in words."""
+"""Sizes of a step: prompts, responses and optimizer steps, fitted to the data, and as a sentence for the user."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the memory plan decides of a run on a CUDA device: how large its key/value cache may grow, and how many tokens
-meet in one pass, where nobody has set them.
+"""What the memory plan decides of a run on a CUDA device, where it was left unset: the size of its KV cache, and the
+tokens of a pass.
 
-Both follow from the settings and from the memory that the device has, never from what is free at the moment: the same
-command is cut in the same way each time.
+Both follow from the settings and from the device's memory, never from what is free at the moment: the same command must
+be cut into the same passes each time, or its numbers would differ in their last bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from posttrain.planning.rl import RLPlanner
 from posttrain.planning.supervised import SupervisedPlanner
 
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
-"""Budgets of a pass that are tried, below the default."""
+"""Token budgets that are tried, below the default. Few, because each costs a plan."""
 KV_KEY, SHARE_KEY = (f"actor_rollout_ref.rollout.{name}" for name in ("kv_cache_gb", "gpu_memory_utilization"))
 DOES_NOT_FIT = "By the memory plan this run does not fit"
 
@@ -49,8 +49,8 @@ def apply_plan(config: Section, device: Device, explicit: set[str], planner: Pla
 
 
 def set_cache_size(config: PPOConfig, device: Device, make_plan: Callable[[PPOConfig, Device], Plan]) -> list[str]:
-    """The native engine's cache may take what is left of the device while responses are generated; vLLM and SGLang
-    take it with their weights and passes."""
+    """Give the native engine's KV cache what is left of the device while responses are generated. vLLM and SGLang get
+    one share for cache, weights and working memory."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_gb is not None or rollout.gpu_memory_utilization is not None:
         return []
@@ -59,7 +59,7 @@ def set_cache_size(config: PPOConfig, device: Device, make_plan: Callable[[PPOCo
     plan = make_plan(config, device)
     left = USABLE * device.bytes - plan.peak("generate") + plan.stages["generate"]["KV cache"]
     if left <= 0:
-        return []  # whatever it is, it does not fit: that is said below and by `posttrain plan`
+        return []  # nothing fits: `_lower` and `posttrain plan` say so
     if rollout.name in OUTSIDE:
         share = (left + plan.stages["generate"]["rollout weights"]) / device.bytes
         rollout.gpu_memory_utilization = max(int(100 * share), 1) / 100
@@ -76,21 +76,22 @@ def set_cache_size(config: PPOConfig, device: Device, make_plan: Callable[[PPOCo
 
 
 def _budgets(config: Any) -> list[tuple[Sequence[str], Sequence[str]]]:
-    """Settings of how many tokens meet in a pass, and the stages whose memory follows from them."""
+    """(token budgets, the stages whose memory follows from them)."""
     if not isinstance(config, PPOConfig):
         return [(("data.max_token_len_per_gpu",), ("validation", "update"))]
     actor, critic = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"
     if not get_adv_estimator(config.algorithm.adv_estimator).needs_critic:
         return [((actor,), ("log-probs", "update"))]
+    # Both models score in log-probs, so that its budgets are lowered together, after each fits its own update.
     return [((actor,), ("update",)), ((critic,), ("critic update",)), ((actor, critic), ("log-probs",))]
 
 
 def _lower(config: Section, keys: Sequence[str], stages: Sequence[str], device: Device, planner: Planner) -> str:
-    """Leave these budgets where the stages fit, or else lower them to the most that do; a row is never cut: less than
-    one changes nothing. Gives the words for stages that do not fit whatever they are."""
+    """Lower these budgets to the largest with which the stages fit. Gives the sentence for stages that never fit."""
     plan = planner.plan(config, device)
     if _fit(plan, stages, config, planner):
         return ""
+    # A sequence is never cut: a budget below the longest one changes nothing.
     least, most = plan.shape.longest * getattr(plan.shape, "together", 1), max(lookup(config, key) for key in keys)
     for tokens in sorted({tokens for tokens in (*TOKENS, least) if least <= tokens < most}, reverse=True):
         changed = {key: min(tokens, lookup(config, key)) for key in keys}
@@ -110,8 +111,8 @@ def _lower(config: Section, keys: Sequence[str], stages: Sequence[str], device: 
 
 
 def _fit(plan: Plan, stages: Sequence[str], config: Any, planner: Planner) -> bool:
-    """With passes that are as full as the budget allows: longest rows that share prompts leave a part of it empty,
-    which shorter ones fill, and the trial before the first update shares none."""
+    # The plan counts sequences of full length with shared prompts, which leave a part of the budget empty. Shorter
+    # sequences fill it, and the trial before the first update shares nothing: so count a pass that is full.
     more = _fuller(config, plan, planner) - 1.0
     parts = [plan.stages[stage] for stage in stages if stage in plan.stages]
     needed = [sum(one.values()) + more * one.get("actor activations", 0) for one in parts]

@@ -85,6 +85,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        # Views share a storage, so bytes are counted per storage, and given back when its last tensor is gone.
         self._known.add(storage._cdata)
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
@@ -102,7 +103,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def saved_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> tuple[int, Any]:
     """(bytes that `forward` keeps for its backward pass besides the weights, its result); on any device."""
     weights = {_storage(p) for p in model.parameters()}
-    found: dict[int, int] = {}
+    found: dict[int, int] = {}  # by storage: a tensor that several operations save is kept once
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if _storage(tensor) not in weights:
@@ -161,6 +162,7 @@ def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing
     Gradients of low-precision weights are summed in their masters after the backward pass, so they stay alive in it.
     """
     recompute_layers(model, checkpointing)
+    # A float32 gradient is added to its sum as soon as it is complete, which the hook plays by dropping it.
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
     with packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
         activations, out = saved_bytes(model, lambda: _outputs(model, rows, length))
@@ -183,7 +185,7 @@ def cache_bytes_per_token(model: Any, ranks: int = 1) -> int:
     """Bytes of keys and values that one token leaves in the cache of all layers, on each of the ranks that hold it."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     settings = inner.config.get_text_config()
-    if settings.model_type in KNOWN:
+    if settings.model_type in KNOWN:  # the formula; other families are asked by a pass over one token
         heads = settings.num_hidden_layers * own_key_heads(settings.num_key_value_heads, ranks)
         return 2 * heads * _head_size(settings) * next(model.parameters()).itemsize
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
@@ -232,7 +234,7 @@ def native_step_peak(model: Any, tokens: int, rows: int, sampling: Sampling) -> 
     """Most bytes alive in a step of the native engine besides weights and cache: a flat pass over `tokens`, and the
     logits of `rows` of them with what sampling makes of these."""
     settings, dtype = model.config.get_text_config(), next(model.parameters()).dtype
-    if settings.model_type in KNOWN:
+    if settings.model_type in KNOWN:  # our own decoder, whose live tensors are few enough to write down
         width, inner, heads = settings.hidden_size, settings.intermediate_size, settings.num_attention_heads
         size = _head_size(settings)
         attention = (2 * heads + 2 * settings.num_key_value_heads) * size  # queries, keys, values; the output

@@ -56,6 +56,7 @@ class Sizes:
     @property
     def kept(self) -> int:
         """Bytes of one token that a layer keeps for its backward pass."""
+        # Input, its norm, the middle and its norm; queries, keys and values; attention's output; gate and up.
         halves = 4 * self.width + self.columns + self.heads * self.size + 2 * self.inner + self.ranks
         wide = self.heads + 2
         if self.normed_heads:
@@ -66,6 +67,7 @@ class Sizes:
     @property
     def passing(self) -> int:
         """Bytes of one token that are alive at once in a layer that keeps nothing."""
+        # Three of the model's width, and either attention's tensors or the gated layer's: never both at once.
         halves = 3 * self.width + max(self.columns + self.heads * self.size, 3 * self.inner)
         return halves * self.itemsize
 

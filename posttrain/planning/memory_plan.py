@@ -98,6 +98,7 @@ class Planner(ABC):
 
     def count(self, config: Any, device: Device, role: str, what: Callable[..., Any], *args: Any) -> Any:
         """`what(model, *args)` of the role's model."""
+        # Not the whole configuration: batch sizes and budgets change no model, and most plans differ in those alone.
         key = (*self.identity(config), device.kind, role)
         if key not in self._kept:
             self._kept[key] = self.build(config, device, role)
@@ -113,7 +114,7 @@ class Planner(ABC):
         return self._kept[key, what, args]
 
 
-def without_passes(model: Any) -> str:
+def settings_of_weights(model: Any) -> str:
     """What a model's settings say of its weights; how its passes are made is an argument of each count."""
     return repr({**model.to_dict(), "enable_gradient_checkpointing": None})
 
@@ -156,7 +157,7 @@ class Plan:
 
 def place(plan: Plan, part: str, size: int, only_in: tuple[str, ...] | None) -> None:
     """Put a part on the device in every stage, or in some, and in host memory otherwise."""
-    share = math.ceil(size / plan.shape.workers)
+    share = math.ceil(size / plan.shape.workers)  # FSDP shards over all workers
     moves = only_in is not None and plan.device.offloads
     for name, parts in plan.stages.items():
         parts[part] = share if not moves or name in (only_in or ()) else 0

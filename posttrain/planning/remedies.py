@@ -1,4 +1,5 @@
-"""Settings that would lower the planned peak: each is tried by planning again with it, not assumed."""
+"""Settings that would lower the planned peak. Each is tried by planning again with it, because their effects depend on
+each other: with LoRA, say, offloading the optimizer saves little."""
 
 from __future__ import annotations
 

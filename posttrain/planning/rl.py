@@ -1,4 +1,8 @@
-"""`posttrain plan`: memory of an RL run by role and stage, before it starts and without its weights."""
+"""Memory of an RL run by role and stage, before it starts and without its weights.
+
+Everything is planned for the worst case: prompts and responses of full length, and as many of them as the settings
+allow at once.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ from posttrain.planning.memory_plan import (
     add_workspaces,
     backward_parts,
     place,
+    settings_of_weights,
     step_parts,
-    without_passes,
 )
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.native.build import cache_limit, step_limit
@@ -41,7 +45,7 @@ OF_THE_ROLLOUT = ("rollout weights", "KV cache", CAPTURED)
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows and tokens that meet in one worker's memory."""
+    """Sequences ("rows" of a batch) and tokens that meet in one worker's memory."""
 
     workers: int
     longest: int
@@ -49,7 +53,7 @@ class Shape:
     batch_rows: int
     mini_rows: int
     wave: int
-    """Responses decoded side by side."""
+    """Responses decoded at once: `max_num_seqs`, or all of an engine's share of the batch."""
     prefill: int
     """Prompts computed at once: the distinct ones of a wave."""
     generating: int = 0
@@ -69,17 +73,21 @@ class Shape:
         return cls(workers, longest, data.max_prompt_length, batch_rows, mini_rows, wave, prefill, generating)
 
     def micro_rows(self, role: Any) -> int:
-        """Longest rows in one forward pass of the actor or the critic."""
+        """Sequences of full length in one forward pass of the actor or the critic."""
         most = min(self.mini_rows, role.ppo_micro_batch_size_per_gpu or self.mini_rows)
         return max(1, min(most, role.ppo_max_token_len_per_gpu // self.longest))
 
     def packed_pass(self, role: Any, n: int, joining: float) -> tuple[int, int]:
-        """(tokens, log-probs) of the largest packed pass over longest rows: as many as the budget holds, `n` responses
-        with their prompt once where that pays (`engine/packing.py`). The last token of a row predicts nothing."""
+        """(tokens, log-probs) of the largest packed pass over sequences of full length: as many as the budget holds.
+
+        `n` responses share one copy of their prompt where that pays, as in `engine/packing.py`.
+        """
         response, most = self.longest - self.prompt, role.ppo_micro_batch_size_per_gpu or self.mini_rows
         fitting = (role.ppo_max_token_len_per_gpu - self.prompt) // max(1, response - 1)
         group = max(1, min(n, most, self.mini_rows, fitting))
+        # The last token of a sequence predicts nothing, so it is not computed.
         together, apart = self.prompt + group * (response - 1), self.longest - 1
+        # Attention over a shared prompt costs `joining` more per token: sharing must save more than that.
         shared = group > 1 and together * (1 + joining) <= group * apart
         unit, rows = (together, group) if shared else (apart, 1)
         count = max(1, min(role.ppo_max_token_len_per_gpu // unit, min(most, self.mini_rows) // rows))
@@ -124,21 +132,65 @@ class RLPlanner(Planner):
     always_named = (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.n", f"{_MODEL}.enable_gradient_checkpointing")
 
     def plan(self, config: PPOConfig, device: Device) -> Plan:
-        return _plan_training(config, device, self)
+        run = _Run(config, device, self)
+        plan = Plan(device, run.shape)
+        critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
+        roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
+        held = {role: run.count(role, ModelBytes.of) for role in roles}
+        plan.stages["load"] = {}
+        plan.stages["generate"] = run.generate(held["actor"])
+        if config.reward_model.enable:
+            plan.stages["reward model"] = {"temporary tensors": run.reward_model_peak()}
+        scoring = max(run.log_probs_peak(role, settings) for role, settings in roles.items())
+        plan.stages["log-probs"] = {"temporary tensors": scoring}
+        for role in reversed(roles):  # the critic is updated first
+            prefix = "" if role == "actor" else "critic "
+            plan.stages[f"{prefix}update"] = run.update(role, roles[role], held[role])
+            plan.stages[f"{prefix}step"] = step_parts(role, device, held[role], workers=run.shape.workers)
+        _keep_while_asleep(plan, config.actor_rollout_ref.rollout.name)
+        _add_unpacked(plan, {role: run.count(role, counting.unpacked_bytes) for role in roles})
+        self._place_models(plan, run, roles, held)
+        _plan_loading(plan, held, run.count("actor", counting.joined_bytes))
+        if run.shape.generating:
+            size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            _separate_devices(plan, math.ceil(held["actor"].weights / size))
+        add_workspaces(plan)
+        return plan
+
+    @staticmethod
+    def _place_models(plan: Plan, run: _Run, roles: dict[str, Any], held: dict[str, ModelBytes]) -> None:
+        """Weights and optimizer state, in every stage or only where offloading brings them to the device."""
+        for role, settings in roles.items():
+            offload = settings.fsdp_config
+            # The actor's weights are used in every stage: they generate, score and are updated.
+            moves = offload.param_offload and role == "critic"
+            own = ("log-probs", "critic update", "critic step") if role == "critic" else ("update", "step")
+            place(plan, f"{role} weights", held[role].weights, own if moves else None)
+            place(plan, f"{role} optimizer", held[role].optimizer, own[-2:] if offload.optimizer_offload else None)
+        config = run.config
+        # With LoRA the base without adapters is the reference.
+        if needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0:
+            moves = config.actor_rollout_ref.ref.fsdp_config.param_offload
+            weights = run.count("reference", ModelBytes.of).weights
+            place(plan, "reference weights", weights, ("log-probs",) if moves else None)
+        if config.reward_model.enable:
+            moves = config.reward_model.fsdp_config.param_offload
+            weights = run.count("reward model", ModelBytes.of).weights
+            place(plan, "reward model weights", weights, ("reward model",) if moves else None)
 
     def plan_generation(self, config: PPOConfig, device: Device) -> Plan:
         """Of a model that only generates, with nothing beside it: `posttrain generate` and `posttrain eval`."""
-        held = self.count(config, device, "actor", ModelBytes.of)
-        plan = Plan(device, Shape.of(config))
-        plan.stages["generate"] = _generate(config, device, plan.shape, self, held)
-        _add_unpacked(plan, {"actor": self.count(config, device, "actor", counting.unpacked_bytes)})
+        run = _Run(config, device, self)
+        held = run.count("actor", ModelBytes.of)
+        plan = Plan(device, run.shape, {"generate": run.generate(held)})
+        _add_unpacked(plan, {"actor": run.count("actor", counting.unpacked_bytes)})
         place(plan, "actor weights", held.weights, None)
         add_workspaces(plan)
         return plan
 
     def identity(self, config: PPOConfig) -> tuple[Any, ...]:
         others = (repr(config.critic.model.to_dict()), repr(config.reward_model.model))
-        return (without_passes(config.actor_rollout_ref.model), *others)
+        return (settings_of_weights(config.actor_rollout_ref.model), *others)
 
     def build(self, config: PPOConfig, device: Device, role: str) -> torch.nn.Module:
         settings = config.actor_rollout_ref.model
@@ -153,49 +205,126 @@ class RLPlanner(Planner):
         return meta_models.critic_model(config, dtype)
 
 
-def _plan_training(config: PPOConfig, device: Device, planner: RLPlanner) -> Plan:
-    plan = Plan(device, Shape.of(config))
-    critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
-    roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
-    held = {role: planner.count(config, device, role, ModelBytes.of) for role in roles}
-    plan.stages["load"] = {}
-    plan.stages["generate"] = _generate(config, device, plan.shape, planner, held["actor"])
-    if config.reward_model.enable:
-        plan.stages["reward model"] = {"temporary tensors": _rewarding(config, device, plan.shape, planner)}
-    plan.stages["log-probs"] = {"temporary tensors": _scoring(config, device, plan.shape, planner, roles)}
-    for role in reversed(roles):  # the critic is updated first
-        name = "update" if role == "actor" else "critic update"
-        plan.stages[name] = _backward(config, device, plan.shape, planner, role, roles[role], held[role])
-        plan.stages[f"{name.removesuffix('update')}step".strip()] = step_parts(
-            role, device, held[role], workers=plan.shape.workers
+class _Run:
+    """One configuration on one device: the bytes of its largest passes."""
+
+    def __init__(self, config: PPOConfig, device: Device, planner: RLPlanner) -> None:
+        self.config, self.device, self.planner = config, device, planner
+        self.rollout = config.actor_rollout_ref.rollout
+        self.shape = Shape.of(config)
+
+    def count(self, role: str, what: Callable[..., Any], *args: Any) -> Any:
+        return self.planner.count(self.config, self.device, role, what, *args)
+
+    def cuda_sizes(self, role: str) -> cuda_bytes.Sizes | None:
+        """None where the passes are counted on the meta device: on a CPU, and for models without CUDA kernels."""
+        return self.count(role, cuda_bytes.sizes_of) if self.device.kind == "cuda" else None
+
+    def generate(self, actor: ModelBytes) -> Parts:
+        if self.rollout.name == "native":
+            return self._generate_native(actor)
+        rollout, shape, device = self.rollout, self.shape, self.device
+        serving = rollout.name != "hf"
+        copies = (serving or shape.workers > 1) and not shape.generating
+        copy = math.ceil(actor.weights / rollout.tensor_model_parallel_size) if copies else 0
+        per_token = self.count("actor", counting.cache_bytes_per_token)
+        cache = shape.wave * shape.longest * per_token
+        if serving:  # the engine takes its share of the device at once, working memory included
+            if rollout.name in OUTSIDE and (rollout.kv_cache_gb is not None or device.kind == "cpu"):
+                longest = longest_row(rollout.name, rollout.engine_kwargs, shape.longest) + 1
+                cache = allowed_cache(rollout, device.kind, device.bytes, longest, per_token)
+                return {"rollout weights": copy, "KV cache": cache, "temporary tensors": self._step_peak()}
+            if rollout.gpu_memory_utilization is not None:
+                held = copy or actor.weights  # workers that only generate have none but these
+                cache = max(0, int(rollout.gpu_memory_utilization * device.bytes) - held)
+            return {"rollout weights": copy, "KV cache": cache, "temporary tensors": 0}
+        prefill = self.count("actor", counting.prefill_peak, shape.prefill, shape.prompt)
+        decode = self.count("actor", counting.decode_peak, shape.wave, shape.longest, self._sampling())
+        # In the prefill most of the cache is not there yet.
+        return {"rollout weights": copy, "KV cache": cache, "temporary tensors": max(prefill - cache, decode)}
+
+    def _generate_native(self, actor: ModelBytes) -> Parts:
+        rollout, shape, device = self.rollout, self.shape, self.device
+        size, response = rollout.tensor_model_parallel_size, self.config.data.max_response_length
+        # The cache has whole blocks: those of a prompt once, shared by its responses, those of each response. The ranks
+        # of a tensor-parallel engine hold a part of weights and cache each.
+        per_token = self.count("actor", counting.cache_bytes_per_token, size)
+        blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(response)
+        cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
+        temporary, captured = self._step_peak(), 0
+        if device.kind == "cuda":
+            sizes = self.cuda_sizes("actor")
+            if sizes is not None:
+                if size == 1:
+                    captured = cuda_bytes.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
+                temporary = cuda_bytes.prefill_bytes(sizes, self._step_tokens(), shape.prefill)
+            else:  # without a kernel of its own a layer's keys and values are gathered for each step
+                layers = self.count("actor", counting.layer_count)
+                temporary += 2 * shape.wave * shape.longest * per_token // layers
+        # On one worker the engine reads the trainer's own weights; on a CPU it makes packed copies for long responses.
+        copies = math.ceil(actor.weights / size) if shape.workers > 1 and not shape.generating else 0
+        if size == 1 and device.kind == "cpu" and response >= MANY:
+            copies = self.count("actor", counting.packed_bytes)
+        made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
+        return made | ({CAPTURED: captured} if captured else {})
+
+    def _step_tokens(self) -> int:
+        """Tokens that meet in one step of an engine: a decode step of all responses, or a chunk of prefill."""
+        limit = step_limit(self.rollout, self.device.kind)
+        return max(self.shape.wave, min(limit, self.shape.prefill * self.shape.prompt))
+
+    def _step_peak(self) -> int:
+        sizes = (self._step_tokens(), self.shape.wave)
+        return self.count("actor", counting.native_step_peak, *sizes, self._sampling())
+
+    def _sampling(self) -> Sampling:
+        return Sampling(
+            max_tokens=self.config.data.max_response_length,
+            temperature=self.rollout.temperature or 1.0,
+            top_p=self.rollout.top_p,
+            top_k=self.rollout.top_k,
+            min_p=self.rollout.min_p,
+            repetition_penalty=self.rollout.repetition_penalty,
         )
-    _stay(plan, config.actor_rollout_ref.rollout.name)
-    _add_unpacked(plan, {role: planner.count(config, device, role, counting.unpacked_bytes) for role in roles})
-    for role, settings in roles.items():
-        offload, bytes_ = settings.fsdp_config, held[role]
-        # The actor's weights are used in every stage: they generate, score and are updated.
-        moves = offload.param_offload and role == "critic"
-        own = ("log-probs", "critic update", "critic step") if role == "critic" else ("update", "step")
-        place(plan, f"{role} weights", bytes_.weights, own if moves else None)
-        place(plan, f"{role} optimizer", bytes_.optimizer, own[-2:] if offload.optimizer_offload else None)
-    if needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0:
-        moves = config.actor_rollout_ref.ref.fsdp_config.param_offload
-        weights = planner.count(config, device, "reference", ModelBytes.of).weights
-        place(plan, "reference weights", weights, ("log-probs",) if moves else None)
-    if config.reward_model.enable:
-        moves = config.reward_model.fsdp_config.param_offload
-        weights = planner.count(config, device, "reward model", ModelBytes.of).weights
-        place(plan, "reward model weights", weights, ("reward model",) if moves else None)
-    _before_the_first_step(plan, held, planner.count(config, device, "actor", counting.joined_bytes))
-    if plan.shape.generating:
-        size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        _part_devices(plan, math.ceil(held["actor"].weights / size))
-    add_workspaces(plan)
-    return plan
+
+    def log_probs_peak(self, role: str, settings: Any) -> int:
+        shape, sizes = self.shape, self.cuda_sizes(role)
+        if sizes is not None:
+            passed = shape.packed_pass(settings, self.rollout.n, joining_cost(sizes.width))
+            return cuda_bytes.scoring_bytes(sizes, *passed, self.device.bytes)
+        rows = shape.micro_rows(settings)
+        return self.count(role, counting.scoring_peak, rows, shape.longest, self.device.kind)
+
+    def reward_model_peak(self) -> int:
+        """The largest pass of the reward model; its tokenizer is taken to need as many tokens as the policy's."""
+        settings, shape = self.config.reward_model, self.shape
+        longest = min(shape.longest, settings.max_length or shape.longest)
+        rows = min(shape.batch_rows, settings.micro_batch_size_per_gpu or shape.batch_rows)
+        rows = max(1, min(rows, settings.forward_max_token_len_per_gpu // longest))
+        return self.count("reward model", counting.rewarding_peak, rows, longest)
+
+    def update(self, role: str, settings: Any, held: ModelBytes) -> Parts:
+        """The backward pass of the largest micro-batch."""
+        shape, device = self.shape, self.device
+        rows, checkpointing = (
+            shape.micro_rows(settings),
+            self.config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        )
+        if role == "critic" and self.config.critic.model.enable_gradient_checkpointing is not None:
+            checkpointing = self.config.critic.model.enable_gradient_checkpointing
+        sizes = self.cuda_sizes(role)
+        if sizes is not None:
+            passed = shape.packed_pass(settings, self.rollout.n, joining_cost(sizes.width))
+            alone = shape.workers == 1
+            counted = cuda_bytes.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
+        else:
+            how = (rows, shape.longest, checkpointing, device.kind)
+            counted = self.count(role, counting.training_bytes, *how)
+        return backward_parts(role, counted, held, device, single=rows == shape.mini_rows, workers=shape.workers)
 
 
-def _part_devices(plan: Plan, weights: int) -> None:
-    """Other workers generate than train: the stage `generate` is of their device, all others of those that train."""
+def _separate_devices(plan: Plan, weights: int) -> None:
+    """Disaggregated rollout: the stage `generate` is of a rollout worker's device, all others of a trainer's."""
     for name, parts in plan.stages.items():
         for part in [part for part in parts if (part in OF_THE_ROLLOUT) != (name == "generate")]:
             if part != "temporary tensors":
@@ -203,9 +332,11 @@ def _part_devices(plan: Plan, weights: int) -> None:
     plan.stages["generate"]["rollout weights"] += weights
 
 
-def _before_the_first_step(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
-    """While models are loaded: all weights and masters are made on the device, also those that are moved away then.
-    Before the actor's masters are made its matrices are joined; moments come with the first step."""
+def _plan_loading(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
+    """While models are loaded, all weights and float32 masters are on the device, also those that are offloaded later.
+
+    The matrices of a layer are joined before the masters are made. AdamW's moments come with the first step.
+    """
     weights = {part: plan.largest(part) for part in plan.stages["update"] if part.endswith(" weights")}
     masters = {f"{role} optimizer": math.ceil(one.masters / plan.shape.workers) for role, one in held.items()}
     room = {"temporary tensors": max(0, joined - held["actor"].masters)}
@@ -219,72 +350,9 @@ def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:
         plan.stages[name]["temporary tensors"] += max(by_role[role] for role in users[name])
 
 
-def _generate(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, actor: ModelBytes) -> Parts:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "native":
-        return _generate_native(config, device, shape, planner, actor)
-    serving = rollout.name != "hf"
-    copies = (serving or shape.workers > 1) and not shape.generating
-    copy = math.ceil(actor.weights / rollout.tensor_model_parallel_size) if copies else 0
-    per_token = planner.count(config, device, "actor", counting.cache_bytes_per_token)
-    cache = shape.wave * shape.longest * per_token
-    if serving:  # the engine takes its share of the device at once, working memory included
-        if rollout.name in OUTSIDE and (rollout.kv_cache_gb is not None or device.kind == "cpu"):
-            longest = longest_row(rollout.name, rollout.engine_kwargs, shape.longest) + 1
-            cache = allowed_cache(rollout, device.kind, device.bytes, longest, per_token)
-            temporary = _step_peak(config, device, shape, planner)
-            return {"rollout weights": copy, "KV cache": cache, "temporary tensors": temporary}
-        if rollout.gpu_memory_utilization is not None:
-            held = copy or actor.weights  # workers that only generate have none but these
-            cache = max(0, int(rollout.gpu_memory_utilization * device.bytes) - held)
-        return {"rollout weights": copy, "KV cache": cache, "temporary tensors": 0}
-    prefill = planner.count(config, device, "actor", counting.prefill_peak, shape.prefill, shape.prompt)
-    decode = planner.count(config, device, "actor", counting.decode_peak, shape.wave, shape.longest, _sampling(config))
-    # In the prefill most of the cache is not there yet.
-    return {"rollout weights": copy, "KV cache": cache, "temporary tensors": max(prefill - cache, decode)}
-
-
-def _generate_native(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, actor: ModelBytes) -> Parts:
-    """The cache in whole blocks: a prompt's once, a response's for each. One worker's weights are the trainer's own; of
-    those that hold an engine together each has its part of weights and cache."""
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    size = rollout.tensor_model_parallel_size
-    per_token = planner.count(config, device, "actor", counting.cache_bytes_per_token, size)
-    blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(data.max_response_length)
-    cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
-    tokens = _step_tokens(config, device, shape)
-    temporary = _step_peak(config, device, shape, planner)
-    captured = 0
-    if device.kind == "cuda":
-        sizes = planner.count(config, device, "actor", cuda_bytes.sizes_of)
-        if sizes is not None:
-            if size == 1:
-                captured = cuda_bytes.captured_bytes(sizes, shape.wave, shape.longest, hopper=device.hopper)
-            temporary = cuda_bytes.prefill_bytes(sizes, tokens, shape.prefill)
-        else:  # without a kernel of its own a layer's keys and values are gathered for each step
-            layers = planner.count(config, device, "actor", counting.layer_count)
-            temporary += 2 * shape.wave * shape.longest * per_token // layers
-    copies = math.ceil(actor.weights / size) if shape.workers > 1 and not shape.generating else 0
-    if size == 1 and device.kind == "cpu" and data.max_response_length >= MANY:
-        copies = planner.count(config, device, "actor", counting.packed_bytes)
-    made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
-    return made | ({CAPTURED: captured} if captured else {})
-
-
-def _step_tokens(config: PPOConfig, device: Device, shape: Shape) -> int:
-    """Tokens that meet in one step of an engine."""
-    limit = step_limit(config.actor_rollout_ref.rollout, device.kind)
-    return max(shape.wave, min(limit, shape.prefill * shape.prompt))
-
-
-def _step_peak(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner) -> int:
-    sizes = (_step_tokens(config, device, shape), shape.wave)
-    return planner.count(config, device, "actor", counting.native_step_peak, *sizes, _sampling(config))
-
-
-def _stay(plan: Plan, engine: str) -> None:
-    """What the engine keeps while it sleeps: one of another package its weights on a CPU; `native` on a CUDA
-    device captured steps, and a cache of up to an eighth of it."""
+def _keep_while_asleep(plan: Plan, engine: str) -> None:
+    """What an engine keeps in the other stages: vLLM and SGLang their weights on a CPU; on a CUDA device `native` its
+    captured steps, and a cache of up to an eighth of the device."""
     generate = plan.stages["generate"]
     if engine in OUTSIDE and plan.device.kind == "cpu":
         for parts in plan.stages.values():
@@ -297,54 +365,3 @@ def _stay(plan: Plan, engine: str) -> None:
     for name, parts in plan.stages.items():
         if name != "generate":
             parts |= staying
-
-
-def _sampling(config: PPOConfig) -> Sampling:
-    rollout = config.actor_rollout_ref.rollout
-    return Sampling(
-        max_tokens=config.data.max_response_length,
-        temperature=rollout.temperature or 1.0,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-    )
-
-
-def _scoring(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, roles: dict[str, Any]) -> int:
-    n = config.actor_rollout_ref.rollout.n
-
-    def peak(role: str, rows: int) -> int:
-        sizes = planner.count(config, device, role, cuda_bytes.sizes_of) if device.kind == "cuda" else None
-        if sizes is not None:
-            passed = shape.packed_pass(roles[role], n, joining_cost(sizes.width))
-            return cuda_bytes.scoring_bytes(sizes, *passed, device.bytes)
-        return planner.count(config, device, role, counting.scoring_peak, rows, shape.longest, device.kind)
-
-    return max(peak(role, shape.micro_rows(settings)) for role, settings in roles.items())
-
-
-def _rewarding(config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner) -> int:
-    """The largest pass of the reward model; its tokenizer is taken to need as many tokens as the policy's."""
-    settings = config.reward_model
-    longest = min(shape.longest, settings.max_length or shape.longest)
-    rows = min(shape.batch_rows, settings.micro_batch_size_per_gpu or shape.batch_rows)
-    rows = max(1, min(rows, settings.forward_max_token_len_per_gpu // longest))
-    return planner.count(config, device, "reward model", counting.rewarding_peak, rows, longest)
-
-
-def _backward(
-    config: PPOConfig, device: Device, shape: Shape, planner: RLPlanner, role: str, settings: Any, held: ModelBytes
-) -> Parts:
-    rows, checkpointing = shape.micro_rows(settings), config.actor_rollout_ref.model.enable_gradient_checkpointing
-    if role == "critic" and config.critic.model.enable_gradient_checkpointing is not None:
-        checkpointing = config.critic.model.enable_gradient_checkpointing
-    sizes = planner.count(config, device, role, cuda_bytes.sizes_of) if device.kind == "cuda" else None
-    if sizes is not None:
-        passed = shape.packed_pass(settings, config.actor_rollout_ref.rollout.n, joining_cost(sizes.width))
-        alone = shape.workers == 1
-        counted = cuda_bytes.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
-    else:
-        how = (rows, shape.longest, checkpointing, device.kind)
-        counted = planner.count(config, device, role, counting.training_bytes, *how)
-    return backward_parts(role, counted, held, device, single=rows == shape.mini_rows, workers=shape.workers)

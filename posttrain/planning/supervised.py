@@ -1,9 +1,10 @@
-"""`posttrain plan sft` and `posttrain plan reward-model`: memory of a supervised run, by stage."""
+"""Memory of a supervised run (SFT, reward model) by stage."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +21,8 @@ from posttrain.planning.memory_plan import (
     add_workspaces,
     backward_parts,
     place,
+    settings_of_weights,
     step_parts,
-    without_passes,
 )
 
 SupervisedConfig = SFTConfig | RewardTrainerConfig
@@ -30,16 +31,16 @@ ROLE = "model"
 
 @dataclass(frozen=True)
 class RowShape:
-    """Rows and tokens that meet in one worker's memory."""
+    """Sequences ("rows" of a batch) and tokens that meet in one worker's memory."""
 
     workers: int
     longest: int
     together: int
-    """Rows that are always computed in one pass: the two of a pair."""
+    """Sequences that are always computed in one pass: the two of a pair."""
     batch_rows: int
     """Of an optimizer step."""
     pass_rows: int
-    """Longest rows in the largest pass."""
+    """Sequences of full length in the largest pass."""
 
     @classmethod
     def of(cls, config: SupervisedConfig) -> RowShape:
@@ -53,7 +54,7 @@ class RowShape:
 
 
 def _fewer_tokens(value: int, plan: Plan) -> int:
-    """Half of the tokens that a pass really has, which may be fewer than the budget; one unit of rows always fits."""
+    """Half of the tokens that a pass really has, which may be fewer than the budget; one sequence (or pair) stays."""
     shape: RowShape = plan.shape
     used = min(value, shape.pass_rows * shape.longest)
     return max(shape.together * shape.longest, used // 2)
@@ -72,7 +73,7 @@ class SupervisedPlanner(Planner):
     always_named = ("model.enable_gradient_checkpointing", "data.max_token_len_per_gpu", "model.lora_rank")
 
     def identity(self, config: SupervisedConfig) -> tuple[Any, ...]:
-        return (type(config), without_passes(config.model))
+        return (type(config), settings_of_weights(config.model))
 
     def build(self, config: SupervisedConfig, device: Device, role: str) -> torch.nn.Module:
         dtype = resolve_dtype(config.model.dtype, torch.device(device.kind))
@@ -80,33 +81,31 @@ class SupervisedPlanner(Planner):
         return make(config.model, dtype)
 
     def plan(self, config: SupervisedConfig, device: Device) -> Plan:
-        shape = RowShape.of(config)
+        shape, count = RowShape.of(config), partial(self.count, config, device, ROLE)
         plan = Plan(device, shape, {"load": {}})
-        held = self.count(config, device, ROLE, ModelBytes.of)
-        unpacked = self.count(
-            config, device, ROLE, counting.unpacked_bytes
-        )  # a pass holds one 4-bit matrix in model.dtype
+        held = count(ModelBytes.of)
+        unpacked = count(counting.unpacked_bytes)  # a pass holds one 4-bit matrix in model.dtype
         size, tokens = (shape.pass_rows, shape.longest), shape.pass_rows * shape.longest
-        sizes = self.count(config, device, ROLE, cuda_bytes.sizes_of) if device.kind == "cuda" else None
+        sizes = count(cuda_bytes.sizes_of) if device.kind == "cuda" else None
         if config.data.val_files is not None:
             if sizes is not None:
                 peak = cuda_bytes.scoring_bytes(sizes, tokens, tokens, device.bytes)
             else:
-                peak = self.count(config, device, ROLE, counting.scoring_peak, *size, device.kind)
+                peak = count(counting.scoring_peak, *size, device.kind)
             plan.stages["validation"] = {"temporary tensors": peak + unpacked}
         checkpointing = config.model.enable_gradient_checkpointing
         if sizes is not None:
             alone = shape.workers == 1
             counted = cuda_bytes.update_bytes(sizes, tokens, tokens, bool(checkpointing), device.bytes, alone=alone)
         else:
-            counted = self.count(config, device, ROLE, counting.training_bytes, *size, checkpointing, device.kind)
+            counted = count(counting.training_bytes, *size, checkpointing, device.kind)
         single = shape.pass_rows == shape.batch_rows
         plan.stages["update"] = backward_parts(ROLE, counted, held, device, single=single, workers=shape.workers)
         plan.stages["update"]["temporary tensors"] += unpacked
         plan.stages["step"] = step_parts(ROLE, device, held, workers=shape.workers)
         place(plan, f"{ROLE} weights", held.weights, None)
         place(plan, f"{ROLE} optimizer", held.optimizer, None)
-        joined = max(0, self.count(config, device, ROLE, counting.joined_bytes) - held.masters)
+        joined = max(0, count(counting.joined_bytes) - held.masters)
         masters = math.ceil(held.masters / shape.workers)
         plan.stages["load"] |= {f"{ROLE} optimizer": masters, "temporary tensors": joined}
         add_workspaces(plan)

@@ -1,9 +1,4 @@
-"""Work beside the run's own: files are compressed and written while the device computes the next step.
-
-One piece at a time, in order, so that no more than one step's rows wait in memory. What a piece raises is raised by the
-next call of `run` or `wait`: an error reaches the run a little later, and never not at all. The thread is no daemon; a
-process that ends by itself ends after it.
-"""
+"""Threads beside the main one: `Every` repeats a call, `Background` writes files while the next step is computed."""
 
 from __future__ import annotations
 
@@ -11,8 +6,32 @@ import threading
 from collections.abc import Callable
 
 
+class Every:
+    """Calls `act` every `seconds`, in a thread of its own that never keeps the process alive."""
+
+    def __init__(self, seconds: float, act: Callable[[], object]) -> None:
+        self._seconds, self._act = seconds, act
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="posttrain-every", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds):
+            self._act()
+
+    def close(self) -> None:
+        """`act` is not running and will not be called again once this returns."""
+        self._closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
 class Background:
-    """Runs pieces of work in a thread."""
+    """Runs pieces of work in a thread, one at a time and in order, so that at most one step's samples wait in memory.
+
+    What a piece raises is raised by the next call of `run` or `wait`: an error reaches the run a little later, but
+    is never lost. The thread is no daemon: a process that ends by itself ends after it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name

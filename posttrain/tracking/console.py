@@ -1,12 +1,15 @@
 """The console of a run, which may go away: a pipe that is closed (`| head`), a terminal that hangs up, a full disk.
 
-What people look at must never end what they look at. Inside a run writing to the console cannot fail; what it does not
-take is in the run's log.
+Watching a run must never end it: inside a run, writing to the console cannot fail, and what the console does not take
+is in the run's log. `exit_status` ends a whole command: it prints errors that are meant for users in their own words,
+and Ctrl-C and lost output in a line.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import signal
 import sys
 import threading
@@ -14,11 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from posttrain.errors import UserError
+from posttrain.interrupts import interrupted
+from posttrain.tracking.terminal_text import tell
+
 
 class Console:
     """A stand-in for a stream: characters that it cannot show are escaped, and once it fails it is left alone.
 
-    `on_lost` is told once, in a sentence; it stays quiet about a stream that was never there.
+    `on_lost` gets one sentence, once; it is not called for a stream that was never there.
     """
 
     def __init__(
@@ -124,3 +131,45 @@ def hang_up_is_no_end() -> Iterator[None]:
     finally:
         if mine:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+INTERRUPTED = "interrupted"
+
+
+def exit_status(work: Callable[[], int], *, if_interrupted: str = INTERRUPTED) -> int:
+    """The status with which a process ends that does this work."""
+    try:
+        status = work()
+        sys.stdout.flush()
+        return status
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or interrupted():
+            print(if_interrupted, file=sys.stderr)
+            return 130
+        if isinstance(error, UserError):
+            tell(error, sys.stderr)
+            return 2
+        if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):  # `posttrain config | head`
+            as_console(sys.stdout).lose()
+            return 141
+        if not _is_lost_output(error):
+            raise
+        as_console(sys.stdout).lose()
+        print(f"The output could not be written: {error}.", file=sys.stderr)
+        return 1
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether the other end of this pipe is closed: the same error may come from any other one."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), select.POLLOUT)
+    except (OSError, ValueError, AttributeError):
+        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _is_lost_output(error: Any) -> bool:
+    """`posttrain config > /dev/full`: an error of writing that names no file."""
+    codes = (errno.ENOSPC, errno.EIO, errno.EBADF)
+    return isinstance(error, OSError) and error.filename is None and error.errno in codes

@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from posttrain.tracking.known import WINDOW, Known, RunFacts
-from posttrain.tracking.step_line import fitted, stage_shares, summary
+from posttrain.tracking.step_line import WINDOW, RunFacts, StepFacts, fitted, stage_shares, summary
 
-__all__ = ["RULES", "Known", "RunFacts", "diagnose", "findings", "fitted", "stage_shares"]
+__all__ = ["RULES", "RunFacts", "StepFacts", "diagnose", "findings", "fitted", "stage_shares"]
 
 LINE = 82
 """Columns of a step's line; with `step 10000/10000: ` before it, it fits one row of 100."""
@@ -21,10 +20,10 @@ FIRST_STEPS = 5
 """KL starts at 0, so its lower bound counts only after this many steps."""
 
 
-Rule = Callable[[Known], str | None]
+Rule = Callable[[StepFacts], str | None]
 
 
-def rewards_all_zero(known: Known) -> str | None:
+def rewards_all_zero(known: StepFacts) -> str | None:
     """Every reward since the first step is 0: more often a broken comparison than a hopeless model. Rewards that fell
     to 0 are `reward_falls`."""
     if len(known.series("critic/score/max")) + len(known.series("critic/score/min")) < 2 or not _is_all_zero(known):
@@ -37,7 +36,7 @@ def rewards_all_zero(known: Known) -> str | None:
     )
 
 
-def reward_failures(known: Known) -> str | None:
+def reward_failures(known: StepFacts) -> str | None:
     """The reward function raised, hung or gave no number."""
     failures = known.get("reward/failures") or 0
     if not failures:
@@ -54,7 +53,7 @@ def reward_failures(known: Known) -> str | None:
     return f"The reward failed on {failures:.0f} responses{often}; {kept}."
 
 
-def tools_fail(known: Known) -> str | None:
+def tools_fail(known: StepFacts) -> str | None:
     """A tool answered none of this step's calls."""
     failing = known.get("tools/failing") or 0
     if not failing:
@@ -66,7 +65,7 @@ def tools_fail(known: Known) -> str | None:
     )
 
 
-def groups_without_signal(known: Known) -> str | None:
+def groups_without_signal(known: StepFacts) -> str | None:
     """Most groups have equal rewards, so they teach nothing. That of a run which learns its prompts becomes high by
     itself, and is told when hardly a group is left."""
     share = known.get("groups/no_signal")
@@ -89,7 +88,7 @@ def groups_without_signal(known: Known) -> str | None:
     )
 
 
-def reward_falls(known: Known) -> str | None:
+def reward_falls(known: StepFacts) -> str | None:
     """The reward has fallen, over the window or since the start, by more than scatter and by a share of its spread."""
     highest = max((abs(score) for score in known.series("critic/score/max")), default=0.0)
     least = max(0.3 * (known.start("reward_std") or 0.0), 0.05 * highest)
@@ -103,7 +102,7 @@ def reward_falls(known: Known) -> str | None:
     return f"The reward fell {fall}. {_steadier(known)}"
 
 
-def update_unstable(known: Known) -> str | None:
+def update_unstable(known: StepFacts) -> str | None:
     """Updates skipped, much clipped, far from the policy that sampled, or a gradient far above its habit."""
     clipped, moved = known.get("actor/pg_clipfrac") or 0.0, known.get("actor/ppo_kl") or 0.0
     gradients = known.series("actor/grad_norm")
@@ -121,7 +120,7 @@ def update_unstable(known: Known) -> str | None:
     return f"{sign}. {_steadier(known)}"
 
 
-def kl_out_of_range(known: Known) -> str | None:
+def kl_out_of_range(known: StepFacts) -> str | None:
     """KL against the reference outside 0.001 to 0.1; it is 0 at the start, and absent when KL is off."""
     kl = known.get("kl_loss")
     if kl is None or not known.run.kl_on:
@@ -136,7 +135,7 @@ def kl_out_of_range(known: Known) -> str | None:
     return None
 
 
-def length_drifts(known: Known) -> str | None:
+def length_drifts(known: StepFacts) -> str | None:
     """Responses grow or shrink. A reward that pays for length and a loss that favours it need different remedies."""
     change, lengths = known.change("response_length"), known.series("response_length", WINDOW)
     start = math.fsum(lengths[: WINDOW // 2]) / (WINDOW // 2) if change is not None else 0.0
@@ -165,7 +164,7 @@ def length_drifts(known: Known) -> str | None:
     )
 
 
-def responses_run_on(known: Known) -> str | None:
+def responses_run_on(known: StepFacts) -> str | None:
     """From the first steps on hardly a response ends, and hardly one is right: the model is not asked as it knows."""
     early = known.series("response_length/clip_ratio")[:3]
     right = known.series("right/mean")[:3]
@@ -177,7 +176,7 @@ def responses_run_on(known: Known) -> str | None:
     )
 
 
-def responses_empty(known: Known) -> str | None:
+def responses_empty(known: StepFacts) -> str | None:
     """The first responses hold hardly more than their end token, and hardly one is right: the same, seen otherwise."""
     first, right = known.series("response_length")[:1], known.series("right/mean")[:1]
     if not first or not right or first[0] >= 2 or right[0] > 0.05:
@@ -191,7 +190,7 @@ _OTHER_TEMPLATE = (
 )
 
 
-def responses_cut_off(known: Known) -> str | None:
+def responses_cut_off(known: StepFacts) -> str | None:
     """Many responses end at the length limit, and that may be why they are wrong."""
     share, right = known.get("response_length/clip_ratio"), known.get("right/mean")
     if share is None or share < 0.3 or responses_run_on(known):
@@ -203,7 +202,7 @@ def responses_cut_off(known: Known) -> str | None:
     )
 
 
-def entropy_collapses(known: Known) -> str | None:
+def entropy_collapses(known: StepFacts) -> str | None:
     """The policy has become sure of its answers without becoming right: it tries nothing new."""
     start, now, right = known.start("actor/entropy"), known.lately("actor/entropy"), known.lately("right/mean")
     if start is None or now is None or now > 0.2 * start:
@@ -219,7 +218,7 @@ def entropy_collapses(known: Known) -> str | None:
     )
 
 
-def entropy_grows(known: Known) -> str | None:
+def entropy_grows(known: StepFacts) -> str | None:
     """The policy becomes more and more random, and not better by it."""
     start, now = known.start("actor/entropy"), known.lately("actor/entropy")
     if start is None or now is None or now < max(3 * start, start + 0.3) or _is_all_zero(known):
@@ -233,7 +232,7 @@ def entropy_grows(known: Known) -> str | None:
     )
 
 
-def mismatch_rises(known: Known) -> str | None:
+def mismatch_rises(known: StepFacts) -> str | None:
     """Rollout and trainer no longer compute the same policy; a gap that is there from the first step is rounding."""
     now, seen = known.lately("mismatch/logp_mean"), known.series("mismatch/logp_mean")
     if now is None or now < 0.01 or (now < 3 * seen[0] and now < 0.05):
@@ -247,7 +246,7 @@ def mismatch_rises(known: Known) -> str | None:
     )
 
 
-def parts_diverge(known: Known) -> str | None:
+def parts_diverge(known: StepFacts) -> str | None:
     """The reward is earned by something else than being right: since the start it rose, and right answers fell."""
     gain, right = known.since_start("reward_mean", WINDOW // 2), known.since_start("right/mean", WINDOW // 2)
     if gain is None or right is None or gain <= 0 or known.is_noise("reward_mean", gain):
@@ -314,7 +313,7 @@ def diagnose(
     tool_error: str = "",
 ) -> tuple[str, list[str]]:
     """(the step in one line, sentences of advice); `history` holds the metrics of the steps before, oldest first."""
-    known = Known(metrics, history, facts or RunFacts(), reward_error, tool_error)
+    known = StepFacts(metrics, history, facts or RunFacts(), reward_error, tool_error)
     line = ("" if step is None else f"step {step}: ") + fitted(summary(known), width)
     return line, [advice.text for advice in findings(known)]
 
@@ -328,19 +327,19 @@ class Advice(NamedTuple):
     text: str
 
 
-def findings(known: Known) -> list[Advice]:
+def findings(known: StepFacts) -> list[Advice]:
     """What every rule that speaks has to say, in their order."""
     said = [(rule, rule(known)) for rule in RULES]
     return [Advice(rule.__name__, METRIC_OF[rule.__name__], text) for rule, text in said if text]
 
 
-def _is_all_zero(known: Known) -> bool:
+def _is_all_zero(known: StepFacts) -> bool:
     """Whether no reward of any step was anything but 0."""
     bounds = known.series("critic/score/max") + known.series("critic/score/min")
     return bool(bounds) and not any(bounds)
 
 
-def _steadier(known: Known) -> str:
+def _steadier(known: StepFacts) -> str:
     """What makes training steadier, in the order of trust; a wider clip comes last, as it loosens the constraint."""
     run = known.run
     lr = f" ({run.lr:g} now; try {run.lr / 5:g})" if run.lr else ""

@@ -39,7 +39,7 @@ class Logger(Protocol):
 
 
 class JsonlLogger:
-    """One JSON object per line, `step` first; floats to the bit, NaN and infinities as text that any reader takes.
+    """One JSON object per line, `step` first; floats bitwise, NaN and infinities as text that any reader takes.
 
     With a clock each line ends with its `time`.
     """
@@ -48,7 +48,7 @@ class JsonlLogger:
         self._file, self._clock = path.open("ab"), clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody would ever read
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted: lines written now would be lost
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
         line = as_line(step, metrics)
         if self._clock is not None:

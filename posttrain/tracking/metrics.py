@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.tracking.failures import failing_tools
 from posttrain.tracking.fields import Fields, groups_of
-from posttrain.tracking.tool_errors import failing_tools
 
 RIGHT_FROM = 0.5
 """A response whose score reaches this counts as right, unless its reward gave an `acc` part."""

@@ -1,8 +1,8 @@
-"""The console of a command that trains, and who speaks there: posttrain alone, its result alone (--quiet), or one JSON
-object per step (--json).
+"""The console of a command that trains, in one of three modes: posttrain's messages, its result alone (--quiet), or one
+JSON object per step (--json).
 
 Descriptors 1 and 2 lead to the run's `logs/libraries.log` meanwhile: what C++ code and started programs write there
-does not tear what is shown. Before the run has a directory it is held back.
+does not break the live row. Before the run has a directory it is buffered.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run shows: a live row with its progress, one line per step, and notes.
 
-`say` is how posttrain speaks to its user anywhere: above the row where there is one, as a plain line elsewhere.
+`say` prints a message from anywhere in posttrain: above the row where there is one, as a plain line elsewhere.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from posttrain import pulse
-from posttrain.tracking.colour import has_colour, is_terminal, painted
-from posttrain.tracking.every import Every
-from posttrain.tracking.folding import folded
-from posttrain.tracking.live import DRAW_EVERY, LiveRow, columns
+from posttrain.tracking.background import Every
 from posttrain.tracking.row import Moment, progress_row
 from posttrain.tracking.tee import Tee, active, console_of, set_active
+from posttrain.tracking.terminal_text import columns, folded, has_colour, is_terminal, painted
+from posttrain.tracking.waiting import DRAW_EVERY, LiveRow
 
 ADVICE_EVERY = 10
 """The same advice is printed again after this many steps."""

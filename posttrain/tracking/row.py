@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.pulse import Work
-from posttrain.tracking.colour import styled
+from posttrain.tracking.terminal_text import styled
 
 STAGE_WORDS = {
     "gen": "rollout",

@@ -1,4 +1,4 @@
-"""RunDirectory: where one run is written, who may write there, and what a resumed run cuts off.
+"""RunDirectory: the files of one run, the lock on them, and what a resumed run cuts off; and how runs are found.
 
 outputs/<project>/<experiment>/
   config.yaml     the resolved settings, secrets taken out
@@ -17,15 +17,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
+from posttrain.errors import UserError
+from posttrain.texts import utf8
 from posttrain.tracking.atomic import clear_leftovers, replace_file
 from posttrain.tracking.lock import RunDirectoryError, RunLock
 from posttrain.tracking.redact import redact
+from posttrain.tracking.stored import DamagedFile, stored_lines
 
 _SAMPLES = re.compile(r"(?:step|val)_(\d+)\.parquet")
 _BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl")
@@ -179,3 +183,92 @@ def _is_up_to(line: bytes, step: int) -> bool:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False
+
+
+# -- finding runs ------------------------------------------------------------------------------------------------------
+_FILES = ("metrics.jsonl", "config.yaml")
+ROOT = "outputs"
+"""Where runs lie unless trainer.default_local_dir says otherwise."""
+
+
+class NoSuchRun(UserError):
+    """There is no run of that name; the text says where it was looked for."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run was written here; a link that leads nowhere in place of its files makes it a damaged one."""
+    return any(os.path.lexists(folder / name) for name in _FILES)
+
+
+def runs_under(root: str | os.PathLike[str]) -> list[Path]:
+    """Runs in `root` and in its projects, oldest first."""
+    folders = [*Path(root).glob("*/*"), *Path(root).glob("*")]
+    found = {os.path.realpath(folder): folder for folder in folders if os.path.isdir(folder) and is_run(folder)}
+    return sorted(found.values(), key=_changed)
+
+
+def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
+    """The folder of a run: a path, or the end of one below `root` (`grpo-1`, `embedded/grpo-1`)."""
+    if is_run(Path(name)):
+        return Path(name)
+    wanted = Path(name).parts
+    fitting = [folder for folder in runs_under(root) if folder.parts[-len(wanted) :] == wanted]
+    if fitting:
+        return fitting[-1]
+    known = [str(folder) for folder in runs_under(root)[-5:]]
+    where = f"Runs in {root}/: {', '.join(reversed(known))}." if known else f"There is no run in {root}/ either."
+    what = f"The folder {name} holds no run" if Path(name).is_dir() else f"There is no run `{name}`"
+    raise NoSuchRun(f"{what}. Give the path of its folder, or its name. {where}")
+
+
+def _changed(folder: Path) -> tuple[float, str]:
+    times = [0.0]
+    for name in _FILES:
+        with suppress(OSError):  # absent, removed a moment ago, or a link that leads nowhere
+            times.append((folder / name).stat().st_mtime)
+    return max(times), str(folder)
+
+
+# -- small files -------------------------------------------------------------------------------------------------------
+BEFORE = "before.json"
+"""What the model answered to a few held-out prompts at the first validation, kept for the end of the run: a run that is
+stopped and resumed is compared with its own beginning, not with where it went on."""
+Before = tuple[int, list[dict[str, Any]]]
+"""(step, samples with `prompt`, `response` and `score`)."""
+
+
+def write_before(folder: Path, step: int, samples: list[dict[str, Any]]) -> None:
+    """Keep the samples of the run's first validation."""
+    replace_file(folder / BEFORE, json.dumps({"step": step, "samples": samples}).encode())
+
+
+def read_before(folder: Path) -> Before | None:
+    """What was kept; None where there is nothing, or nothing readable."""
+    path = folder / BEFORE
+    try:
+        known = json.loads(path.read_bytes()) if path.is_file() else {}
+        samples = [{key: one[key] for key in ("prompt", "response", "score")} for one in known["samples"]]
+        return int(known["step"]), samples
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+DIAGNOSIS, TIMELINE = "diagnosis.jsonl", "timeline.jsonl"
+"""One JSON object per step: its line and advice; when each stage began and how long it took."""
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """One more line. What is lost with a killed process is written again when its steps are made again."""
+    with path.open("ab") as file:
+        file.write(utf8(json.dumps(line, ensure_ascii=False)) + b"\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole lines up to one that cannot be read as any, none where there is no file."""
+    with suppress(FileNotFoundError, DamagedFile):
+        for line in stored_lines(path):
+            found = None
+            with suppress(ValueError, RecursionError):
+                found = json.loads(line)
+            if isinstance(found, dict):
+                yield found

@@ -174,6 +174,7 @@ def _thin(path: Path, excess: float) -> None:
     uids = table["uid"].to_pylist()
     groups = list(dict.fromkeys(uids))
     size = path.stat().st_size
+    # Compressed size is not proportional to rows: drop by estimate, measure, and repeat until the file is small enough.
     while len(groups) > 1 and path.stat().st_size > size - excess:
         share = max(0.0, (size - excess) / path.stat().st_size)
         count = max(1, min(int(len(groups) * share), len(groups) - 1))
@@ -194,12 +195,14 @@ def _total(paths: list[Path]) -> int:
 def _ends(present_BT: np.ndarray) -> np.ndarray:
     """One past the last marked position of each row."""
     width = present_BT.shape[1]
+    # argmax gives the first mark of the reversed row, which is the last of the row.
     last = width - np.argmax(present_BT[:, ::-1] > 0, axis=1) if width else np.zeros(len(present_BT), np.int64)
     return np.where((present_BT > 0).any(axis=1), last, 0)
 
 
 def _ragged(values_BT: np.ndarray, ends: np.ndarray, kind: pa.DataType) -> pa.Array:
     keep = np.arange(values_BT.shape[1])[None, :] < ends[:, None]
+    # Arrow stores lists as one flat array with offsets; indexing by `keep` flattens row after row, as that wants it.
     offsets = pa.array(np.concatenate([[0], np.cumsum(ends)]), pa.int32())
     return pa.ListArray.from_arrays(offsets, pa.array(values_BT[keep], kind))
 
@@ -222,7 +225,7 @@ def _numbers_within(uids: list[Any]) -> list[int]:
 
 def _texts(values: list[Any]) -> list[str | None]:
     """Each value as text; one that several rows share is written down once."""
-    known: dict[int, str | None] = {}
+    known: dict[int, str | None] = {}  # by identity: values may be dicts, and comparing long texts costs more
     for value in values:
         if id(value) not in known:
             known[id(value)] = _text(value)

@@ -1,18 +1,86 @@
-"""Everything printed goes to the console and into a log file; a live row, where there is one, makes way for it."""
+"""Everything printed goes to the console and into the run's log; a live row, where there is one, makes way for it.
+
+Libraries are kept off the console: their warnings, loggers, and what reaches descriptors 1 and 2 go to
+`logs/libraries.log`.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from posttrain.tracking.colour import is_terminal, plain
+from posttrain.tracking import own_console
 from posttrain.tracking.console import as_console
-from posttrain.tracking.foreign import libraries_apart
+from posttrain.tracking.terminal_text import is_terminal, plain
+
+LIBRARY_LOG = "libraries.log"
+
+
+class LibraryLog:
+    """A file that is made when something is written to it; one that cannot be written is no reason to stop."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.RLock()
+        self._file: TextIO | None = None
+
+    def write(self, text: str) -> None:
+        with self._lock, suppress(OSError, ValueError):
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            self._file.write(text)
+
+    def close(self) -> None:
+        with self._lock, suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+
+
+@contextmanager
+def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, warnings and what loggers would write to one of `consoles` (or to the streams that stand for them) go to
+    the file in `folder`."""
+    log = LibraryLog(folder / LIBRARY_LOG)
+    command = own_console.active()
+    if command is not None:
+        command.attach(folder / LIBRARY_LOG)
+    shown, emitted = warnings.showwarning, logging.StreamHandler.emit
+
+    def showwarning(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if file is not None:
+            return shown(message, category, filename, lineno, file, line)
+        log.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    def emit(self: Any, record: logging.LogRecord) -> None:
+        if not _is_console(self.stream, consoles):
+            return emitted(self, record)
+        try:
+            log.write(self.format(record) + self.terminator)
+        except Exception:  # a format that does not fit its arguments: reported the way logging does
+            self.handleError(record)
+
+    warnings.showwarning, logging.StreamHandler.emit = showwarning, emit
+    try:
+        yield
+    finally:
+        if warnings.showwarning is showwarning:
+            warnings.showwarning = shown
+        if logging.StreamHandler.emit is emit:
+            logging.StreamHandler.emit = emitted
+        log.close()
+
+
+def _is_console(stream: Any, consoles: tuple[Any, ...]) -> bool:
+    known = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, *consoles)
+    return any(stream is one for one in known)
 
 
 class Bar(Protocol):
@@ -137,7 +205,7 @@ def tee_output(path: Path) -> Iterator[None]:
             tee.stream.on_lost(tee.stream.why)
     sys.stdout, sys.stderr = tees
     try:
-        with libraries_apart(path.parent, (*before, *consoles, *tees)):
+        with redirect_libraries(path.parent, (*before, *consoles, *tees)):
             yield
     finally:
         # Only what is still ours is put back: someone else may have replaced the streams meanwhile.

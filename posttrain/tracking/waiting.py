@@ -1,19 +1,56 @@
-"""A row that moves while a command does something that takes seconds and says nothing by itself."""
+"""LiveRow, one row at the bottom of a terminal that steps aside for whole lines; `waiting()` shows one while a command
+loads libraries or does something else that takes seconds."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
-from posttrain.tracking.colour import is_terminal
-from posttrain.tracking.every import Every
-from posttrain.tracking.live import LiveRow
+from posttrain.tracking.background import Every
 from posttrain.tracking.tee import active, console_of, set_active
+from posttrain.tracking.terminal_text import columns, is_terminal
+
+CLEAR = "\r\x1b[K"
+DRAW_EVERY = 0.2  # seconds, of a run's progress
+
+
+class LiveRow:
+    """Draws `text(width)` on `stream`; a terminal that went away is left alone."""
+
+    def __init__(self, stream: TextIO, text: Callable[[int], str]) -> None:
+        self.stream, self._text = stream, text
+        self._lock = threading.RLock()
+
+    def draw(self) -> None:
+        with self._lock:
+            self._write(CLEAR + self._text(columns(self.stream) - 1))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._write(CLEAR)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The row is off the screen while lines are written."""
+        with self._lock:
+            self.clear()
+            try:
+                yield
+            finally:
+                self.draw()
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # gone or closed
+            self.stream.write(text)
+            self.stream.flush()
+
 
 LIBRARIES = "reading torch and transformers"
-DRAW_EVERY = 0.5
+COUNT_EVERY = 0.5  # seconds; the row of `waiting` only counts them
 
 
 class Waiting(LiveRow):
@@ -37,7 +74,7 @@ def waiting(what: str = LIBRARIES) -> Iterator[None]:
     since = time.monotonic()
     row = Waiting(stream, lambda width: f"{what} … {time.monotonic() - since:.0f} s"[:width])
     set_active(row)
-    ticker = Every(DRAW_EVERY, row.draw)
+    ticker = Every(COUNT_EVERY, row.draw)
     try:
         yield
     finally:

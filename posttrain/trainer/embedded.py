@@ -20,7 +20,8 @@ import torch
 from posttrain.cache import cache_folder, writing_cache
 from posttrain.config.optim import OptimConfig
 from posttrain.data.recipes.arithmetic import arithmetic_rows, pair_rows, write_files
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
 from posttrain.models.loading import proved, silence_progress_bars
 from posttrain.tracking.progress import Progress
@@ -90,7 +91,7 @@ def _make_model(folder: Path, say: Any) -> None:
             return accuracy >= RECIPE["until"]
 
         loss = fit_pairs(
-            FSDPEngine(model, settings),
+            TorchEngine(model, settings),
             shown,
             steps=steps,
             batch_size=RECIPE["sft_batch_size"],

@@ -11,7 +11,7 @@ from posttrain.data.supervised import look_at_row
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.run.early import look_early
+from posttrain.trainer.run.preflight import check_inputs
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain sft key=value ... [--config-path DIR --config-name NAME] [--cfg job] [--quiet | --json]
@@ -27,11 +27,11 @@ def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None
 
     resolved = settings_of(config, SFT, data=data, val_data=val_data)
     if data is None and val_data is None:
-        look_early(resolved, look_at_row)
+        check_inputs(resolved, look_at_row)
     with waiting():
         from posttrain.data.supervised import SFTDataset
         from posttrain.trainer.supervised.runner import run_supervised
-        from posttrain.trainer.supervised.sft_task import SFTTask
+        from posttrain.trainer.supervised.tasks import SFTTask
 
     return run_supervised(
         resolved,

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import UserError
-from posttrain.tracking.ending import exit_status
+from posttrain.tracking.console import exit_status
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 FLAGS = {

@@ -9,9 +9,9 @@ from typing import Any
 from posttrain.config.parallel import one_process
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking import ending
+from posttrain.tracking.console import exit_status as status_of_work
 from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 from posttrain.tracking.waiting import waiting
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -85,9 +85,9 @@ class TaskRunner:
         if resolved.dry_run:
             return dry_run(resolved)
         from posttrain.data.fields import look_at_prompt
-        from posttrain.trainer.run.early import look_early
+        from posttrain.trainer.run.preflight import check_inputs
 
-        look_early(resolved, look_at_prompt)
+        check_inputs(resolved, look_at_prompt)
         if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
         with waiting():
@@ -110,7 +110,7 @@ def as_resolved(config: Any) -> Any:
 def cli(entry: Callable[[], Any] = main) -> int:
     """An entry with errors meant for users printed as they are."""
     prepare_streams()
-    return ending.exit_status(lambda: exit_status(entry()))
+    return status_of_work(lambda: exit_status(entry()))
 
 
 def exit_status(result: Any) -> int:

@@ -10,7 +10,7 @@ from posttrain.data.pairs import look_at_pair
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.run.early import look_early
+from posttrain.trainer.run.preflight import check_inputs
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -27,12 +27,12 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
 
     resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
     if data is None and val_data is None:
-        look_early(resolved, look_at_pair)
+        check_inputs(resolved, look_at_pair)
     with waiting():
         from posttrain.data.pairs import PairDataset
         from posttrain.trainer.embedded import embedded_pairs
-        from posttrain.trainer.supervised.pair_task import PairTask
         from posttrain.trainer.supervised.runner import run_supervised
+        from posttrain.trainer.supervised.tasks import PairTask
 
     return run_supervised(
         resolved,

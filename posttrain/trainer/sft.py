@@ -12,7 +12,7 @@ from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
-from posttrain.workers.supervised.sft import sft_step
+from posttrain.workers.supervised import sft_step
 
 Pair = tuple[Sequence[int], Sequence[int]]
 

@@ -11,15 +11,13 @@ from typing import Any
 import pyarrow as pa
 
 from posttrain.errors import first_line
-from posttrain.view import health, planning, samples
+from posttrain.view import health, samples
 from posttrain.view.catalogue import Catalogue, previews
-from posttrain.view.courtesy import answering
-from posttrain.view.details import details
-from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
+from posttrain.view.priority import answering
 from posttrain.view.runs import Runs, about
-from posttrain.view.search import search
-from posttrain.view.settings import differences, settings
+from posttrain.view.search import TrigramIndex, search
+from posttrain.view.settings import details, differences, settings
 
 Query = Mapping[str, str]
 
@@ -38,7 +36,7 @@ class Answers:
         self.runs = runs
         self._metrics: dict[Path, Metrics] = {}
         self._catalogues: dict[tuple[Path, str], Catalogue] = {}
-        self._letters: dict[tuple[Path, str], Letters] = {}
+        self._trigrams: dict[tuple[Path, str], TrigramIndex] = {}
         self._pending: set[str] = set()
         self._questions: dict[str, Callable[[Query], Any]] = {
             "runs": lambda q: [about(name, folder) for name, folder in self.runs.folders().items()],
@@ -60,7 +58,7 @@ class Answers:
             "search": self._search,
             "diagnosis": lambda q: health.diagnosis(self._folder(q), self.metrics(self._folder(q)).refresh().names),
             "failures": lambda q: health.failures(self._catalogue(q)),
-            "plan": lambda q: planning.plan(self._folder(q)),
+            "plan": lambda q: health.planned_memory(self._folder(q)),
             "timeline": lambda q: health.timeline(self._folder(q), int(q["last"]) if q.get("last") else None),
         }
 
@@ -70,7 +68,7 @@ class Answers:
         try:
             with answering():
                 return self._questions[name](query)
-        except (samples.NoSamples, planning.NoPlan) as error:
+        except (samples.NoSamples, health.NoPlan) as error:
             raise NotFound(str(error)) from error
         except (NotFound, KeyError) as error:  # what was asked for makes no sense
             raise error
@@ -111,7 +109,7 @@ class Answers:
 
     def _steps(self, query: Query) -> dict[str, list[int]]:
         found = samples.steps(self._folder(query))
-        if query.get("learn"):  # somebody looks at samples: filters and searches will be wanted
+        if query.get("learn"):  # samples are being viewed: filters and searches come next
             self._learn_soon(query["run"])
         return found
 
@@ -138,15 +136,15 @@ class Answers:
     def _search(self, query: Query) -> Any:
         folder, kind = self._folder(query), _kind(query)
         before = int(query["before"]) if query.get("before") else None
-        return search(folder, kind, query["words"], self._letters_of(folder, kind), before=before)
+        return search(folder, kind, query["words"], self._trigrams_of(folder, kind), before=before)
 
-    def _letters_of(self, folder: Path, kind: str) -> Letters:
-        return self._letters.setdefault((folder, kind), Letters())
+    def _trigrams_of(self, folder: Path, kind: str) -> TrigramIndex:
+        return self._trigrams.setdefault((folder, kind), TrigramIndex())
 
     def _learn(self, catalogue: Catalogue) -> None:
         """What searches need, once the catalogue was read."""
         files = list(reversed(samples.KINDS[catalogue.kind](catalogue.folder / "samples")))
-        self._letters_of(catalogue.folder, catalogue.kind).learn(files, catalogue.wait)
+        self._trigrams_of(catalogue.folder, catalogue.kind).learn(files, catalogue.wait)
 
 
 def _kind(query: Query) -> str:

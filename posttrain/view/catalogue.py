@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.courtesy import give_way, waiting_for_it
 from posttrain.view.metrics import number
+from posttrain.view.priority import give_way, waiting_for_it
 from posttrain.view.sample_file import LIGHT, SampleFile, pc
 from posttrain.view.samples import KINDS, preview
 
@@ -46,7 +46,6 @@ class Catalogue:
         self.folder, self.kind = folder, kind
         self._parts: dict[Path, tuple[int, Part | None]] = {}
         self._lock, self._thread, self._looked = threading.Lock(), None, 0.0
-        self._joined: tuple[Any, dict[str, np.ndarray]] | None = None
         self.total = 0
 
     def refresh(self) -> None:
@@ -90,7 +89,7 @@ class Catalogue:
         """At most MOST responses by one of FILTERS, of a step or of all, newest first among equals."""
         rule = FILTERS[which]
         self.refresh()
-        self.wait(0.15)
+        self.wait(0.15)  # short runs are complete by then; of long ones the answer says how much was read
         parts = [part for part in self.parts() if step is None or part.step == step]
         chosen, count = rule(parts)
         return self._answer(parts, chosen) | {"count": count}
@@ -165,6 +164,7 @@ def _largest(values_of: Callable[[Part], np.ndarray]) -> Rule:
         most = min(MOST, count)
         if most == 0:
             return [], 0
+        # A partition finds the least value that is shown without sorting a million others.
         bound = np.partition(values, len(values) - most)[len(values) - most]
         above = np.flatnonzero(values > bound)
         above = above[np.argsort(-values[above], kind="stable")]

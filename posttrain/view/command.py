@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.tracking.find import ROOT
+from posttrain.tracking.rundir import ROOT
 
 
 def main(args: Sequence[str]) -> int:

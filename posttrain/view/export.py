@@ -1,7 +1,14 @@
-"""One HTML file of some runs: all metrics, settings and advice, and as many samples as fit."""
+"""One HTML file of some runs: all metrics, settings and advice, and as many samples as fit.
+
+Styles, scripts and answers are inside, under a policy that forbids every request.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,8 +16,36 @@ from typing import Any
 
 from posttrain.tracking.atomic import replace_file
 from posttrain.view.answers import Answers, NotFound
-from posttrain.view.bundle import one_file
+from posttrain.view.page import SCRIPT, static_file
 from posttrain.view.server import to_json
+
+_STYLES = re.compile(r'<link rel="(?:stylesheet|preload)"[^>]*>\n')
+_SCRIPTS = re.compile(r"<script [^>]*></script>\n")
+
+
+def one_file(embedded: dict[str, Any]) -> str:
+    """The whole page with these answers in place of a server."""
+    page = static_file("index.html").decode()
+    style = "\n".join(static_file(name).decode() for name in ("uplot.min.css", "style.css"))
+    charts, code = static_file("uplot.min.js").decode(), static_file(SCRIPT).decode()
+    policy = (
+        f"default-src 'none'; script-src {_allowed(charts)} {_allowed(code)}; style-src {_allowed(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    data = json.dumps(embedded, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
+    tail = (
+        f'<script type="application/json" id="embedded">{data}</script>\n<script>{charts}</script>\n'
+        f'<script type="module">{code}</script>\n'
+    )
+    page = _SCRIPTS.sub("", _STYLES.sub("", page))
+    page = page.replace("</head>", head + "</head>").replace("</body>", tail + "</body>")
+    return page.encode("utf-8", "replace").decode()
+
+
+def _allowed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
 
 SAMPLE_BYTES = 15_000_000
 """Of samples in one file, shared by its runs: browsers open it at once, and it can be sent by mail."""

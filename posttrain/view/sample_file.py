@@ -115,6 +115,7 @@ def _mismatches(ours: Any, rollout: Any, mask: Any) -> Any:
 
 
 def _row_sums(lists: Any, values: np.ndarray) -> np.ndarray:
+    # Lists lie end to end in one array: differences of one cumulative sum, not a loop over responses.
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     offsets = lists.offsets.to_numpy()
     return sums[offsets[1:]] - sums[offsets[:-1]]

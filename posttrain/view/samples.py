@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,25 @@ from posttrain.tracking.samples import sample_files, step_of, validation_files
 from posttrain.tracking.vocabulary import NAME, read_vocabulary
 from posttrain.view.metrics import number
 from posttrain.view.sample_file import LIGHT, TEXTS, TOKENS, SampleFile
-from posttrain.view.tokens import token_texts
+
+
+def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
+    """One text per token, which join to the response: a character that is spread over tokens goes to the last of them.
+
+    Bytes that are no UTF-8 become U+FFFD, ids without bytes their number.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = []
+    for token in ids:
+        if 0 <= token < len(vocabulary):
+            texts.append(decoder.decode(vocabulary[token]))
+        else:
+            texts.append(decoder.decode(b"", True) + f"⟨{token}⟩")
+            decoder.reset()
+    if texts:
+        texts[-1] += decoder.decode(b"", True)
+    return texts
+
 
 KINDS = {"step": sample_files, "val": validation_files}
 PREVIEW = 160

@@ -1,13 +1,15 @@
 """Full-text search over samples: newest step first, hits are given as they are found.
 
-Two threads read ahead (the reading and comparing happens outside Python); files that cannot hold the words are passed
-over by what the index of letters knows of them.
+Two threads read ahead (reading and comparing happen outside Python). Files that cannot hold the words are skipped:
+`TrigramIndex` keeps, for every file, which three bytes follow each other anywhere in its texts, as a bitmap of 32 KiB.
+It is built in the background as soon as samples are viewed, newest file first, and kept in memory.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,78 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.letters import Letters
 from posttrain.view.metrics import number
+from posttrain.view.priority import give_way
 from posttrain.view.sample_file import SampleFile, pc
 from posttrain.view.samples import KINDS
+
+BITS = 18  # 2**18 bits are 32 KiB a file
+
+
+class TrigramIndex:
+    """The maps of one run's files. `learn` makes the missing ones; until then nothing is ruled out."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, tuple[int, np.ndarray]] = {}
+        self._lock, self._thread = threading.Lock(), None
+
+    def learn(self, paths: list[Path], wait: Callable[[], object]) -> None:
+        """Have a thread of its own make what is missing, after `wait`."""
+        with self._lock:
+            if self._thread and self._thread.is_alive():
+                return
+            missing = [path for path in paths if not self._is_known(path)]
+            if missing:
+                self._thread = threading.Thread(target=self._make, args=(missing, wait), daemon=True)
+                self._thread.start()
+
+    def rules_out(self, path: Path, words: str) -> bool:
+        """Whether the file cannot hold these words, in capitals or not."""
+        data = np.frombuffer(words.strip().lower().encode("utf-8", "replace"), np.uint8)
+        if len(data) < 3 or not self._is_known(path):
+            return False
+        wanted = _codes(data)
+        known = self._maps[path][1]
+        return not bool(((known[wanted >> 3] >> (wanted & 7)) & 1).all())
+
+    def _is_known(self, path: Path) -> bool:
+        known = self._maps.get(path)
+        try:
+            return known is not None and known[0] == path.stat().st_mtime_ns
+        except OSError:
+            return False
+
+    def _make(self, paths: list[Path], wait: Callable[[], object]) -> None:
+        wait()
+        for path in paths:
+            give_way()
+            try:
+                changed = path.stat().st_mtime_ns
+                self._maps[path] = (changed, bitmap(path))
+            except Exception:  # thinned away, or damaged in any way: nothing is ruled out there
+                continue
+
+
+def bitmap(path: Path) -> np.ndarray:
+    """One bit per hash of three bytes that follow each other in prompts and responses, in small letters."""
+    table = SampleFile(path).columns(("prompt", "response"))
+    marks = np.zeros(1 << BITS, bool)
+    for column in table.columns:
+        if pa.types.is_null(column.type):
+            continue
+        for chunk in column.chunks:
+            data = pc.utf8_lower(chunk).buffers()[2]
+            if data is not None and data.size >= 3:  # rows stand end to end: what spans two of them does no harm
+                marks[_codes(np.frombuffer(data, np.uint8))] = True
+    return np.packbits(marks, bitorder="little")
+
+
+def _codes(data: np.ndarray) -> np.ndarray:
+    wide = data.astype(np.uint32)
+    codes = (wide[:-2] << 16) | (wide[1:-1] << 8) | wide[2:]
+    # Multiplicative hashing (Knuth): the upper bits of this product are well mixed.
+    return (codes * np.uint32(2654435761)) >> np.uint32(32 - BITS)
+
 
 MOST = 200
 AROUND = 60
@@ -29,7 +99,7 @@ _AHEAD = 6
 
 
 def search(
-    folder: Path, kind: str, words: str, letters: Letters, *, before: int | None = None
+    folder: Path, kind: str, words: str, index: TrigramIndex, *, before: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Lines `{"hits": [...]}` and `{"at": step, "done": files, "files": all}`; the last has `end`.
 
@@ -41,7 +111,7 @@ def search(
         paths = []
     with ThreadPoolExecutor(2) as pool:
         try:
-            for done, (path, hits) in enumerate(_ahead(pool, paths, words, letters), 1):
+            for done, (path, hits) in enumerate(_ahead(pool, paths, words, index), 1):
                 at = step_of(path)
                 if hits:
                     found += len(hits)
@@ -56,12 +126,12 @@ def search(
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, paths: list[Path], words: str, letters: Letters
+    pool: ThreadPoolExecutor, paths: list[Path], words: str, index: TrigramIndex
 ) -> Iterator[tuple[Path, list[Any]]]:
     """(path, hits) in order, some files being searched ahead."""
     waiting: deque[tuple[Path, Future[list[Any]]]] = deque()
     for path in paths:
-        if letters.rules_out(path, words):
+        if index.rules_out(path, words):
             continue
         waiting.append((path, pool.submit(_search_file, path, words)))
         if len(waiting) >= _AHEAD:

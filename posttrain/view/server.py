@@ -1,24 +1,83 @@
 """The web server: static files, answers as JSON, and searches as a stream of lines; read-only, on 127.0.0.1.
 
 It is the standard library's, a thread per request: there is one user, nothing to upload, and a dozen addresses.
+Only a browser on this machine (or at the other end of an ssh tunnel) that was given the token gets answers:
+
+- `Host` must name this machine, so that no web page reaches the server under a name of its own (DNS rebinding).
+- The token comes once in the address, is answered with a cookie, and leaves the address at once. The cookie is kept
+  from scripts and is not sent along by other sites' pages.
+- The answers' headers forbid the page everything that it does not need: other hosts, frames, inline scripts and styles.
 """
 
 from __future__ import annotations
 
 import gzip
+import hmac
 import json
 import mimetypes
+import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from email.message import Message
 from functools import cache
+from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from posttrain.errors import UserError
 from posttrain.view.answers import Answers, NotFound
-from posttrain.view.guard import HEADERS, Guard
 from posttrain.view.page import static_file, static_files
+
+Headers = Mapping[str, str] | Message
+LOCAL = ("127.0.0.1", "localhost", "::1")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Guard:
+    """Holds the token of one viewer. `port` keeps the cookies of several viewers apart."""
+
+    def __init__(self, port: int, token: str | None = None) -> None:
+        self.token = token or secrets.token_urlsafe(18)
+        self._cookie = f"posttrain_view_{port}"
+
+    def is_local(self, headers: Headers) -> bool:
+        """Whether the request was sent to this machine by one of its own names."""
+        host = headers.get("Host") or ""
+        try:
+            return urlsplit(f"//{host}").hostname in LOCAL
+        except ValueError:
+            return False
+
+    def is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+
+    def knows(self, headers: Headers) -> bool:
+        """Whether the request carries the token, as a cookie or as `Authorization: Bearer`."""
+        bearer = (headers.get("Authorization") or "").removeprefix("Bearer ")
+        if bearer and self.is_token(bearer):
+            return True
+        try:
+            found = SimpleCookie(headers.get("Cookie") or "").get(self._cookie)
+        except CookieError:
+            return False
+        return found is not None and self.is_token(found.value)
+
+    def cookie(self) -> str:
+        """The `Set-Cookie` that lets a browser in until it is closed."""
+        return f"{self._cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+
 
 PORT = 6180
 _SMALL = 1400

@@ -1,14 +1,16 @@
-"""The settings of runs, and where they differ. Secrets are taken out again: the file may come from anywhere."""
+"""How a run was made: its settings beside their defaults, where runs differ, and the command, versions and machine of
+each start. Secrets are taken out again: the file may come from anywhere."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from posttrain.tracking.origin import read_origin
 from posttrain.tracking.redact import redact
 from posttrain.tracking.stored import DamagedFile, read_settings
 
@@ -78,3 +80,47 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
         else:
             found[f"{prefix}{key}"] = "" if value is None else str(value)
     return found
+
+
+FACTS = ("time", "step", "command", "folder", "host")
+TABLES = ("versions", "hardware")
+
+
+def details(folder: Path) -> dict[str, Any]:
+    """`settings`: key, value, default and sentence of each, those that differ from the default first; and `starts`."""
+    known = settings(folder)
+    usual, sentences = _usual(known)
+    rows = [
+        {
+            "key": key,
+            "value": value,
+            "default": usual.get(key),
+            "changed": value != usual.get(key),
+            "sentence": sentences.get(key, ""),
+        }
+        for key, value in known.items()
+    ]
+    rows.sort(key=lambda row: not row["changed"])
+    return {"settings": rows, "problem": settings_problem(folder), "starts": list(map(_start, read_origin(folder)))}
+
+
+def _start(found: dict[str, Any]) -> dict[str, Any]:
+    """Texts alone: the file may come from anywhere."""
+    facts = {name: str(found[name]) for name in FACTS if isinstance(found.get(name), str | int)}
+    tables = {name: found.get(name) for name in TABLES}
+    return facts | {name: flat(table) if isinstance(table, dict) else {} for name, table in tables.items()}
+
+
+def _usual(known: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Defaults and sentences by key, of the kind of run that these settings are of."""
+    return max(_trees(), key=lambda tree: len(known.keys() & tree[0].keys()))
+
+
+@cache
+def _trees() -> list[tuple[dict[str, str], dict[str, str]]]:
+    from posttrain.config.root import PPOConfig
+    from posttrain.config.schema import leaves
+    from posttrain.config.supervised_tree import COMMANDS
+
+    roots = [PPOConfig, *(tree.root for tree in COMMANDS.values())]
+    return [(flat(root().to_dict()), {key: leaf.sentence for key, leaf in leaves(root).items()}) for root in roots]

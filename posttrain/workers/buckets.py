@@ -56,6 +56,7 @@ def in_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True
     gather the weights have nothing to send."""
     bucket, size = Bucket(first=True), 0
     for name, tensor in weights:
+        # Cut by sizes alone, never by contents: all ranks gather together and must stop at the same tensor.
         if size and size + tensor.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = Bucket(), 0
@@ -66,7 +67,7 @@ def in_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True
     yield bucket
 
 
-def tied_once(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def without_tied_copies(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Without the second name of tied weights, which are tied where they arrive, too. All of them must live as long as
     the walk: one that is gone may leave its place to another."""
     seen: set[tuple[int, int]] = set()

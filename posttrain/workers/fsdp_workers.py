@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import Calls, largest, register, to_all, to_first
+from posttrain.controller.dispatch import largest, register, to_all, to_first
+from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.protocol import DataProto
+from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
 from posttrain.workers.engine_worker import EngineWorker
-from posttrain.workers.fields import batch_of
 from posttrain.workers.lora_state import lora_state
 from posttrain.workers.measures import Measures
-from posttrain.workers.plan import UpdatePlan, join_updates, planned
-from posttrain.workers.policy import PolicyWorker
-from posttrain.workers.reference import ReferenceWorker
+from posttrain.workers.plan import UpdatePlan, join_updates, plan_updates
+from posttrain.workers.policy import PolicyCalls, PolicyWorker
+from posttrain.workers.reference import ReferenceCalls, ReferenceWorker
 from posttrain.workers.reward_model.worker import RewardModelWorker
 from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
-from posttrain.workers.rollout import RolloutWorker
-from posttrain.workers.spread import by_passes, in_row_order
+from posttrain.workers.rollout import RolloutCalls, RolloutWorker
+from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
 
 __all__ = [
     "ActorRefWorker",
@@ -40,13 +40,16 @@ __all__ = [
 SHARED_PROOF_FREQ = 10
 
 
-def planned_critic_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
+def plan_critic_updates(group: WorkerGroup, batch: DataProto) -> Calls:
     """As the actor's."""
-    config = group.config  # a plan may travel, and the group should not travel with it
-    return planned(group, arguments[0], critic_schedule(config), lambda mini: prepare_values(config, mini))
+    config: PPOConfig = group.config
+    schedule = critic_schedule(config.critic, config.actor_rollout_ref.actor, config.trainer.seed)
+    # A plan may travel to its rank: it holds two values, not the group.
+    mode, longest = config.critic.loss_agg_mode, config.data.max_response_length
+    return plan_updates(group, batch, schedule, partial(prepare_values, loss_agg_mode=mode, longest=longest))
 
 
-class ActorRefWorker(PolicyWorker, ReferenceWorker):
+class ActorRefWorker(PolicyCalls, ReferenceCalls):
     """Policy and reference in one process; with adapters the policy's base is the reference."""
 
     def __init__(
@@ -58,50 +61,53 @@ class ActorRefWorker(PolicyWorker, ReferenceWorker):
         total_updates: int = 1,
         reference: bool = False,
     ) -> None:
-        PolicyWorker.__init__(self, config, tokenizer, device, total_updates=total_updates)
+        self.config, self.tokenizer, self.device = config, tokenizer, device
+        self.policy = PolicyWorker(config, tokenizer, device, total_updates=total_updates)
+        self.reference = ReferenceWorker(config, device, self.policy)
         self.with_reference = reference
+
+    @property
+    def engine(self) -> TrainEngine:
+        """That trains the policy."""
+        return self.policy.engine
+
+    @property
+    def actor(self) -> DataParallelPPOActor:
+        """The policy's update."""
+        return self.policy.actor
 
     @register(to_all)
     def init_model(self) -> None:
         """Load weights and build the optimizer and, without adapters, the reference."""
-        PolicyWorker.init_model(self)
-        if self.with_reference and self.adapters is None:
-            ReferenceWorker.init_model(self)
+        self.policy.init_model()
+        if self.with_reference and self.policy.adapters is None:
+            self.reference.init_model()
 
-    @contextmanager
-    def _frozen(self) -> Iterator[TrainEngine]:
-        if self.reference is None:
-            with self.engine.on_device(), self.engine.base_only():
-                yield self.engine
-        else:
-            with super()._frozen() as engine:
-                yield engine
+    @register(to_first)
+    def notes(self) -> list[str]:
+        """Sentences for the user that only the loaded model or the first update could tell."""
+        return self.policy.notes()
 
 
-class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
+class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
     """The three in one process: the rollout reads the policy's own weights where it has them whole."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device, **named: Any) -> None:
+        super().__init__(config, tokenizer, device, **named)
+        self.rollout = RolloutWorker(config, tokenizer, device, self.policy)
 
     @register(to_all)
     def init_model(self) -> None:
         """As the policy and its reference, and the rollout's engine."""
-        ActorRefWorker.init_model(self)
+        super().init_model()
         live = self.engine.live_model()
-        self.rollout_is_apart = live is None
-        with self.engine.on_device():  # the engine is tried when it is made
-            self._build_rollout(live if live is not None else rollout_model(self.config, self.device))
-        if self.rollout_is_apart and self.adapters is not None:
-            self.sync_weights(0)  # its own model is the base alone; the run may begin with an adapter
-            self.rollout.sleep()
-        self.rollout.let_go()
-
-    def _wake(self) -> None:
-        self.engine.onload()
-        super()._wake()
-
-    def _sleep(self) -> None:
-        super()._sleep()
-        self.engine.offload()
-        self.rollout.let_go()
+        self.rollout_has_copy = live is None
+        with self.engine.on_device():  # the rollout engine tries the model when it is built
+            self.rollout.build(live if live is not None else rollout_model(self.config, self.device))
+        if self.rollout_has_copy and self.policy.adapters is not None:
+            self.sync_weights(0)  # the copy is the base alone; the run may begin with an adapter
+            self.rollout.engine.sleep()
+        self.rollout.engine.let_go()
 
     @register(to_all, largest)
     def sync_weights(self, version: int) -> dict[str, float]:
@@ -110,20 +116,23 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutWorker):
         An engine that reads the trainer's own tensors is given nothing: it is tried at first and then now and again.
         Its cache sleeps until the next requests: what a sync needs does not lie in memory beside it.
         """
-        shared = self.rollout.shares_weights and not self.rollout_is_apart
+        engine, rollout = self.engine, self.rollout.engine
+        shared = rollout.shares_weights and not self.rollout_has_copy
         try:
-            with self.engine.on_device():
-                self.rollout.wake("weights")
-                self.rollout.load_weights(() if shared else self.engine.export_weights(), version)
+            with engine.on_device():
+                # Weights without the cache: the trainer's gathered layers and the KV cache never lie side by side.
+                rollout.wake("weights")
+                rollout.load_weights(() if shared else engine.export_weights(), version)
                 if shared and version > 1 and version % SHARED_PROOF_FREQ:
                     return {}
-                return self.probe.compare(self.engine, self.rollout)
+                return self.policy.probe.compare(engine, rollout)
         finally:
-            self.rollout.let_go()
+            rollout.let_go()
 
     @register(to_first)
     def notes(self) -> list[str]:
-        return [*PolicyWorker.notes(self), *self.rollout_notes(self.engine.facts().vocabulary)]
+        """Those of the policy, and on generation."""
+        return [*self.policy.notes(), *self.rollout.rollout_notes(self.policy.vocabulary())]
 
 
 AsyncActorRolloutRefWorker = ActorRolloutRefWorker
@@ -158,7 +167,7 @@ class CriticWorker(EngineWorker):
         with self.engine.on_device():
             return batch_of(values=self.critic.compute_values(data, passes))
 
-    @register(planned_critic_updates, join_updates)
+    @register(plan_critic_updates, join_updates)
     def update_critic(self, plan: UpdatePlan) -> list[Measures]:
         with self.engine.on_device(optimizer=True):
             return self.critic.execute(plan)

@@ -1,17 +1,14 @@
-"""What a checkpoint of adapters says of them and of their base, and the check that both are the same again."""
+"""What a checkpoint of adapters says of them and of their base, and what a user of adapters should know."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import needs_reference
 from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
-from posttrain.config.root import PPOConfig
 from posttrain.engine.facts import EngineFacts
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.identity import fingerprint
@@ -36,25 +33,6 @@ def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) 
     }
 
 
-def base_problem(stored: Mapping[str, Any], present: Mapping[str, Any] | None, section: str) -> str | None:
-    """Why adapters that were `stored` beside a base must not go on beside the one that is there now.
-
-    `section` holds the settings of their model.
-    """
-    if present is None:
-        return f"it holds LoRA adapters only, and this run trains all weights: set {section}.lora_rank"
-    was, now = stored["base"], present["base"]
-    if was["fingerprint"] != now["fingerprint"]:
-        return (
-            f"its adapters were trained beside the base {was['path']} (fingerprint {was['fingerprint']}), but the base "
-            f"of this run, {now['path']}, has other weights (fingerprint {now['fingerprint']})"
-        )
-    for name in ("dtype", "quantization"):
-        if was[name] != now[name]:
-            return f"its base was held with model.{name}={was[name]}, but this run holds it with {now[name]}"
-    return None
-
-
 def adapter_notes(facts: EngineFacts, model: ModelConfig) -> list[str]:
     """What a user of adapters should know about them: another base than theirs, weights that get none."""
     notes = [note for note in [stacked_note(facts.stacked, model, "model.target_modules")] if note]
@@ -73,10 +51,10 @@ def adapter_notes(facts: EngineFacts, model: ModelConfig) -> list[str]:
     return notes
 
 
-def policy_notes(config: PPOConfig, engine: str) -> list[str]:
+def policy_notes(model: ModelConfig, engine: str, *, has_reference: bool) -> list[str]:
     """What the adapters of a policy mean for its reference and its rollout."""
-    model, notes = config.actor_rollout_ref.model, []
-    if model.lora_adapter_path is not None and needs_reference(config):
+    notes = []
+    if model.lora_adapter_path is not None and has_reference:
         notes.append("The reference is the base without the adapter that the run starts from: KL does not begin at 0.")
     if model.quantization is not None:
         held = f"The base is held in 4 bits (model.quantization={model.quantization})"

@@ -75,6 +75,7 @@ def _larger(one: float | torch.Tensor, other: float | torch.Tensor) -> Any:
 def _gathered(value: float | torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
+    # On a CUDA device the sum stays there: a float would wait for the device at every metric of every micro-batch.
     return value.detach().double() if value.is_cuda else float(value.detach())
 
 

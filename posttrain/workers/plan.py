@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from posttrain.controller.dispatch import Calls
+from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, over_ranks, over_steps
-from posttrain.workers.spread import ranked_parts, ranks_that_count
+from posttrain.workers.row_dispatch import parts_by_rank, reporting_ranks
 
 Prepare = Callable[[DataProto], DataProto]
 UNUSED = ("prompts", "token_level_scores", "token_level_rewards", "reward_baselines")  # in a step
@@ -58,7 +58,7 @@ def mini_batches(batch: DataProto, schedule: Schedule) -> Iterator[DataProto]:
         if schedule.shuffle:
             groups = len(dict.fromkeys(_uids(batch)))
             size = math.ceil(len(batch) * schedule.prompts / groups)
-            yield from shuffled(batch, schedule.seed, epoch).split(size)
+            yield from shuffle_rows(batch, schedule.seed, epoch).split(size)
         else:
             for start, end in _spans_of_groups(_uids(batch), schedule.prompts):
                 yield batch[start:end]
@@ -74,8 +74,9 @@ def _spans_of_groups(uids: list[Any], groups: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(uids)], strict=True))
 
 
-def shuffled(data: DataProto, seed: int, epoch: int) -> DataProto:
+def shuffle_rows(data: DataProto, seed: int, epoch: int) -> DataProto:
     """The rows in an order that depends on the seed, the step and the pass."""
+    # From the seed, the step and the pass alone, not from a generator's state: a resumed run shuffles the same way.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
     return data[torch.randperm(len(data), generator=generator)]
 
@@ -86,20 +87,22 @@ def one_rank_plan(batch: DataProto, schedule: Schedule, prepare: Prepare) -> Upd
     return UpdatePlan(rows, lambda: (MiniBatch(prepare(mini)) for mini in mini_batches(batch, schedule)))
 
 
-def planned(group: Any, batch: DataProto, schedule: Schedule, prepare: Prepare) -> Calls:
+def plan_updates(group: WorkerGroup, batch: DataProto, schedule: Schedule, prepare: Prepare) -> Calls:
     """The optimizer steps of a batch for every rank of a group: all of them, with parts that balance their tokens."""
     if group.world_size == 1:
         return Calls([(one_rank_plan(batch, schedule, prepare),)])
+    # Token weights come from the whole mini-batch before it is cut: a mean over tokens is then the same number
+    # however many ranks there are and however unevenly their tokens lie.
     plans = [UpdatePlan(len(batch) * schedule.epochs) for _ in range(group.world_size)]
     for mini in mini_batches(batch, schedule):
         whole = prepare(mini)
         sent = whole.select([name for name in whole.batch if name not in UNUSED], [])
-        for plan, part in zip(plans, ranked_parts(whole, group), strict=True):
+        for plan, part in zip(plans, parts_by_rank(whole, group), strict=True):
             plan.steps.append(MiniBatch(sent[part.rows], part.passes))
-    return Calls([(plan,) for plan in plans], counted=ranks_that_count(group))
+    return Calls([(plan,) for plan in plans], reporting_ranks=reporting_ranks(group))
 
 
 def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:
     """Metrics of a batch's optimizer steps, from those that every rank gave for each of them; ranks that computed the
     same rows count once."""
-    return over_steps([over_ranks(parts) for parts in zip(*calls.those_that_count(results), strict=True)])
+    return over_steps([over_ranks(parts) for parts in zip(*calls.reported(results), strict=True)])

@@ -8,34 +8,36 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import Calls, register, to_all, to_first
+from posttrain.controller.dispatch import delegate, register, to_all, to_first
+from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.base import Passes
 from posttrain.engine.ranks import this_rank
 from posttrain.models.finite import not_finite
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
-from posttrain.workers.actor.weighing import combined
-from posttrain.workers.buckets import Bucket, in_buckets, tied_once
+from posttrain.workers.actor.importance import finish_importance_metrics
+from posttrain.workers.buckets import Bucket, in_buckets, without_tied_copies
 from posttrain.workers.engine_worker import ExportingWorker
-from posttrain.workers.fields import batch_of
 from posttrain.workers.lora_state import adapter_notes, lora_state
 from posttrain.workers.measures import Measures
-from posttrain.workers.plan import UpdatePlan, join_updates, planned
+from posttrain.workers.plan import UpdatePlan, join_updates, plan_updates
 from posttrain.workers.probe import WeightProbe
 from posttrain.workers.roles import actor_engine
-from posttrain.workers.seen_tokens import Kept, in_batch
-from posttrain.workers.spread import by_passes, in_row_order
+from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
+from posttrain.workers.token_stats import Kept, join_token_stats
 
 
-def planned_actor_updates(group: Any, arguments: tuple[DataProto]) -> Calls:
+def plan_actor_updates(group: WorkerGroup, batch: DataProto) -> Calls:
     """The optimizer steps of a batch, planned for every rank by whoever calls the group."""
-    objective, schedule = actor_objective(group.config), actor_schedule(group.config)
-    return planned(group, arguments[0], schedule, objective.prepare)
+    config: PPOConfig = group.config
+    actor, longest = config.actor_rollout_ref.actor, config.data.max_response_length
+    objective = actor_objective(actor, config.algorithm.rollout_correction, longest)
+    return plan_updates(group, batch, actor_schedule(actor, config.trainer.seed), objective.prepare)
 
 
 def join_policy_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:
     """Metrics of a batch's optimizer steps."""
-    return combined(join_updates(results, calls))
+    return finish_importance_metrics(join_updates(results, calls))
 
 
 class PolicyWorker(ExportingWorker):
@@ -77,14 +79,14 @@ class PolicyWorker(ExportingWorker):
             return DataProto()
         return batch_of(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
 
-    @register(planned_actor_updates, join_policy_updates)
+    @register(plan_actor_updates, join_policy_updates)
     def update_actor(self, plan: UpdatePlan) -> list[Measures]:
         """All optimizer steps on a batch. The group takes the batch and plans them; it gives their metrics."""
         with self.engine.on_device(optimizer=True):
             return self.actor.execute(plan)
 
-    @register(to_all, in_batch)
-    def seen_tokens(self) -> Kept:
+    @register(to_all, join_token_stats)
+    def token_stats(self) -> Kept:
         """What the last update computed of each token of a batch whose rows are numbered."""
         return self.actor.objective.seen.take()
 
@@ -100,7 +102,7 @@ class PolicyWorker(ExportingWorker):
         """The next of the weights, from the beginning with `first`; all ranks must be asked, rank 0 gives them."""
         if first:
             self._leaving = self._buckets()
-        self._was_last = True  # whatever happens now
+        self._was_last = True  # an error below must end the caller's loop over buckets, on every rank
         bucket = next(self._leaving)
         self._was_last = bucket.last
         if bucket.last:
@@ -110,8 +112,10 @@ class PolicyWorker(ExportingWorker):
     def _buckets(self) -> Generator[Bucket]:
         with self.engine.on_device():
             weights = self.engine.export_weights()
-            whole = self.engine.live_model() is not None  # otherwise they are copies, a layer's at a time
-            yield from in_buckets(tied_once(weights) if whole else weights, keep=this_rank() == 0)
+            # Tied weights share memory only in a whole live model. Gathered layers are copies whose memory is reused,
+            # so that an address says nothing there.
+            whole = self.engine.live_model() is not None
+            yield from in_buckets(without_tied_copies(weights) if whole else weights, keep=this_rank() == 0)
 
     @register(to_first)
     def was_last_bucket(self) -> bool:
@@ -121,7 +125,7 @@ class PolicyWorker(ExportingWorker):
     def probe_scores(self) -> torch.Tensor:
         """What the rollout's scores of the probe's rows are compared with."""
         with self.engine.on_device():
-            return self.probe.trainers_scores(self.engine)
+            return self.probe.score_with_trainer(self.engine)
 
     @register(to_all)
     def lost_weights(self) -> list[str]:
@@ -145,3 +149,24 @@ class PolicyWorker(ExportingWorker):
         facts = self.engine.facts()
         about_adapters = adapter_notes(facts, self.config.actor_rollout_ref.model)
         return [note for note in (facts.note, *about_adapters, *self.actor.objective.notes) if note]
+
+
+class PolicyCalls:
+    """The policy's methods, of a worker that has it as `policy` and of that worker's group."""
+
+    engine_facts = delegate(PolicyWorker.engine_facts, to="policy")
+    train_engine = delegate(PolicyWorker.train_engine, to="policy")
+    vocabulary = delegate(PolicyWorker.vocabulary, to="policy")
+    lora_state = delegate(PolicyWorker.lora_state, to="policy")
+    save = delegate(PolicyWorker.save, to="policy")
+    load = delegate(PolicyWorker.load, to="policy")
+    export_hf = delegate(PolicyWorker.export_hf, to="policy")
+    compute_log_prob = compute_log_probs = delegate(PolicyWorker.compute_log_prob, to="policy")
+    compute_sum_pi_squared = delegate(PolicyWorker.compute_sum_pi_squared, to="policy")
+    update_actor = delegate(PolicyWorker.update_actor, to="policy")
+    token_stats = delegate(PolicyWorker.token_stats, to="policy")
+    dry_run = delegate(PolicyWorker.dry_run, to="policy")
+    next_bucket = delegate(PolicyWorker.next_bucket, to="policy")
+    was_last_bucket = delegate(PolicyWorker.was_last_bucket, to="policy")
+    probe_scores = delegate(PolicyWorker.probe_scores, to="policy")
+    lost_weights = delegate(PolicyWorker.lost_weights, to="policy")

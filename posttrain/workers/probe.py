@@ -27,6 +27,7 @@ def compare_scores(
     """`sync/probe_max` of the trainer's scores and an engine's; past the tolerance of the type it is an error. `lost`
     names weights of the trainer that are not finite."""
     if differ := beyond_rounding(ours, theirs, dtype):
+        # NaN differs from everything: tell an update that broke the weights from a sync that lost some.
         if not bool(torch.isfinite(ours).all()):
             names = lost()
             where = f" (NaN or infinite: {few(names)})" if names else ""
@@ -52,14 +53,14 @@ class WeightProbe:
 
     def compare(self, trainer: TrainEngine, rollout: RolloutEngine) -> dict[str, float]:
         """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
-        theirs, ours = self.rollouts_scores(rollout), self.trainers_scores(trainer)
+        theirs, ours = self.score_with_rollout(rollout), self.score_with_trainer(trainer)
         return compare_scores(ours, theirs, trainer.facts().dtype, lambda: not_finite(trainer.export_weights()))
 
-    def trainers_scores(self, engine: TrainEngine) -> torch.Tensor:
+    def score_with_trainer(self, engine: TrainEngine) -> torch.Tensor:
         """Log-probs of the fixed rows; all ranks compute them."""
         return engine.log_probs(self.batch)["log_probs"]
 
-    def rollouts_scores(self, engine: RolloutEngine) -> torch.Tensor:
+    def score_with_rollout(self, engine: RolloutEngine) -> torch.Tensor:
         return torch.stack(engine.score(self.rows))
 
     def dry_run(self, engine: TrainEngine, actor: Any, lengths: Sequence[int], prompt_length: int) -> None:

@@ -8,40 +8,45 @@ from contextlib import contextmanager
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import register, to_all, to_first
+from posttrain.controller.dispatch import delegate, register, to_all, to_first
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.fsdp import FSDPEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.fields import batch_of
+from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import reference_engine
-from posttrain.workers.spread import by_passes, in_row_order
+from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
 
 
 class ReferenceWorker:
-    """Log-probs of the policy as it was at the start."""
+    """Log-probs of the policy as it was at the start: of a frozen copy, or, without one, of the base of a `policy`
+    in the same process, whose adapters are switched off for it."""
 
-    reference: FSDPEngine | None = None
+    engine: TrainEngine | None = None
 
-    def __init__(self, config: PPOConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: PPOConfig, device: torch.device, policy: PolicyWorker | None = None) -> None:
+        self.config, self.device, self.policy = config, device, policy
 
     @register(to_all)
     def init_model(self) -> None:
-        self.reference = reference_engine(self.config, self.device)
+        """Load the frozen copy."""
+        self.engine = reference_engine(self.config, self.device)
 
     @register(to_first)
     def engine_facts(self) -> EngineFacts:
         """About the role's model."""
-        assert self.reference is not None
-        return self.reference.facts()
+        assert self.engine is not None
+        return self.engine.facts()
 
     @contextmanager
     def _frozen(self) -> Iterator[TrainEngine]:
         """The engine that holds the reference, its weights where they are computed with."""
-        assert self.reference is not None
-        with self.reference.on_device():
-            yield self.reference
+        if self.engine is not None:
+            with self.engine.on_device():
+                yield self.engine
+            return
+        assert self.policy is not None
+        with self.policy.engine.on_device(), self.policy.engine.base_only():
+            yield self.policy.engine
 
     @register(by_passes, in_row_order)
     def compute_ref_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:
@@ -50,3 +55,9 @@ class ReferenceWorker:
         with self._frozen() as engine:
             out = engine.log_probs(data, temperature=temperature, passes=passes)
         return batch_of(ref_log_prob=out.get("log_probs"))
+
+
+class ReferenceCalls:
+    """The reference's methods, of a worker that has it as `reference` and of that worker's group."""
+
+    compute_ref_log_prob = delegate(ReferenceWorker.compute_ref_log_prob, to="reference")

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from posttrain.config.megatron import NAME as MEGATRON
-from posttrain.config.megatron import megatron_settings
 from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.ranks import Ranks, group_ranks, world_size
+from posttrain.config.train_engines import RL
+from posttrain.engine.base import EngineSettings, TrainEngine
+from posttrain.engine.registry import build_train_engine, layout_of, loading_device
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
 from posttrain.models.value import ValueModel
@@ -25,24 +24,25 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
+def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> TrainEngine:
     """The trained policy, with adapters if `model.lora_rank` asks for them."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     module = _language_model(config, device, quantization=model.quantization)
     if model.lora_rank > 0:
         module = with_adapters(module, model)
     settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
-    return _engine(config, module, settings)
+    return build_train_engine(module, settings, layout_of(config, RL, "actor"))
 
 
-def reference_engine(config: PPOConfig, device: torch.device) -> FSDPEngine:
+def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:
     """A frozen copy of the policy as it was at the start."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     place = replace(actor.fsdp_config, param_offload=ref.fsdp_config.param_offload)
-    return _engine(config, _language_model(config, device), _settings(config, device, actor, None, place, 1))
+    settings = _settings(config, device, actor, None, place, 1)
+    return build_train_engine(_language_model(config, device), settings, layout_of(config, RL, "actor"))
 
 
-def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> FSDPEngine:
+def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> TrainEngine:
     """A value model that starts from the critic's model, or from the actor's; a base that is trained has no 4 bits."""
     critic = config.critic
     held = config.actor_rollout_ref.model.quantization if critic.model.lora_rank > 0 else None
@@ -54,19 +54,8 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     checkpointing = critic.model.enable_gradient_checkpointing
     if checkpointing is None:
         checkpointing = settings.gradient_checkpointing
-    pack = critic.model.use_remove_padding
-    return _engine(config, module, replace(settings, pack=pack, gradient_checkpointing=checkpointing))
-
-
-def _engine(config: PPOConfig, module: torch.nn.Module, settings: EngineSettings) -> FSDPEngine:
-    """The engine of `actor.strategy`, which the reference and the critic have too."""
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy != MEGATRON:
-        return FSDPEngine(module, settings)
-    from posttrain.engine.megatron.engine import MegatronEngine  # it takes seconds to import
-    from posttrain.engine.megatron.places import Sizes
-
-    return MegatronEngine(module, settings, Sizes.of(megatron_settings(actor.megatron_config)))
+    settings = replace(settings, pack=critic.model.use_remove_padding, gradient_checkpointing=checkpointing)
+    return build_train_engine(module, settings, layout_of(config, RL, "critic"))
 
 
 def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
@@ -106,9 +95,8 @@ def _language_model(
     dtype = resolve_dtype(model.dtype, device)
     role = "actor_rollout_ref." if path is None else "critic."
     options: Any = {"path": path, "quantization": quantization, "headless": headless, "role": role}
-    cut = world_size() > 1 or config.actor_rollout_ref.actor.strategy == MEGATRON
-    home = torch.device("cpu") if cut else device  # ranks take their parts from host memory
-    return load_causal_lm(model, dtype=dtype, device=home, **options)
+    device = loading_device(layout_of(config, RL, "actor"), device)
+    return load_causal_lm(model, dtype=dtype, device=device, **options)
 
 
 def _settings(
@@ -126,11 +114,4 @@ def _settings(
         gradient_checkpointing=model.enable_gradient_checkpointing,
         param_offload=place.param_offload,
         optimizer_offload=place.optimizer_offload,
-        ranks=_ranks(config, device, role, place),
     )
-
-
-def _ranks(config: PPOConfig, device: torch.device, role: Any, place: FSDPConfig) -> Ranks | None:
-    if config.actor_rollout_ref.actor.strategy == MEGATRON:
-        return None  # this engine groups ranks by sizes of its own
-    return group_ranks(device, fsdp_size=place.fsdp_size, sequence_size=role.ulysses_sequence_parallel_size)

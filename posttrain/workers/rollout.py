@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
 from posttrain.config.turns import turn_settings
-from posttrain.controller.dispatch import all_of, register, to_all, to_first
+from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
+from posttrain.conversations.conversation import Key, TurnRequest
 from posttrain.engine.ranks import team_of
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto
@@ -20,31 +22,34 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.settings import sampling_for
-from posttrain.rollout.turns.next_turn import Key, NextTurn
 from posttrain.workers.buckets import Bucket, checksum_of_all
 from posttrain.workers.lora_state import policy_notes
+from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.probe import WeightProbe
 from posttrain.workers.roles import engine_ranks, rollout_model
-from posttrain.workers.spread import by_groups, in_row_order
+from posttrain.workers.row_dispatch import by_groups, in_row_order
 
 
 class RolloutWorker:
-    """Generates; alone with a model of its own, or (`_build_rollout`) with that of a policy in the same process."""
+    """Generates: with a model of its own, or with the weights of a `policy` in the same process (`build`)."""
 
-    rollout: RolloutEngine
+    engine: RolloutEngine
     awake = False
     conversations: dict[Key, Hashable]
     """Of several turns: the request that came last in each."""
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device) -> None:
-        self.config, self.tokenizer, self.device = config, tokenizer, device
+    def __init__(
+        self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None
+    ) -> None:
+        self.config, self.tokenizer, self.device, self.policy = config, tokenizer, device, policy
 
     @register(to_all)
     def init_model(self) -> None:
-        self._build_rollout(rollout_model(self.config, self.device))
+        """Load a model of this worker's own, and build the engine over it."""
+        self.build(rollout_model(self.config, self.device))
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
 
-    def _build_rollout(self, module: torch.nn.Module) -> None:
+    def build(self, module: torch.nn.Module) -> None:
         """The engine over this model; it sleeps until it is asked for something."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
         self.conversations = {}
@@ -52,10 +57,10 @@ class RolloutWorker:
         self.position_note = check_positions(positions_of(module), longest)
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
         self.team, self._made = team_of(engine_ranks(self.config), self.device), 0
-        self.rollout, self.engine_name = build_engine(
+        self.engine, self.engine_name = build_engine(
             rollout, module, self.tokenizer, device=self.device, longest=longest, team=self.team
         )
-        self.rollout.sleep()
+        self.engine.sleep()
 
     @register(to_first)
     def rollout_engine(self) -> str:
@@ -66,26 +71,27 @@ class RolloutWorker:
     def rollout_notes(self, vocabulary: int) -> list[str]:
         """Sentences for the user on generation; the policy has weights for so many tokens."""
         no_end = end_token_note(self.end_ids, vocabulary)
-        notes = (self.position_note, no_end, *policy_notes(self.config, self.engine_name))
-        return [note for note in notes if note]
+        has_reference = needs_reference(self.config)
+        about = policy_notes(self.config.actor_rollout_ref.model, self.engine_name, has_reference=has_reference)
+        return [note for note in (self.position_note, no_end, *about) if note]
 
     # -- weights from others --------------------------------------------------------------------------------------
     @register(to_all)
     def take_bucket(self, bucket: Bucket, version: int) -> int:
         """Load some of the weights after a look at their checksums; gives the checksum of all so far. The cache sleeps
         meanwhile."""
-        bucket.check()
+        bucket.check()  # before anything is loaded: an engine never holds half of a broken sync
         if bucket.first:
-            self.rollout.wake("weights")
+            self.engine.wake("weights")
             self._arrived = 0
-        self.rollout.load_weights(bucket.tensors.items(), version)
+        self.engine.load_weights(bucket.tensors.items(), version)
         self._arrived = checksum_of_all(self._arrived, bucket)
         return self._arrived
 
     @register(to_all, all_of)
     def rollout_scores(self) -> torch.Tensor:
         """Of the probe's rows, with the weights that arrived."""
-        return self.probe.rollouts_scores(self.rollout)
+        return self.probe.score_with_rollout(self.engine)
 
     # -- responses ------------------------------------------------------------------------------------------------
     @register(by_groups, team=engine_ranks)
@@ -98,44 +104,41 @@ class RolloutWorker:
         sampling = self._sampling_of(prompts)
         columns = [fields[name].tolist() for name in ("uid", "sample", "raw_prompt_ids", "seed")]
         if not self.awake:
-            self._wake()
+            self.wake()
         keep = turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable
         for uid, sample, ids, seed in zip(*columns, strict=True):
-            self.rollout.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))
+            self.engine.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))
             if keep:
                 self.conversations[uid, sample] = (uid, sample)
 
     @register(to_all, team=engine_ranks)
-    def go_on(self, turns: Sequence[NextTurn]) -> None:
+    def continue_conversations(self, turns: Sequence[TurnRequest]) -> None:
         """Queue turns of conversations; what the turn before left in the cache serves them."""
         if not self.awake:
-            self._wake()
+            self.wake()
         for turn in turns:
-            sampling = self._sampling_of(DataProto(meta_info=turn.how))
-            sampling = replace(sampling, max_tokens=turn.max_tokens, stop=(*sampling.stop, *turn.stop))
-            if turn.fresh and turn.key in self.conversations:
-                self.rollout.release([self.conversations[turn.key]])
-            self.rollout.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
-            self.conversations[turn.key] = turn.id
+            turn.submit(self.engine, self._sampling_of(DataProto(meta_info=turn.how)), self.conversations)
 
     @register(to_all, team=engine_ranks)
-    def end(self, conversations: Sequence[Key]) -> None:
+    def end_conversations(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
-        self.rollout.release([self.conversations.pop(key) for key in conversations])
+        self.engine.release([self.conversations.pop(key) for key in conversations])
         self._rest()
 
     @register(to_all, team=engine_ranks)
     def advance(self) -> tuple[list[Output], bool]:
         """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
-        ended = advance(self.rollout)
+        ended = advance(self.engine)
         self._check_lock_step(ended)
         self._rest()
-        return ended, self.rollout.has_work()
+        return ended, self.engine.has_work()
 
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
         """Workers that hold one engine have made the same of all they were asked for so far, to the bit."""
         if self.team is None:
             return
+        # A checksum over everything sampled so far: ranks that drifted apart once stay different, so that the check
+        # finds it at the next answer, however late it is made.
         for output in outputs:
             made = np.asarray(output.token_ids, np.int64), np.asarray(output.log_probs, np.float32)
             said = f"{output.id} {output.finish_reason}".encode()
@@ -144,16 +147,23 @@ class RolloutWorker:
 
     def _rest(self) -> None:
         """Sleep when nothing is left to do and no conversation goes on."""
-        if self.awake and not self.rollout.has_work() and not self.conversations:
-            self._sleep()
+        if self.awake and not self.engine.has_work() and not self.conversations:
+            self.sleep()
 
-    def _wake(self) -> None:
-        self.rollout.wake()
+    def wake(self) -> None:
+        """Take the memory that generating needs, and the policy's weights back onto the device."""
+        if self.policy is not None:
+            self.policy.engine.onload()
+        self.engine.wake()
         self.awake = True
 
-    def _sleep(self) -> None:
-        self.rollout.sleep()
+    def sleep(self) -> None:
+        """Give that memory to training."""
+        self.engine.sleep()
         self.awake = False
+        if self.policy is not None:
+            self.policy.engine.offload()
+            self.engine.let_go()
 
     @register(by_groups, in_row_order, team=engine_ranks)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -162,12 +172,12 @@ class RolloutWorker:
             return DataProto()
         ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
         seeds = [int(seed) for seed in prompts.non_tensor_batch["seed"]]
-        self._wake()
+        self.wake()
         try:
-            outputs = generate(self.rollout, ids, [self._sampling_of(prompts)] * len(ids), seeds)
+            outputs = generate(self.engine, ids, [self._sampling_of(prompts)] * len(ids), seeds)
             self._check_lock_step(outputs)
         finally:
-            self._sleep()
+            self.sleep()
         return to_batch(ids, outputs, self.tokenizer.pad_token_id)
 
     def _sampling_of(self, prompts: DataProto) -> Sampling:
@@ -176,3 +186,17 @@ class RolloutWorker:
 
     def sampling(self, *, validate: bool) -> Sampling:
         return sampling_for(self.config, validate=validate, end_ids=self.end_ids)
+
+
+class RolloutCalls:
+    """The rollout's methods, of a worker that has it as `rollout` and of that worker's group."""
+
+    rollout_engine = delegate(RolloutWorker.rollout_engine, to="rollout")
+    rollout_notes = delegate(RolloutWorker.rollout_notes, to="rollout")
+    take_bucket = delegate(RolloutWorker.take_bucket, to="rollout")
+    rollout_scores = delegate(RolloutWorker.rollout_scores, to="rollout")
+    submit = delegate(RolloutWorker.submit, to="rollout")
+    continue_conversations = delegate(RolloutWorker.continue_conversations, to="rollout")
+    end_conversations = delegate(RolloutWorker.end_conversations, to="rollout")
+    advance = delegate(RolloutWorker.advance, to="rollout")
+    generate_sequences = delegate(RolloutWorker.generate_sequences, to="rollout")

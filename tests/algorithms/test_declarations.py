@@ -15,6 +15,7 @@ from posttrain.algorithms.losses.shared import loss_settings
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Declaration
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.config.effects import SHARED_BY_ESTIMATORS, SHARED_BY_LOSSES
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.settings import POSITIVE, setting
 
@@ -109,7 +110,7 @@ def test_every_declared_setting_has_a_sentence_and_every_page_a_paper(registry):
     for name, declaration in registry.items():
         assert "arXiv" in declaration.page and "Settings:" in declaration.page, name
         own = declared(declaration) - set(declaration.reads or ())
-        sentences = {key.rpartition(".")[2]: leaf.sentence for key, leaf in leaves().items()}
+        sentences = {key.rpartition(".")[2]: leaf.sentence for key, leaf in leaves(PPOConfig).items()}
         assert all(sentences[setting] for setting in own), name
 
 

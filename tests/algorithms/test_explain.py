@@ -9,6 +9,7 @@ import pytest
 
 from posttrain.algorithms import AGGREGATION_MODES, KL_TYPES, registry
 from posttrain.config.problem import ConfigError
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import COMMANDS
 from posttrain.explain.pages import ALIASES, _pages, explain
@@ -104,7 +105,7 @@ def test_S2_42_plus_is_explained(name):
 
 
 def test_every_settings_key_answers_with_its_sentence_and_default():
-    for key, leaf in leaves().items():
+    for key, leaf in leaves(PPOConfig).items():
         assert f"{key} (default " in explain(key)
         assert " ".join(leaf.sentence.split()) in flat(key)
 
@@ -140,7 +141,7 @@ def test_pages_name_only_settings_that_exist():
     import re
 
     for name, page in _pages().items():
-        table = [*leaves(), *leaves(COMMANDS[name].root)] if name in COMMANDS else leaves()
+        table = [*leaves(PPOConfig), *leaves(COMMANDS[name].root)] if name in COMMANDS else leaves(PPOConfig)
         heads = {key.split(".")[0] for key in table}
         for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", page):
             if key.split(".")[0] in heads and not key.endswith(".md"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,9 +14,8 @@ from posttrain.algorithms import AlgorithmError
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.config.root import PPOConfig
 from posttrain.protocol import DataProto
-from posttrain.trainer.ppo.model_reward import ModelReward
+from posttrain.trainer.ppo.model_reward import ModelReward, reward_weights
 from posttrain.trainer.ppo.ray_trainer import compute_advantage
-from posttrain.trainer.ppo.reward_weights import reward_weights
 
 EPSILON = 1e-6
 UIDS = ["a", "a", "a", "b", "b", "b"]
@@ -74,13 +73,13 @@ def weights_of(model_reward: ModelReward | None = None, *, named: bool = True, *
     config.reward.functions = reward.get("functions", {})
     config.reward.overlong_buffer.enable = "penalty_factor" in reward
     config.reward.overlong_buffer.penalty_factor = reward.get("penalty_factor", 1.0)
-    return reward_weights(config, model_reward, named=named)
+    return reward_weights(config.reward, model_reward, named=named)
 
 
 def model_beside(function_weight: float | None, *, weight: float = 1.0, named: bool = True) -> ModelReward:
-    config = PPOConfig()
-    config.reward_model.weight, config.reward_model.function_weight = weight, function_weight
-    return ModelReward(config, None, functions=True, named=named)
+    settings, scorer = PPOConfig().reward_model, cast("Any", None)
+    settings.weight, settings.function_weight = weight, function_weight
+    return ModelReward(settings, scorer, failure_score=0.0, functions=True, named=named)
 
 
 def test_a_scalar_reward_with_an_overlong_penalty_is_learnt_from_beside_the_penalty():

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.bench.code import HERE, folder_of
 from posttrain.bench.contest import Contest, Entry
 from posttrain.bench.learning.entries import Entry as Algorithm
 from posttrain.bench.learning.training import Process, Run
 from posttrain.bench.place import Place
 from posttrain.bench.preparing import tuned
 from posttrain.bench.step import table
-from posttrain.bench.systems import STEP
+from posttrain.bench.systems import HERE, STEP, folder_of
 from posttrain.bench.table import Line
 
 ANSWER = "{'wall': [1.0], 'inside': [1.0], 'lengths': [1.0], 'code': __file__}"

@@ -17,7 +17,7 @@ from posttrain.bench.presets import PRESETS
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
 from posttrain.bench.table import Line
 from posttrain.bench.train import figures
-from posttrain.bench.workload import WORKS, Workload, response_lengths, settle
+from posttrain.bench.workload import WORKS, Workload, fill_in_sizes, response_lengths
 from posttrain.models.embedded import byte_tokenizer
 
 H200 = Place("cuda", "NVIDIA H200", 150 << 30)
@@ -59,7 +59,7 @@ def test_sizes_come_from_the_work_and_what_is_given_goes_before():
         options = argparse.Namespace(
             **{**dict.fromkeys(("prompts", "n", "tokens", "prompt_tokens", "lengths")), **given}
         )
-        settle(options, place)
+        fill_in_sizes(options, place)
         return options
 
     there = settled(H200, job="rollout", work=None, n=4)

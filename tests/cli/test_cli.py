@@ -98,11 +98,12 @@ def test_config_prints_value_source_and_spelling(capsys: pytest.CaptureFixture[s
 
 
 def test_config_alone_prints_every_key_at_its_default(capsys: pytest.CaptureFixture[str]):
+    from posttrain.config.root import PPOConfig
     from posttrain.config.schema import leaves
 
     assert cli.main(["config"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n{key}: " in shown for key in leaves())
+    assert all(f"\n{key}: " in shown for key in leaves(PPOConfig))
     assert "\ndata.train_batch_size: 1024    # default\n" in shown
 
 

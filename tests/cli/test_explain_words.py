@@ -10,14 +10,14 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.config.problem import ConfigError
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.explain import explain
 from posttrain.explain.pages import KEY, _known, _pages
 from posttrain.explain.words import SPELLINGS, WORDS
 from posttrain.pulse import Work
-from posttrain.tracking.known import Known, RunFacts
 from posttrain.tracking.row import STAGE_WORDS, Moment, progress_row
-from posttrain.tracking.step_line import summary
+from posttrain.tracking.step_line import RunFacts, StepFacts, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDENT = """
@@ -37,7 +37,7 @@ def test_a_students_word_has_a_short_page_of_its_own(word):
 def test_a_page_names_settings_pages_and_words_that_there_are(name):
     text = WORDS[name]
     for key in KEY.findall(re.sub(r"docs/\w+\.md|global_step_N|metrics\.jsonl", "", text)):
-        known = key in leaves() or any(f".{key}." in f".{leaf}." for leaf in leaves())
+        known = key in leaves(PPOConfig) or any(f".{key}." in f".{leaf}." for leaf in leaves(PPOConfig))
         assert known or key in ("optim.lr", "rollout.n"), key
     for page in re.findall(r"docs/\w+\.md", text):
         assert (ROOT / page).is_file(), page
@@ -48,7 +48,7 @@ def test_a_page_names_settings_pages_and_words_that_there_are(name):
 
 def test_other_spellings_lead_to_pages_or_settings():
     for word, name in SPELLINGS.items():
-        assert explain(word) and (name in _pages() or any(key.endswith(f".{name}") for key in leaves())), word
+        assert explain(word) and (name in _pages() or any(key.endswith(f".{name}") for key in leaves(PPOConfig))), word
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def printed() -> list[str]:
     """A step line and a live row with all their parts, cut at commas and wide blanks."""
     metrics = {"reward_mean": 0.8, "groups/no_signal": 0.38, "kl_loss": 0.01, "actor/pg_clipfrac": 0.016}
     metrics |= {"response_length": 30.0, "perf/throughput": 13395.0, "timing_s/step": 2.0, "timing_s/update_actor": 1.5}
-    known = Known(metrics, run=RunFacts(kl_on=True, grouped=True))
+    known = StepFacts(metrics, run=RunFacts(kl_on=True, grouped=True))
     pieces = [text for _, text in summary(known) if text]
     assert len(pieces) == 8, pieces
     work = Work("responses", 64, done=12, tokens=3210)
@@ -77,20 +77,25 @@ def test_every_piece_of_a_runs_lines_is_explained():
             assert explain(piece), piece
 
 
-def said_in_source(call: str) -> set[str]:
-    """The first arguments of all calls of that name in the package."""
-    found = set()
+def said_in_source(*calls: str) -> dict[str, set[str]]:
+    """The texts that are first arguments of all calls of these names in the package."""
+    found: dict[str, set[str]] = {call: set() for call in calls}
     for path in (ROOT / "posttrain").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == call:
-                first = node.args[0] if node.args else None
-                found |= {first.value} if isinstance(first, ast.Constant) and isinstance(first.value, str) else set()
+        text = path.read_text()
+        if not any(f"{call}(" in text for call in calls):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                call, said = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0].value
+                if call in calls and isinstance(said, str):
+                    found[call].add(said)
     return found
 
 
 def test_every_stage_and_unit_that_the_live_row_can_show_is_explained():
-    stages = {name for call in ("stage", "showing", "named_stage") for name in said_in_source(call)} | set(STAGE_WORDS)
-    units = said_in_source("work")
+    said = said_in_source("stage", "showing", "named_stage", "work")
+    units = said.pop("work")
+    stages = set().union(*said.values(), STAGE_WORDS)
     assert {"gen", "update_actor", "validation", "update"} <= stages and {"responses", "rows", "scores"} <= units
     for word in {STAGE_WORDS.get(name, name) for name in stages} | units:
         assert explain(word), word

@@ -16,9 +16,9 @@ import scripted
 from runs import run, settings
 
 import posttrain
+from posttrain.conversations.agents import AGENTS
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
-from posttrain.rollout.agents.registry import AGENTS
 
 R = "actor_rollout_ref__rollout__"
 LOOP = '''
@@ -182,7 +182,7 @@ def test_what_a_loop_of_verl_cannot_have_is_said(tiny_model, sums, tmp_path, wri
 def test_a_reward_manager_scores_the_conversations_that_no_agent_did(tiny_model, sums, tmp_path):
     from omegaconf import OmegaConf
 
-    from posttrain.rollout.agents.registry import register_agent
+    from posttrain.conversations.agents import register_agent
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     @register_agent("some")

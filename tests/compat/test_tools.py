@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from posttrain.conversations.tools.base import ToolAnswer, ToolCall
+from posttrain.conversations.tools.registry import make_tools
+from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
-from posttrain.rollout.tools.base import ToolAnswer, ToolCall
-from posttrain.rollout.tools.registry import make_tools
-from posttrain.rollout.tools.runner import ToolRunner
 
 CLASSES = '''
 import json
@@ -103,11 +103,8 @@ def test_tools_of_a_file_are_created_executed_rewarded_and_released(folder):
     with ToolRunner(tools, timeout_s=20, max_chars=1000, side="left") as runner:
         runner.open("c", {"judge": {"ground_truth": "5"}})
         runner.open("d", {"judge": {"truth": "6"}})
-        for conversation in "cd":
-            runner.submit(conversation, [ToolCall("judge", {"answer": 5}), ToolCall("old", {"x": 3})])
-        seen: dict = {}
-        while len(seen) < 2:
-            seen |= dict(runner.wait())
+        calls = [ToolCall("judge", {"answer": 5}), ToolCall("old", {"x": 3})]
+        seen = {conversation: runner.answer(conversation, calls).result() for conversation in "cd"}
         assert [answer.text for answer in seen["c"]] == ["hello 1.0 ***", "13"], (
             "no key is shown, settings are laid over"
         )
@@ -123,8 +120,7 @@ def test_tools_of_a_file_are_created_executed_rewarded_and_released(folder):
 def test_pictures_are_named_and_left_out(folder):
     tools = make_tools([], {}, config_path=written(folder, "tools: [{class_name: my_verl_tools.Picture}]"))
     with ToolRunner(tools, timeout_s=20, max_chars=1000, side="left") as runner:
-        runner.submit("c", [ToolCall("old", {"x": 3})])
-        ((_, (answer,)),) = runner.wait()
+        (answer,) = runner.answer("c", [ToolCall("old", {"x": 3})]).result()
     assert answer == ToolAnswer("Look:\n[2 images left out]", seconds=answer.seconds)
 
 

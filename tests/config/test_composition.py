@@ -196,7 +196,7 @@ def test_S0_22_M_08_a_file_without_defaults_is_laid_over_the_built_in_tree(load,
     assert resolved.value(f"{ROLLOUT}.n") == 5
     changed = {"algorithm.adv_estimator", f"{ROLLOUT}.n", f"{ACTOR}.use_kl_loss", "data.train_files"}
     changed |= {"actor_rollout_ref.model.path"}
-    default = {key: leaf.default for key, leaf in leaves().items()}
+    default = {key: leaf.default for key, leaf in leaves(PPOConfig).items()}
     assert {key for key, value in resolved.values().items() if value != default[key]} == changed
     write("wrong.yaml", "algorithm: {adv_estimatr: grpo}")
     assert "`algorithm.adv_estimator`" in problems("--config-path=.", "--config-name=wrong")
@@ -252,7 +252,7 @@ def test_S0_65_the_algorithm_class_has_the_defaults_of_the_yaml(load):
 
 def test_S0_99_S2_08_every_key_is_described_with_one_sentence(load):
     text = load("trainer.seed=2").describe()
-    for key, leaf in leaves().items():
+    for key, leaf in leaves(PPOConfig).items():
         assert f"{key}: " in text
         assert leaf.sentence.endswith("."), key
 
@@ -263,7 +263,7 @@ def test_S2_08_the_generated_files_are_up_to_date():
 
 def test_the_tree_alone_equals_the_dataclasses(load):
     resolved = load("--config-name=ppo_trainer", provided=["data.train_files", "actor_rollout_ref.model.path"])
-    assert resolved.values() == {key: leaf.default for key, leaf in leaves().items()}
+    assert resolved.values() == {key: leaf.default for key, leaf in leaves(PPOConfig).items()}
     assert set(resolved.sources.values()) == {"default"}
 
 

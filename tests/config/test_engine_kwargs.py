@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.config.show import show
+from posttrain.config.resolved import show
 from posttrain.rollout.engines import ENGINES
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.lost_half import lost_lines
+from posttrain.config.truncated_command import lost_lines
 
 LORA = """\
 set -x

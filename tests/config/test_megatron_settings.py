@@ -8,6 +8,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.environment import check_environment
+from posttrain.config.supervised_tree import SFT
 
 ACTOR = "actor_rollout_ref.actor"
 KEY, BY_MEGATRON = f"{ACTOR}.megatron_config", f"{ACTOR}.strategy=megatron"
@@ -63,6 +64,38 @@ def test_what_cannot_be_is_refused_at_the_start(problems, given, said):
     assert text.startswith("1 problem") and said in text, text
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["fsdp.megatron_config.tensor_parallel_size=2"], "fsdp.megatron_config: tensor_parallel_size=2 x"),
+        (["fsdp.megatron_config.tensor_size=2"], "`fsdp.megatron_config.tensor_size` is not known"),
+        (["model.lora_rank=8"], "`model.lora_rank` cannot be used with fsdp.strategy=megatron: adapters"),
+        (["model.use_remove_padding=False"], "packed rows only"),
+        (["trainer.n_workers=4", "fsdp.fsdp_size=2"], "it cuts weights by tensor_parallel_size"),
+    ],
+)
+def test_supervised_training_rejects_the_same_under_its_own_keys(problems, given, said):
+    text = problems("fsdp.strategy=megatron", *given, tree=SFT)
+    assert text.startswith("1 problem") and said in text, text
+    assert "actor_rollout_ref" not in text
+
+
+def test_sizes_without_the_engine_that_reads_them_are_rejected_in_supervised_training(problems):
+    text = problems("trainer.n_workers=2", "fsdp.megatron_config.tensor_parallel_size=2", tree=SFT)
+    assert "set fsdp.strategy=megatron, or remove them" in text
+
+
+def test_an_engine_that_nothing_registers_is_unknown(problems):
+    assert "`fsdp.strategy=zero3` is not known; known: fsdp, fsdp2, megatron." in problems(
+        "fsdp.strategy=zero3", tree=SFT
+    )
+    assert f"`{ACTOR}.strategy=zero3` is not known; known: fsdp, fsdp2, megatron." in problems(
+        f"{ACTOR}.strategy=zero3"
+    )
+    resolved = load_config(["fsdp.strategy=zero3", "model.external_lib=mine"], tree=SFT)  # it may register zero3
+    assert resolved.value("fsdp.strategy") == "zero3"
+
+
 def test_S4_58_without_the_package_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("posttrain.config.megatron.is_installed", lambda: False)
     said = [
@@ -104,10 +137,3 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch
     resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3"])
     found = [problem.what for problem in check_environment(resolved, tmp_path) if "deepseek_v3" in problem.what]
     assert len(found) == 1 and asked == [("deepseek-ai/DeepSeek-V3", "config.json")]
-
-
-def test_the_kinds_of_models_are_those_that_the_engine_builds():
-    from posttrain.config.megatron import MODEL_TYPES
-    from posttrain.engine.megatron.shapes import DENSE, EXPERTS
-
-    assert (*DENSE, *EXPERTS) == MODEL_TYPES, "posttrain/config/megatron.py"

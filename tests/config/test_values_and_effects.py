@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.show import show
+from posttrain.config.resolved import show
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 TEMPLATE = "data.apply_chat_template_kwargs"

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.aliases import canonical, spelled
-from posttrain.config.choices import CHOICES
-from posttrain.config.merge import Merged, add
+from posttrain.config.merge import Merged, Source
 from posttrain.config.ppo_tree import PPO
-from posttrain.config.schema import leaf_of, leaves, using
+from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.values import split_hint
 from posttrain.other_systems.verl.answers import all_answers
@@ -36,11 +34,10 @@ def keys_with(kind: str, program: str) -> list[str]:
 
 def answered(program: str, **values: Any) -> Merged:
     """These keys alone, taken in and answered."""
-    merged, tree = Merged(), TREES[program]
-    with using(tree.root), spelled(tree.spellings):
-        for key, value in values.items():
-            add(merged, key, value, "command line", 1, explicit=True)
-        apply_answers(merged)
+    merged = Merged(TREES[program].spellings)
+    for key, value in values.items():
+        merged.add(key, value, Source("command line", 1))
+    apply_answers(merged)
     return merged
 
 
@@ -119,15 +116,15 @@ SPECIAL: dict[str, str] = {
 """Honoured key -> a value other than its default, where the type alone does not give one."""
 
 
-def other_value(key: str) -> str:
+def other_value(key: str, program: str) -> str:
     """A value that is allowed and not the default."""
-    leaf = leaf_of(key)
+    leaf = TREES[program].spellings.leaf_of(key)
     assert leaf is not None
     kind, default = split_hint(leaf.hint)[0], leaf.default
     if key in SPECIAL or leaf.key != key:
         return SPECIAL.get(key, "7")
-    if key in CHOICES:
-        return next(name for name in CHOICES[key] if name not in (default, "auto"))
+    if leaf.choices:
+        return next(name for name in leaf.choices if name not in (default, "auto"))
     if kind is bool:
         return str(not default)
     if kind is int:
@@ -139,13 +136,12 @@ def other_value(key: str) -> str:
 
 @pytest.mark.parametrize("program", list(TREES))
 def test_every_honoured_key_changes_the_resolved_configuration(program):
-    with using(TREES[program].root):
-        values = {key: other_value(key) for key in keys_with(HONOURED, program)}
-        whole = {key for key in values if key in leaves()}
+    table = leaves(TREES[program].root)
+    values = {key: other_value(key, program) for key in keys_with(HONOURED, program)}
+    whole = {key for key in values if key in table}
     both = ["algorithm.allow_both_kl=True"] if program == "main_ppo" else []
     resolved = load_config([f"{key}={value}" for key, value in values.items()] + both, tree=TREES[program])
-    with using(TREES[program].root):
-        same = [key for key in whole if resolved.value(key) == leaves()[key].default]
+    same = [key for key in whole if resolved.value(key) == table[key].default]
     assert not same
     assert all(resolved.sources[key].startswith("command line") for key in whole)
     if program == "main_ppo":
@@ -155,17 +151,16 @@ def test_every_honoured_key_changes_the_resolved_configuration(program):
 
 def renamed(program: str) -> list[tuple[str, str]]:
     """(spelling, setting) of the keys that only have another name."""
-    with using(TREES[program].root), spelled(TREES[program].spellings):
-        found = [(key, canonical(key).key) for key in keys_with(TRANSLATED, program)]
-        return [(key, target) for key, target in found if target in leaves()]
+    names = TREES[program].spellings
+    found = [(key, names.canonical(key).key) for key in keys_with(TRANSLATED, program)]
+    return [(key, target) for key, target in found if target in names.leaves]
 
 
 @pytest.mark.parametrize("program", list(TREES))
 def test_a_renamed_key_sets_the_setting_that_it_stands_for(program):
     pairs = renamed(program)
     assert len(pairs) > 5
-    with using(TREES[program].root):
-        values = {key: other_value(target) for key, target in pairs}
+    values = {key: other_value(target, program) for key, target in pairs}
     for key, target in pairs:
         entries = answered(program, **{key: values[key]}).entries
         assert set(entries) == {target} and entries[target].value == values[key], key
@@ -276,6 +271,7 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         (["model_engine=veomni"], "set model_engine=dp"),
         (["model_engine=dp"], {f"{ACTOR}.strategy": "fsdp"}),
         (["sft", "engine=fsdp", "optim=fsdp"], {"fsdp.strategy": "fsdp2"}),
+        (["sft", "engine=megatron", "optim=megatron"], {"fsdp.strategy": "megatron"}),
         (["sft", "engine=veomni"], "set engine=fsdp"),
     ],
     "megatron_offload": [
@@ -302,6 +298,13 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
             {f"{ACTOR}.strategy": "megatron"},
         ),
         ([*BY_MEGATRON, "critic.megatron.pipeline_model_parallel_size=2"], "cut as the actor is, over 1"),
+    ],
+    "supervised_sizes": [
+        (
+            ["sft", "engine.tensor_model_parallel_size=2", "engine=megatron", "trainer.n_workers=2"],
+            {"fsdp.megatron_config": {"tensor_parallel_size": 2}},
+        ),
+        (["sft", "engine=fsdp", "engine.pipeline_model_parallel_size=2"], {"fsdp.megatron_config": {}}),
     ],
     "same_engine": [
         ([*BY_MEGATRON, "critic.strategy=megatron", f"{REF}.strategy=megatron"], {f"{ACTOR}.strategy": "megatron"}),

@@ -15,6 +15,7 @@ from posttrain.bench.algorithms import main as bench_algorithms
 from posttrain.bench.command import parser as bench_parser
 from posttrain.bench.learning.entries import entries
 from posttrain.bench.learning.results import between
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.explain.topics import METRICS
 from posttrain.launch import BY_FLAG
@@ -43,7 +44,7 @@ def settings_in(words: list[str]) -> set[str]:
     found = set()
     for word in [dotted for text in words for dotted in DOTTED.findall(text)]:
         word = SHORT[word[:2]] + word[2:] if word[:2] in SHORT else word
-        found |= {key for key in leaves() if key == word or key.endswith("." + word)}
+        found |= {key for key in leaves(PPOConfig) if key == word or key.endswith("." + word)}
     return found
 
 

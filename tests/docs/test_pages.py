@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.aliases import DERIVED, PPO_SPELLINGS, RENAMED, canonical, spelled
-from posttrain.config.choices import CHOICES, ESTIMATORS, POLICY_LOSSES
+from posttrain.config.aliases import DERIVED, PPO_SPELLINGS, RENAMED
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.presets import PRESETS
-from posttrain.config.schema import using
+from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.explain.pages import _pages
 from posttrain.explain.topics import METRICS
@@ -32,17 +32,15 @@ def whole(key: str) -> str:
 
 def is_known(key: str) -> bool:
     """Whether a program of ours takes this key."""
-    for tree in (PPO, SFT, REWARD_MODEL):
-        with using(tree.root), spelled(tree.spellings):
-            if canonical(key).key is not None:
-                return True
-    return False
+    return any(tree.spellings.canonical(key).key is not None for tree in (PPO, SFT, REWARD_MODEL))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_a_page_gives_a_value_is_known(page):
     unknown = [key for key in KEY.findall(PAGES[page]) if not is_known(whole(key))]
-    unknown = [key for key in unknown if canonical(key.rpartition(".")[0]).key is None]  # entries of a free dict
+    unknown = [
+        key for key in unknown if PPO_SPELLINGS.canonical(key.rpartition(".")[0]).key is None
+    ]  # entries of a free dict
     if page in ("coming_from_verl.md", "verl_keys.md"):
         unknown = [key for key in unknown if PPO_SPELLINGS.dialect.answer(key) is None]  # keys of verl
     assert set(unknown) <= SLIPS | (VERL if page == "evaluation.md" else set())
@@ -59,7 +57,7 @@ def test_every_link_to_a_file_leads_to_one(page):
 def test_the_index_names_every_page_and_written_pages_are_short():
     for page, text in PAGES.items():
         assert page == "README.md" or f"({page})" in PAGES["README.md"]
-        assert page.startswith(("settings", "mutants", "verl_keys")) or len(text.splitlines()) <= 150, page
+        assert page.startswith(("settings", "verl_keys")) or len(text.splitlines()) <= 150, page
 
 
 @pytest.mark.parametrize(("page", "least"), [("review.md", 50), ("second_review.md", 40)])
@@ -85,8 +83,9 @@ def test_the_papers_of_the_algorithms_page_are_those_of_explain():
 
 def test_the_algorithms_page_names_everything_that_can_be_chosen():
     text = PAGES["algorithms.md"]
-    modes = CHOICES["actor_rollout_ref.actor.loss_agg_mode"]
-    names = [*ESTIMATORS, *POLICY_LOSSES, *modes, *CHOICES["algorithm.kl_penalty"]]
+    table = leaves(PPO.root)
+    modes = table["actor_rollout_ref.actor.loss_agg_mode"].choices
+    names = [*ESTIMATORS, *POLICY_LOSSES, *modes, *table["algorithm.kl_penalty"].choices]
     assert [name for name in names if not re.search(rf"[`=]{re.escape(name)}\b", text)] == []
 
 

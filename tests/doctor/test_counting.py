@@ -11,8 +11,10 @@ from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.packing import packed_units, plan_units
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.packing import packed_units
+from posttrain.engine.pass_plan import plan_units
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
@@ -36,11 +38,11 @@ CASES = {
 }
 
 
-def real_engine(config: ModelConfig, dtype: torch.dtype, **settings) -> FSDPEngine:
+def real_engine(config: ModelConfig, dtype: torch.dtype, **settings) -> TorchEngine:
     model = load_causal_lm(config, dtype=dtype, device=CPU)
     if config.lora_rank:
         model = add_adapters(model, config)
-    return FSDPEngine(model, EngineSettings(device=CPU, optim=OptimConfig(), share_prompts=False, **settings))
+    return TorchEngine(model, EngineSettings(device=CPU, optim=OptimConfig(), share_prompts=False, **settings))
 
 
 def full_rows(rows: int = ROWS) -> DataProto:
@@ -66,7 +68,7 @@ def test_S3_53_weights_gradients_and_optimizer_equal_the_real_tensors_to_the_byt
     engine = real_engine(config, dtype, max_rows=4)
     optimizer = engine.optimizer
     assert optimizer is not None
-    engine._backward(full_rows(), loss, 1.0)
+    engine.runner.gradients(full_rows(), loss, 1.0)
     gradients = size(master.grad for master in optimizer.masters)
     optimizer.step(grad_clip=1.0, total_steps=1)
     masters = [m for m, w in zip(optimizer.masters, optimizer.weights, strict=True) if m is not w]
@@ -85,14 +87,14 @@ def test_S3_53_activations_and_peak_are_those_of_a_real_update(tiny_model, case,
     planned, peak = counting.training_bytes(actor_model(config, dtype), ROWS, LENGTH, checkpointing, "cpu")
     engine = real_engine(config, dtype, gradient_checkpointing=checkpointing)
     batch = full_rows()
-    engine._backward(batch, loss, 1.0)  # from here on the sums of the gradients exist
+    engine.runner.gradients(batch, loss, 1.0)  # from here on the sums of the gradients exist
     engine.module.train(checkpointing)
     rows = packed_units(batch, plan_units(batch, share=False), CPU)
     with packed_rows(rows.layout):
-        saved, _ = counting.saved_bytes(engine.module, lambda: engine._forward(rows, 1.0))
+        saved, _ = counting.saved_bytes(engine.module, lambda: engine.stage.forward(rows, None, 1.0))
     assert planned == pytest.approx(saved, rel=0.1)
     with LiveBytes(engine.module) as live:
-        engine._backward(batch, loss, 1.0)
+        engine.runner.gradients(batch, loss, 1.0)
     assert peak == pytest.approx(live.peak, rel=0.05)
 
 

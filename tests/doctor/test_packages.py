@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.ppo_tree import PPO
-from posttrain.doctor.checkup import look_at
+from posttrain.doctor.command import run_checks
 from posttrain.doctor.finding import NOTE, WARNING
 
 NAME = "actor_rollout_ref.rollout.name"
@@ -24,7 +24,7 @@ def report(tmp_path, monkeypatch, tiny_model):
             (folder / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {want}" for want in wants)]) + "\n")
         monkeypatch.syspath_prepend(tmp_path)
         settings = [f"{NAME}={engine}", f"actor_rollout_ref.model.path={tiny_model}", "preset=embedded"]
-        return look_at(load_config(settings), PPO, areas=["resources"])
+        return run_checks(load_config(settings), PPO, areas=["resources"])
 
     return look
 

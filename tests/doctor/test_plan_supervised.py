@@ -21,8 +21,7 @@ from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan
 from posttrain.planning.remedies import find_remedies
 from posttrain.planning.supervised import SupervisedPlanner
 from posttrain.trainer.sft import sft_batch
-from posttrain.trainer.supervised.pair_task import PairTask, pair_batch
-from posttrain.trainer.supervised.sft_task import SFTTask
+from posttrain.trainer.supervised.tasks import PairTask, SFTTask, pair_batch
 
 CPU = Device("cpu", 16 * GIB, "the CPU")
 GPU = Device("cuda", 80 * GIB, "a GPU of 80 GiB")
@@ -82,11 +81,11 @@ def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     task, batch, loss = real_task(kind, config)
     engine = task.group.worker.engine
     optimizer = engine.optimizer
-    assert len(engine._plan(batch)) == 2  # passes, each as large as the plan's
-    engine._backward(batch, loss, 1.0)
+    assert len(engine.runner.plan(batch)) == 2  # passes, each as large as the plan's
+    engine.runner.gradients(batch, loss, 1.0)
     gradients = size(master.grad for master in optimizer.masters)
     with LiveBytes(engine.module) as live:
-        engine._backward(batch, loss, 1.0)
+        engine.runner.gradients(batch, loss, 1.0)
     update = plan.stages["update"]
     passing = sum(update[part] for part in ("model gradients", "model activations", "temporary tensors"))
     assert passing == pytest.approx(live.peak, rel=0.05)  # the second pass adds to the sums that the first left

@@ -5,7 +5,8 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.loading import load_causal_lm
 
 
@@ -16,9 +17,9 @@ def base_model(tiny_model):
 
 @pytest.fixture
 def make_engine(base_model):
-    def make(dtype=torch.float64, **settings) -> FSDPEngine:
+    def make(dtype=torch.float64, **settings) -> TorchEngine:
         defaults = {"device": torch.device("cpu"), "optim": OptimConfig(lr=1e-3), "grad_clip": 1e9}
-        return FSDPEngine(base_model(dtype), EngineSettings(**{**defaults, **settings}))
+        return TorchEngine(base_model(dtype), EngineSettings(**{**defaults, **settings}))
 
     return make
 
@@ -26,13 +27,13 @@ def make_engine(base_model):
 @pytest.fixture(scope="session")
 def engines(base_model):
     """`engines(dtype, layout)`: one engine of each kind for all tests that change no weights; building takes time."""
-    built: dict[tuple, FSDPEngine] = {}
+    built: dict[tuple, TorchEngine] = {}
 
-    def engine(dtype: torch.dtype, layout: dict) -> FSDPEngine:
+    def engine(dtype: torch.dtype, layout: dict) -> TorchEngine:
         key = (dtype, *sorted(layout.items()))
         if key not in built:
             settings = EngineSettings(device=torch.device("cpu"), optim=OptimConfig(lr=1e-3), grad_clip=1e9, **layout)
-            built[key] = FSDPEngine(base_model(dtype), settings)
+            built[key] = TorchEngine(base_model(dtype), settings)
         return built[key]
 
     return engine

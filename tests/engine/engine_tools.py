@@ -9,7 +9,7 @@ import torch
 
 from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
-from posttrain.engine.fsdp import FSDPEngine
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -59,9 +59,9 @@ def objective(**actor) -> ActorObjective:
     return ActorObjective(config, RolloutCorrectionConfig(), loss_scale_factor=12.0)
 
 
-def gradient(engine: FSDPEngine, batch: DataProto, loss: ActorObjective) -> torch.Tensor:
+def gradient(engine: TorchEngine, batch: DataProto, loss: ActorObjective) -> torch.Tensor:
     """The flat gradient of the whole mini-batch, as the engine accumulates it."""
     assert engine.optimizer is not None
     engine.optimizer.adam.zero_grad(set_to_none=True)
-    assert engine._backward(loss.prepare(copy.copy(batch).select()), loss, TEMPERATURE)
+    assert engine.runner.gradients(loss.prepare(copy.copy(batch).select()), loss, TEMPERATURE)
     return torch.cat([m.grad.flatten() for m in engine.optimizer.masters])  # pyright: ignore

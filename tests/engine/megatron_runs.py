@@ -1,4 +1,4 @@
-"""One suite of checks for both train engines, run once for all tests of `test_megatron.py`:
+"""One suite of checks for all registered train engines, run once for all tests of `test_megatron.py`:
 
     python megatron_runs.py FOLDER [cuda]
 
@@ -21,35 +21,39 @@ from engine_tools import TEMPERATURE, VOCABULARY, objective, ragged_batch
 from forked_ranks import run_ranks
 from rank_runs import summed, words
 
+from posttrain import pulse
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.actor import PolicyLossConfig
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
-from posttrain.engine.balance import plan_ranks
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.megatron.engine import MegatronEngine
+from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
+from posttrain.engine.heads import Head, ScoreHead
+from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
-from posttrain.engine.megatron.places import Sizes, leave_places
+from posttrain.engine.pass_plan import plan_passes, plan_ranks
 from posttrain.engine.ranks import this_rank, world_size
+from posttrain.engine.registry import build_train_engine
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
+from posttrain.models.scorer_loading import load_scorer
 from posttrain.models.value import ValueModel
 
 DEVICE = torch.device("cpu")
 LOSSES = ("vanilla", "gspo", "cispo")
-FSDP = "fsdp"
+FSDP = "fsdp2"
 MIXTURES = ("qwen3_moe", "mixtral")
 CASES: list[tuple[str, str, int]] = [
     *((model, FSDP, 1) for model in ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral")),
-    *((model, "1,1,1", 1) for model in ("qwen2", "qwen3", "llama", "qwen3_moe")),
-    *((model, "2,1,1", 2) for model in ("qwen2", "qwen3", "llama")),
-    *((model, "1,2,1", 2) for model in ("qwen2", "llama")),
-    ("qwen3", "1,1,1", 2),
-    ("qwen3_moe", "1,1,2", 2),
-    ("mixtral", "1,1,2", 2),
-    ("qwen3_moe", "2,2,2", 4),
+    ("qwen2", "fsdp", 1),
+    *((model, "megatron 1,1,1", 1) for model in ("qwen2", "qwen3", "llama", "qwen3_moe")),
+    *((model, "megatron 2,1,1", 2) for model in ("qwen2", "qwen3", "llama")),
+    *((model, "megatron 1,2,1", 2) for model in ("qwen2", "llama")),
+    ("qwen3", "megatron 1,1,1", 2),
+    ("qwen3_moe", "megatron 1,1,2", 2),
+    ("mixtral", "megatron 1,1,2", 2),
+    ("qwen3_moe", "megatron 2,2,2", 4),
 ]
-"""Model, engine (Megatron's by its sizes: tensor, pipeline, expert), ranks."""
+"""Model, strategy (of Megatron with its sizes: tensor, pipeline, expert), ranks."""
 
 
 def write_models(folder: Path) -> None:
@@ -79,6 +83,12 @@ LOADED: dict[tuple[Path, torch.dtype], torch.nn.Module] = {}
 """Models in this process, which are proved when they are loaded."""
 
 
+def layout(cut: str) -> EngineLayout:
+    strategy, _, sizes = cut.partition(" ")
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    return EngineLayout(strategy, own=dict(zip(names, map(int, sizes.split(",")), strict=True)) if sizes else {})
+
+
 class Case:
     """Engines over one model, all made alike."""
 
@@ -93,17 +103,15 @@ class Case:
             LOADED[path, dtype] = load_causal_lm(ModelConfig(path=str(path)), dtype=dtype, device=DEVICE)
         return copy.deepcopy(LOADED[path, dtype])
 
-    def engine(self, module: torch.nn.Module | None = None, **settings: Any) -> FSDPEngine:
+    def engine(self, module: torch.nn.Module | None = None, head: Head | None = None, **settings: Any) -> TrainEngine:
         module = self.module() if module is None else module
         made = EngineSettings(
             **{"device": DEVICE, "optim": OptimConfig(lr=1e-3), "grad_clip": 1e9, "token_budget": 60, **settings}
         )
-        if self.cut == FSDP:
-            return FSDPEngine(module, made)
-        return MegatronEngine(module, made, Sizes(*map(int, self.cut.split(","))))
+        return build_train_engine(module, made, layout(self.cut), head)
 
 
-def dealt(engine: FSDPEngine, batch: Any) -> tuple[Any, Any]:
+def dealt(engine: TrainEngine, batch: Any) -> tuple[Any, Any]:
     """This rank's rows and passes."""
     if world_size() == 1:
         return batch, None
@@ -112,12 +120,12 @@ def dealt(engine: FSDPEngine, batch: Any) -> tuple[Any, Any]:
     return batch[part.rows], part.passes
 
 
-def copies(engine: FSDPEngine) -> int:
+def copies(engine: TrainEngine) -> int:
     """Ranks that give the same of a sum: the tensor ranks of the last stage, which alone has losses."""
     return engine.facts().sequence_parallel
 
 
-def train(engine: FSDPEngine, *, steps: int = 3, first: int = 0) -> dict[str, Any]:
+def train(engine: TrainEngine, *, steps: int = 3, first: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": []}
     dtype = torch.promote_types(engine.facts().dtype, torch.float32)
     for number in range(first, steps):
@@ -131,7 +139,7 @@ def train(engine: FSDPEngine, *, steps: int = 3, first: int = 0) -> dict[str, An
     return found
 
 
-def scored(engine: FSDPEngine) -> dict[str, float]:
+def scored(engine: TrainEngine) -> dict[str, float]:
     """Sums of what all ranks were given, each row once."""
     rows, passes = dealt(engine, ragged_batch(12, torch.float64, prompts=3))
     found = engine.log_probs(rows, temperature=TEMPERATURE, passes=passes)
@@ -184,6 +192,49 @@ def values(case: Case) -> Any:
     rows, passes = dealt(engine, ragged_batch(12, torch.float64, prompts=3))
     total = summed(float(engine.values(rows, passes=passes).sum())) / copies(engine) / engine.facts().pipeline
     return {"norms": norms, "values": total}
+
+
+def pairs(case: Case) -> Any:
+    """A reward model: both answers of a pair in one pass, and a score at each end."""
+    module = load_scorer(str(case.folder / case.model), DEVICE, case.dtype, pad_token_id=0, new_head=True)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(module.score.weight, std=0.1)
+    engine, norms = case.engine(module, ScoreHead(), token_budget=40), []
+    goal = lambda micro, out: -torch.nn.functional.logsigmoid(out["scores"][::2] - out["scores"][1::2]).sum() / 6  # noqa: E731
+    for seed in range(2):
+        rows, passes = dealt(engine, ragged_batch(12, torch.float64, seed=seed, prompts=6))
+        norms.append(engine.update(rows, goal, passes=passes)["grad_norm"])
+    rows, passes = dealt(engine, ragged_batch(12, torch.float64, prompts=3))
+    total = summed(float(engine.scores(rows, passes=passes).sum())) / copies(engine) / engine.facts().pipeline
+    weights = {name: weight.detach().cpu().clone() for name, weight in engine.export_weights()}
+    return {"norms": norms, "scores": total, "weights": weights}
+
+
+def progress(case: Case) -> Any:
+    """Rows count when their pass was computed, not before; all of them at the end."""
+    engine, loss = case.engine(token_budget=30), objective()
+    rows, passes = dealt(engine, loss.prepare(ragged_batch(12, torch.float64)))
+    passes = plan_passes(rows, engine.facts()) if passes is None else passes
+    assert len(passes) > 2
+    computed, forward, counted, advance = [], engine.runner.stage.forward, [], pulse.Work.advance  # pyright: ignore
+    engine.runner.stage.forward = lambda *given: computed.append(1) or forward(*given)  # pyright: ignore
+    pulse.Work.advance = lambda self, *given: counted.append(len(computed)) or advance(self, *given)
+    found = {}
+    try:
+        for name, call in {
+            "compute": lambda: engine.log_probs(rows, passes=passes),
+            "update": lambda: engine.update(rows, loss, passes=passes),
+        }.items():
+            computed.clear()
+            counted.clear()
+            with pulse.work("rows", len(rows)) as work:
+                call()
+            on_time = len(counted) == len(passes) and all(n >= place + 1 for place, n in enumerate(counted))
+            soon = all(n <= place + engine.facts().pipeline for place, n in enumerate(counted))
+            found[name] = float(on_time and soon and work.done == len(rows))
+    finally:
+        pulse.Work.advance = advance
+    return found
 
 
 def not_finite(case: Case) -> Any:
@@ -251,8 +302,8 @@ def moved(case: Case) -> Any:
 
 
 CHECKS: list[Callable[[Case], Any]] = [
-    scores, updates, other_passes, clipped, recomputed, bfloat16, values, not_finite, trial, resumed, exported, facts,
-    moved,
+    scores, updates, other_passes, clipped, recomputed, bfloat16, values, pairs, progress, not_finite, trial,
+    resumed, exported, facts, moved,
 ]  # fmt: skip
 WHOLE = ("qwen2",)
 FEW = (scores, updates, resumed, exported)
@@ -266,15 +317,15 @@ def refusals(folder: Path) -> dict[str, str]:
         case = Case(folder, model, cut)
         return words(lambda: case.engine(**settings))
 
-    adapted = Case(folder, "qwen2", "1,1,1")
+    adapted = Case(folder, "qwen2", "megatron 1,1,1")
     return {
-        "ranks": told("qwen2", "2,1,1"),
-        "expert ranks": told("qwen3_moe", "1,1,2"),
-        "heads": told("qwen2", "8,1,1"),
-        "layers": told("qwen2", "1,3,1"),
-        "dense": told("qwen2", "1,1,2"),
-        "experts": told("mixtral", "1,1,3"),
-        "padded": told("qwen2", "1,1,1", pack=False),
+        "ranks": told("qwen2", "megatron 2,1,1"),
+        "expert ranks": told("qwen3_moe", "megatron 1,1,2"),
+        "heads": told("qwen2", "megatron 8,1,1"),
+        "layers": told("qwen2", "megatron 1,3,1"),
+        "dense": told("qwen2", "megatron 1,1,2"),
+        "experts": told("mixtral", "megatron 1,1,3"),
+        "padded": told("qwen2", "megatron 1,1,1", pack=False),
         "adapters": words(lambda: adapted.engine(add_adapters(adapted.module(), ModelConfig(lora_rank=4)))),
     }
 
@@ -289,7 +340,7 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
             found = {check.__name__: check(case) for check in checks}
             if rank == 0:
                 torch.save(found, folder / f"{case.name}.pt")
-            leave_places()
+            leave_groups()
     if ranks == 1:
         torch.save(refusals(folder), folder / "refusals.pt")
 

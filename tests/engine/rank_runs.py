@@ -28,10 +28,11 @@ from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.engine import sharding
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-from posttrain.engine.pairs import PairEngine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.heads import ScoreHead
 from posttrain.engine.ranks import group_ranks, this_rank, world_size
 from posttrain.engine.sharding import sharded_parts
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.models import fused_layer
 from posttrain.models.loading import load_causal_lm
@@ -56,15 +57,13 @@ class World:
     def language_model(self, dtype: torch.dtype) -> torch.nn.Module:
         return load_causal_lm(ModelConfig(path=str(self.model)), dtype=dtype, device=CPU)
 
-    def engine(
-        self, module: torch.nn.Module, *, kind=FSDPEngine, fsdp_size=-1, sequence_size=1, **settings
-    ) -> FSDPEngine:
+    def engine(self, module: torch.nn.Module, *, head=None, fsdp_size=-1, sequence_size=1, **settings) -> TorchEngine:
         ranks = group_ranks(CPU, fsdp_size=fsdp_size, sequence_size=sequence_size)
         defaults: dict[str, Any] = {"optim": OptimConfig(lr=1e-3), "grad_clip": 1e9, "token_budget": 120}
-        return kind(module, EngineSettings(device=CPU, ranks=ranks, **{**defaults, **settings}))
+        return TorchEngine(module, EngineSettings(device=CPU, ranks=ranks, **{**defaults, **settings}), head)
 
 
-def dealt(data: DataProto, engine: FSDPEngine, *, groups: int = 1) -> tuple[DataProto, list]:
+def dealt(data: DataProto, engine: TorchEngine, *, groups: int = 1) -> tuple[DataProto, list]:
     """This rank's rows and passes. Rank 0 gets none but the leftovers: a quarter of the rows of the others."""
     hands = world_size() // groups
     shares: list[list[int]] = [[] for _ in range(hands)]
@@ -73,7 +72,7 @@ def dealt(data: DataProto, engine: FSDPEngine, *, groups: int = 1) -> tuple[Data
     if hands > 1:
         shares[1] += shares[0][2:]
         shares[0] = shares[0][:2]
-    plans = [engine._plan(data[share]) if share else [] for share in shares]
+    plans = [engine.runner.plan(data[share]) if share else [] for share in shares]
     most, mine = max(map(len, plans)), this_rank() // groups
     return data[shares[mine]], [*plans[mine], *[[]] * (most - len(plans[mine]))]
 
@@ -83,7 +82,7 @@ def batches(dtype: torch.dtype, steps: int = STEPS) -> list[DataProto]:
 
 
 def train(
-    engine: FSDPEngine, dtype: torch.dtype, *, groups: int = 1, steps: int = STEPS, first: int = 0
+    engine: TorchEngine, dtype: torch.dtype, *, groups: int = 1, steps: int = STEPS, first: int = 0
 ) -> dict[str, Any]:
     """Losses (summed over ranks), gradient norms and log-probs of the steps, and the weights after them."""
     found: dict[str, Any] = {"losses": [], "norms": []}
@@ -235,7 +234,7 @@ def sequence_pairs(world: World) -> Any:
     return pairs(world, sequence_size=2) if world_size() == 2 else None
 
 
-def count_all_reduces(engine: FSDPEngine) -> tuple[int, int, int]:
+def count_all_reduces(engine: TorchEngine) -> tuple[int, int, int]:
     """(passes of an update, all-reduces of gradients in it, parts whose gradients are reduced)."""
     loss, plain, count = objective(), torch.distributed.all_reduce, 0
     rows, passes = dealt(loss.prepare(batches(torch.float64, 1)[0]), engine)
@@ -250,7 +249,7 @@ def count_all_reduces(engine: FSDPEngine) -> tuple[int, int, int]:
         engine.trial_pass(rows, loss, passes=passes)
     finally:
         torch.distributed.all_reduce = plain
-    return len(passes), count, len(sharded_parts(engine.forward_pass))
+    return len(passes), count, len(sharded_parts(engine.stage.forward_pass))
 
 
 def adapters(world: World) -> Any:
@@ -286,8 +285,7 @@ def value_head(world: World) -> Any:
 
 def pairs(world: World, sequence_size: int = 1) -> Any:
     module = load_scorer(str(world.model), CPU, torch.float64, pad_token_id=0, new_head=True)
-    engine = world.engine(module, kind=PairEngine, sequence_size=sequence_size)
-    assert isinstance(engine, PairEngine)
+    engine = world.engine(module, head=ScoreHead(), sequence_size=sequence_size)
     norms, losses = [], []
     for batch in batches(torch.float64):
         rows, passes = dealt(batch, engine, groups=sequence_size)
@@ -347,7 +345,7 @@ def without_answers(world: World) -> Any:
     whole = to_batch([[7, 8], [5]] * 3, outputs, pad_token_id=0)
     engine = world.engine(world.language_model(torch.float64))
     rows = whole[list(range(this_rank() % 2, 6, 2))] if world_size() == 2 else whole
-    passes = engine._plan(rows) if this_rank() < 2 else [[]]
+    passes = engine.runner.plan(rows) if this_rank() < 2 else [[]]
     shares = lambda micro, out: (out["log_probs"] * micro.batch["response_mask"]).sum()  # noqa: E731
     return {"norm": engine.update(rows, shares, passes=passes)["grad_norm"]} if world_size() < 4 else None
 

@@ -8,7 +8,7 @@ import torch
 from engine_tools import TEMPERATURE, VOCABULARY, gradient, objective, ragged_batch
 
 import posttrain
-from posttrain.engine.packing import plan_micro_batches, plan_passes, plan_units
+from posttrain.engine.pass_plan import plan_micro_batches, plan_passes, plan_units
 from posttrain.models.forward import TokenPass
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -26,7 +26,7 @@ def test_passes_without_rows_change_neither_outputs_nor_gradient(make_engine, pa
     prepared = loss.prepare(batch)
     grads = []
     for plan in (passes, with_empty):
-        assert engine._backward(prepared, loss, 1.0, plan)
+        assert engine.runner.gradients(prepared, loss, 1.0, plan)
         grads.append([weight.grad.clone() for weight in engine.module.parameters()])
         engine.module.zero_grad()
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
@@ -43,7 +43,7 @@ def test_given_passes_are_the_ones_that_are_computed(make_engine, monkeypatch):
     assert len(seen) == len(plan_passes(batch, engine.facts())) == 1
     engine.optimizer.adam.zero_grad()
     loss = objective()
-    engine._backward(loss.prepare(batch), loss, TEMPERATURE, [[unit] for unit in plan_units(batch, share=False)])
+    engine.runner.gradients(loss.prepare(batch), loss, TEMPERATURE, [[unit] for unit in plan_units(batch, share=False)])
     assert len(seen) == 1 + len(batch)
     rows = torch.cat([weight.grad.flatten() for weight in engine.module.parameters()])
     torch.testing.assert_close(rows, one, rtol=0, atol=1e-12)
@@ -64,6 +64,14 @@ def test_nobody_outside_the_engine_reaches_for_its_module():
     files = [file for file in root.rglob("*.py") if file.parent != root / "engine"]
     reaching = [str(file) for file in files if re.search(r"(engine|trainer|reference)\.module\b", file.read_text())]
     assert reaching == []
+
+
+def test_nothing_but_a_registration_asks_which_engine_was_chosen():
+    root = Path(posttrain.__file__).parent
+    own = {root / "config" / "megatron.py"}  # the checks that Megatron's registration names
+    files = [file for file in root.rglob("*.py") if file not in own and file.parent.name != "verl"]
+    asking = [str(file) for file in files if re.search(r"strategy\)* *[!=]= ", file.read_text())]
+    assert asking == []
 
 
 def test_answers_without_tokens_that_share_a_prompt_are_a_pass_like_any_other(make_engine):

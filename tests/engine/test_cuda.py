@@ -17,7 +17,8 @@ DEVICE = "cuda"
 def cuda_engine(tiny_model):
     from posttrain.config.model import ModelConfig
     from posttrain.config.optim import OptimConfig
-    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+    from posttrain.engine.base import EngineSettings
+    from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import load_causal_lm
     from posttrain.models.lora import with_adapters
 
@@ -31,7 +32,7 @@ def cuda_engine(tiny_model):
             for name, weight in module.named_parameters():
                 if ".lora_B." in name:  # zero at first, and then A has no gradient
                     weight.data.normal_(std=0.1)
-        return FSDPEngine(module, EngineSettings(device=device, optim=OptimConfig(lr=1e-3), grad_clip=1e9, **settings))
+        return TorchEngine(module, EngineSettings(device=device, optim=OptimConfig(lr=1e-3), grad_clip=1e9, **settings))
 
     return make
 
@@ -77,8 +78,9 @@ def many_rows(tmp_path):
 
     from posttrain.config.model import ModelConfig
     from posttrain.config.optim import OptimConfig
-    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-    from posttrain.engine.packing import plan_passes
+    from posttrain.engine.base import EngineSettings
+    from posttrain.engine.pass_plan import plan_passes
+    from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import load_causal_lm
     from posttrain.rollout.base import Output
     from posttrain.rollout.generate import to_batch
@@ -88,7 +90,7 @@ def many_rows(tmp_path):
     Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_hidden_layers=6, **sizes)).save_pretrained(tmp_path)
     device = torch.device(DEVICE)
     module = load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=torch.bfloat16, device=device)
-    engine = FSDPEngine(module, EngineSettings(device=device, optim=OptimConfig()))
+    engine = TorchEngine(module, EngineSettings(device=device, optim=OptimConfig()))
     draw = torch.randint(512, (64, 384)).tolist()
     outputs = [Output(number, row[128:], [0.0] * 256, "length") for number, row in enumerate(draw)]
     batch = to_batch([row[:128] for row in draw[::8] for _ in range(8)], outputs, pad_token_id=0)
@@ -106,14 +108,14 @@ def test_log_probs_of_many_rows_are_the_same_to_the_bit_each_time(many_rows):
 
 
 def test_gradients_of_many_rows_are_the_same_to_the_bit_each_time_whatever_memory_held(many_rows, monkeypatch):
-    from posttrain.trainer.run.process import determinism_ends_with_it
+    from posttrain.trainer.run.process import restore_determinism
 
     engine, batch = many_rows
     old = engine.log_probs(batch)["log_probs"]
     batch.batch["old_log_probs"] = batch.batch["ref_log_prob"] = old
     batch.batch["advantages"] = torch.randn_like(old)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with determinism_ends_with_it():
+    with restore_determinism():
         torch.use_deterministic_algorithms(True)
         found = []
         for filled in (False,) * 6 + (True,) * 2:  # with what was there before, or with NaN

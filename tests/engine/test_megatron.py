@@ -1,4 +1,5 @@
-"""The engine of Megatron-Core gives what the other one gives, whole and cut by tensor, pipeline and expert ranks.
+"""All registered train engines give what torch's gives; Megatron-Core's whole and cut by tensor, pipeline and expert
+ranks.
 
 The processes run once (`megatron_runs.py`) and all tests read what they found.
 """
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import CASES, FSDP, MIXTURES
+from megatron_runs import CASES, FSDP, MIXTURES, layout
 from megatron_runs import WHOLE as MODELS
 from test_ranks import furthest
+
+from posttrain.config.train_engines import ENGINES
 
 HERE = Path(__file__).parent
 CUT = [case for case in CASES if case[1] != FSDP]
@@ -55,10 +58,19 @@ def test_S4_58_S4_59_S4_60_S4_61_log_probs_losses_gradients_and_weights_are_thos
 
 @pytest.mark.parametrize("case", WHOLE, ids=named)
 @pytest.mark.parametrize(
-    "check", ["other_passes", "clipped", "recomputed", "values", "not_finite", "trial", "facts", "moved"]
+    "check", ["other_passes", "clipped", "recomputed", "values", "pairs", "not_finite", "trial", "facts", "moved"]
 )
 def test_S2_15_both_engines_pass_one_suite(found, case, check):
     assert furthest(*both(found, case, check)) < bound(case, check)
+
+
+def test_every_registered_engine_goes_through_the_whole_suite():
+    assert {layout(cut).strategy for model, cut, _ in CASES if model in MODELS} == set(ENGINES)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in MODELS], ids=named)
+def test_rows_count_as_progress_when_their_pass_was_computed(found, case):
+    assert found[named_file(case)]["progress"] == {"compute": 1.0, "update": 1.0}
 
 
 @pytest.mark.parametrize("case", WHOLE, ids=named)

@@ -45,6 +45,6 @@ def test_log_probs_count_too_and_nothing_counts_outside_of_passes(make_engine, s
 
 def test_counting_changes_no_gradient(make_engine):
     counts, plain = make_engine(), make_engine()
-    plain.progress = None
+    plain.runner.progress = None
     found = [gradient(one, ragged_batch(ROWS), objective()) for one in (counts, plain)]
     assert torch.equal(*found)

@@ -31,6 +31,6 @@ def test_every_process_that_computes_on_a_cpu_settles_them_before_its_first_step
     monkeypatch.setattr(ranks.dist, "init_process_group", lambda *args, **named: settled.append("met"))
     monkeypatch.setattr(ranks, "_store", lambda *_: None)
     trainer = SimpleNamespace(seed=1, deterministic=False)
-    process.prepare_torch(SimpleNamespace(trainer=trainer), torch.device("cpu"))
+    process.prepare_torch(trainer, torch.device("cpu"))
     ranks.join_ranks(1, 2, "127.0.0.1:1", torch.device("cpu"))
     assert settled == ["run", "rank", "met"]

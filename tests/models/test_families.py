@@ -115,6 +115,6 @@ def test_a_head_that_changes_logits_in_its_own_way_is_called_whole(check, famili
     assert (way_of(model).packed, way_of(model).padded, way_of(model).split_head) == (False, True, False)
     plain = type(model).from_pretrained(tmp_path).eval()
     batch = check._batch(plain)
-    engine = check.FSDPEngine(model, check.EngineSettings(CPU))
+    engine = check.TorchEngine(model, check.EngineSettings(CPU))
     found = engine.log_probs(batch, temperature=check.TEMPERATURE)["log_probs"]
     torch.testing.assert_close(found, batch.batch["plain_log_probs"], atol=1e-5, rtol=0)

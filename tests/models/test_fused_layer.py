@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
-from posttrain.engine import fsdp
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine import torch_engine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.kernels import compiled, gradient_sums, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_adapters, fused_layer, layer_weights
@@ -108,7 +109,7 @@ def test_gradients_of_matrices_are_added_to_sums_that_wait_for_them(order, monke
 def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them_so(monkeypatch):
     model = tiny("qwen2")
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    FSDPEngine(model, EngineSettings(device=torch.device("cpu")))
+    TorchEngine(model, EngineSettings(device=torch.device("cpu")))
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     joined = []
     monkeypatch.setattr(layer_weights.torch, "cat", lambda *args: joined.append(1))
@@ -122,8 +123,8 @@ def test_weights_of_one_product_lie_end_to_end_without_an_engine_that_wants_them
 def test_weights_that_are_cut_over_ranks_stay_where_they_were_mapped(monkeypatch):
     model = tiny("qwen2")
     places = [weight.data_ptr() for weight in model.parameters()]
-    monkeypatch.setattr(fsdp, "shard", lambda *args: None)
-    FSDPEngine(model, EngineSettings(device=torch.device("cpu"), ranks=SimpleNamespace(sequence_size=1)))
+    monkeypatch.setattr(torch_engine, "shard", lambda *args: None)
+    TorchEngine(model, EngineSettings(device=torch.device("cpu"), ranks=SimpleNamespace(sequence_size=1)))
     assert [weight.data_ptr() for weight in model.parameters()] == places
 
 

@@ -8,7 +8,8 @@ import torch
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.arena import Arena
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.lora import add_adapters, base_only
@@ -47,7 +48,7 @@ def shake(module, seed: int) -> None:
 
 
 def trainer_log_probs(module, outputs) -> list[torch.Tensor]:
-    engine = FSDPEngine(module, EngineSettings(device=CPU))
+    engine = TorchEngine(module, EngineSettings(device=CPU))
     found = engine.log_probs(to_batch(PROMPTS, outputs, 0))["log_probs"]
     return [row[: len(output.token_ids)] for row, output in zip(found, outputs, strict=True)]
 
@@ -112,7 +113,7 @@ def test_bfloat16_adapters_stay_beside_the_base_where_folding_would_round_them_a
 def test_the_base_is_bit_identical_after_200_updates_and_weight_syncs():
     module = add_adapters(tiny("qwen2-tied"), ModelConfig(lora_rank=2))
     before = {name: w.detach().clone() for name, w in module.named_parameters() if "lora_" not in name}
-    engine = FSDPEngine(module, EngineSettings(device=CPU, optim=OptimConfig(lr=1e-2), total_steps=200))
+    engine = TorchEngine(module, EngineSettings(device=CPU, optim=OptimConfig(lr=1e-2), total_steps=200))
     rollout = build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None)[0]
     row = to_batch([[1, 2]], [Output(0, [3, 4, 5], [0.0] * 3, "stop")], 0)
     start = rollout.score([[1, 2, 3, 4, 5]])[0]
@@ -128,7 +129,7 @@ def test_the_base_is_bit_identical_after_200_updates_and_weight_syncs():
 def test_weights_with_adapters_folded_in_are_never_written_over_the_live_base():
     module = with_adapters("llama", "all-linear")
     rollout = build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None)[0]
-    engine = FSDPEngine(module, EngineSettings(device=CPU))
+    engine = TorchEngine(module, EngineSettings(device=CPU))
     with pytest.raises(RuntimeError, match="live base weights"):
         rollout.load_weights(engine.export_weights(), version=1)
 

@@ -47,7 +47,8 @@ def test_gradients_are_those_without_it_to_the_bit_and_less_is_kept(kind):
 def test_an_update_with_it_is_the_update_without_it(tmp_path):
     from posttrain.config.model import ModelConfig
     from posttrain.config.optim import OptimConfig
-    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+    from posttrain.engine.base import EngineSettings
+    from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import load_causal_lm
     from posttrain.rollout.base import Output
     from posttrain.rollout.generate import to_batch
@@ -59,6 +60,6 @@ def test_an_update_with_it_is_the_update_without_it(tmp_path):
     for checkpointing in (False, True):
         model = load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"))
         settings = EngineSettings(torch.device("cpu"), OptimConfig(lr=1e-2), gradient_checkpointing=checkpointing)
-        FSDPEngine(model, settings).update(batch, lambda data, out: -out["log_probs"].sum())
+        TorchEngine(model, settings).update(batch, lambda data, out: -out["log_probs"].sum())
         trained.append({name: weight.detach() for name, weight in model.named_parameters()})
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])

@@ -203,7 +203,7 @@ def test_a_missing_end_token_is_noted():
 
 def test_numbers_that_the_trainer_itself_lost_are_not_blamed_on_the_rollout():
     from posttrain.protocol import DataProto
-    from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs
+    from posttrain.trainer.ppo.first_batch import MismatchError, compare_log_probs
 
     fields = {"response_mask": torch.ones(1, 3), "rollout_log_probs": torch.zeros(1, 3)}
     lost = torch.tensor([[0.0, math.nan, math.inf]])

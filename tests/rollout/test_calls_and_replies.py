@@ -7,10 +7,10 @@ import json
 import pytest
 
 from posttrain.config.turns import FORMATS as NAMED
+from posttrain.conversations.formats import FORMATS, Unreadable
+from posttrain.conversations.templates import MessageTemplate, NoToolsInTemplate
+from posttrain.conversations.tools.base import ToolCall
 from posttrain.models.embedded import byte_tokenizer
-from posttrain.rollout.tools.base import ToolCall
-from posttrain.rollout.turns.calls import FORMATS, Unreadable, hermes_calls, llama3_calls
-from posttrain.rollout.turns.replies import NoToolsInTemplate, Replies, check_shown
 
 CHATML = (  # with tools as Qwen2.5 shows them: their answers are a user's turn, several of them one
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}"
@@ -38,27 +38,27 @@ def test_calls_are_read_in_order_with_their_arguments_also_as_text_and_without_a
         f"<tool_call>{json.dumps({'name': 'b', 'arguments': json.dumps({'x': [2]})})}</tool_call>"
         '<tool_call>{"name": "c"}'
     )
-    assert hermes_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("b", {"x": [2]}), ToolCall("c", {})]
-    assert hermes_calls("no call") == [] and tuple(FORMATS) == NAMED
+    assert FORMATS["hermes"].read(text) == [ToolCall("add", {"a": 1}), ToolCall("b", {"x": [2]}), ToolCall("c", {})]
+    assert FORMATS["hermes"].read("no call") == [] and tuple(FORMATS) == NAMED
 
 
 @pytest.mark.parametrize("inside", ["", "[]", "7", "{}", '{"name": 3}', '{"name": "a", "arguments": []}', "[" * 10_000])
 def test_what_is_no_call_is_said_to_be_none(inside):
-    (found,) = hermes_calls(f"<tool_call>{inside}</tool_call>")
+    (found,) = FORMATS["hermes"].read(f"<tool_call>{inside}</tool_call>")
     assert isinstance(found, Unreadable) and "tool call" in str(found)
 
 
 def test_calls_of_llama_are_turns_of_nothing_else_and_json_that_is_no_call_is_an_answer():
     one = '{"name": "add", "parameters": {"a": 1}}'
     add = ToolCall("add", {"a": 1})
-    assert llama3_calls(one) == llama3_calls(f" {one}<|eot_id|>") == [add]
-    assert llama3_calls(f"Let me see.<|python_tag|>{one}<|eom_id|>") == [add]
+    assert FORMATS["llama3_json"].read(one) == FORMATS["llama3_json"].read(f" {one}<|eot_id|>") == [add]
+    assert FORMATS["llama3_json"].read(f"Let me see.<|python_tag|>{one}<|eom_id|>") == [add]
     several = f'{one}; {{"name": "b", "arguments": {{"x": [2]}}}}\n{{"name": "c", "parameters": "{{}}"}}<|eot_id|>'
-    assert llama3_calls(several) == [add, ToolCall("b", {"x": [2]}), ToolCall("c", {})]
+    assert FORMATS["llama3_json"].read(several) == [add, ToolCall("b", {"x": [2]}), ToolCall("c", {})]
     for answer in ("", "5", "{1, 2} is a set", '{"name": "Bob"}', '{"answer": 5}', f"I could say {one}", "[5]"):
-        assert llama3_calls(answer) == [], answer
+        assert FORMATS["llama3_json"].read(answer) == [], answer
     for broken in ('{"name": "add", "param', '<|python_tag|>print("x")', "<|python_tag|>{}", one.replace('"add"', "3")):
-        (found,) = llama3_calls(broken)
+        (found,) = FORMATS["llama3_json"].read(broken)
         assert isinstance(found, Unreadable) and "tool call" in str(found), broken
 
 
@@ -72,7 +72,7 @@ def test_arguments_nested_deeper_than_64_are_no_call_and_others_are(name, key, a
     for depth, readable in ((1, True), (63, True), (64, True), (65, False), (300, False), (500, False), (5000, False)):
         arguments = json.dumps(nested(depth)) if as_text else nested(depth)
         text = f'{{"name": "add", "{key}": {arguments}}}'
-        (found,) = FORMATS[name](f"<tool_call>{text}</tool_call>" if name == "hermes" else text)
+        (found,) = FORMATS[name].read(f"<tool_call>{text}</tool_call>" if name == "hermes" else text)
         assert isinstance(found, ToolCall) == readable, depth
         assert readable or isinstance(found, Unreadable)
         if 64 < depth < 500:
@@ -88,9 +88,9 @@ def test_calls_of_a_turn_are_read_where_they_stand_and_not_from_copies_of_the_re
         return plain(self, text, at)
 
     monkeypatch.setattr(json.JSONDecoder, "raw_decode", watched)
-    assert len(llama3_calls("<|python_tag|>" + "{}" * 3000)) == 3000
+    assert len(FORMATS["llama3_json"].read("<|python_tag|>" + "{}" * 3000)) == 3000
     assert len({id(text) for text, _ in seen}) == 1 and [at for _, at in seen] == list(range(0, 6000, 2))
-    assert len(llama3_calls('{"name": "a", "parameters": {}}; \n' * 3000)) == 3000
+    assert len(FORMATS["llama3_json"].read('{"name": "a", "parameters": {}}; \n' * 3000)) == 3000
 
 
 LLAMA3 = (  # tools in the user's turn, answers of tools as a turn of their own, quoted
@@ -113,9 +113,9 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_on
     whole = tokenizer.apply_chat_template(said, tools=[SCHEMA], tokenize=False, add_generation_prompt=True)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     written = [*encode(first), *encode("a call")]
-    replies = Replies(tokenizer)
-    assert [*written, end, *replies.ids(answers, end)] == encode(whole)
-    assert [*written, *replies.ids(answers, written[-1])] == encode(whole), "a turn that a stop text cut is ended"
+    template, told = MessageTemplate(tokenizer), [{"role": "tool", "content": one} for one in answers]
+    assert [*written, end, *template.ids(told, end)] == encode(whole)
+    assert [*written, *template.ids(told, written[-1])] == encode(whole), "a turn that a stop text cut is ended"
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_on
 )  # fmt: skip
 def test_templates_that_tools_cannot_be_used_with_are_refused_in_words(template, words):
     with pytest.raises(NoToolsInTemplate, match=words):
-        Replies(chatml(template))
+        MessageTemplate(chatml(template)).check_tools([SCHEMA])
 
 
 def test_a_template_that_hides_a_tool_is_refused():
-    check_shown(chatml(), [SCHEMA], {})
+    MessageTemplate(chatml()).check_tools([SCHEMA])
     with pytest.raises(NoToolsInTemplate, match="does not show add"):
-        check_shown(chatml(CHATML.replace("{% if tools %}", "{% if false %}")), [SCHEMA], {})
+        MessageTemplate(chatml(CHATML.replace("{% if tools %}", "{% if false %}"))).check_tools([SCHEMA])

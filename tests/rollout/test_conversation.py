@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from posttrain.algorithms import sampled_from
+from posttrain.conversations.conversation import Conversation
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
-from posttrain.rollout.turns.conversation import Conversation
 
 
 def turn(ids: list[int], log_probs: list[float], sampled: list[float] | None = None) -> Output:
@@ -20,8 +20,8 @@ def conversation(*turns: Output) -> Output:
     record = Conversation(("a", 0), [1, 2, 3], seed=0, how={})
     for number, output in enumerate(turns):
         if number:
-            record.heard([8, 9])
-        record.wrote(output)
+            record.add_observation([8, 9])
+        record.add_sampled(output)
     return record.output("stop")
 
 

@@ -6,12 +6,12 @@ from unittest.mock import Mock
 import pytest
 
 from posttrain.config.rollout import RolloutConfig
+from posttrain.conversations.server import Server
 from posttrain.errors import UserError
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.server import Server
 from tests.rollout.tiny import tiny
 
 

@@ -13,7 +13,7 @@ from posttrain.rollout.generate import generate
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.runner import opened_training
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker
-from posttrain.workers.spread import by_groups
+from posttrain.workers.row_dispatch import by_groups
 
 
 class Synchronous(ActorRolloutRefWorker):
@@ -25,9 +25,9 @@ class Synchronous(ActorRolloutRefWorker):
     def submit(self, prompts):
         fields = prompts.non_tensor_batch
         ids, seeds = [list(row) for row in fields["raw_prompt_ids"]], [int(seed) for seed in fields["seed"]]
-        self._wake()
-        made = generate(self.rollout, ids, [self._sampling_of(prompts)] * len(ids), seeds)
-        self._sleep()
+        self.rollout.wake()
+        made = generate(self.rollout.engine, ids, [self.rollout._sampling_of(prompts)] * len(ids), seeds)
+        self.rollout.sleep()
         names = zip(fields["uid"].tolist(), fields["sample"].tolist(), strict=True)
         self.ended = [replace(output, id=name) for output, name in zip(made, names, strict=True)]
         Synchronous.calls += 1

@@ -170,7 +170,7 @@ def test_S0_111_the_last_step_has_a_checkpoint_that_loads(small, freq, saved):
     assert sorted(int(path.name[12:]) for path in (seen.path / "checkpoints").glob("global_step_*")) == saved
     newest = manager.newest()
     assert newest is not None and manager.load_state(newest)["step"] == 3
-    state = seen.trainer.actor_rollout_wg.worker.engine.state()
+    state = seen.trainer.actor_rollout_wg.worker.engine.state.tensors()
     loaded = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
     manager.load_tensors(newest, "actor", loaded)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items()) and len(state) > 30

@@ -20,6 +20,7 @@ from seen import chdir, groups, parity_reward, settings
 import posttrain
 from posttrain.algorithms import AdvantageEstimator
 from posttrain.config import ConfigError, load_config
+from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.planning.batch_sizes import fit_sizes
 from posttrain.trainer import main_ppo as entry
@@ -48,7 +49,7 @@ def test_S0_01_the_entry_prints_the_composed_tree_as_yaml(capsys, monkeypatch):
 def test_S0_10_S0_135_S0_139_only_gae_builds_a_critic_and_logs_a_value_loss(gae, small):
     grpo = small()
     ours, theirs = gae.config, grpo.config
-    assert {key for key in leaves() if _value(ours, key) != _value(theirs, key)} == {"algorithm.adv_estimator"}
+    assert {key for key in leaves(PPOConfig) if _value(ours, key) != _value(theirs, key)} == {"algorithm.adv_estimator"}
     for line in gae.steps:
         assert line["critic/vf_loss"] > 0 and line["critic/optimizer_steps"] == 1
     critic = gae.trainer.critic_wg.worker.engine
@@ -186,15 +187,17 @@ def test_S0_17_to_S0_21_S0_23_a_run_from_an_edited_copy_of_the_main_file(main_pp
 
 def test_S0_31_S0_20_the_kl_loss_loads_a_reference_and_without_it_there_is_none(small, grpo):
     without = small()
-    assert grpo.trainer.actor_rollout_wg.worker.reference is not None
+    assert grpo.trainer.actor_rollout_wg.worker.reference.engine is not None
     assert all("kl_loss" in line for line in grpo.steps)
     assert "actor, rollout, reference" in grpo.console
-    assert without.trainer.actor_rollout_wg.worker.reference is None and "reference" not in _roles(without.console)
+    assert without.trainer.actor_rollout_wg.worker.reference.engine is None and "reference" not in _roles(
+        without.console
+    )
     assert "ref_log_prob" not in without.trainer.batches[0].batch
     for line in without.steps:
         assert "kl_loss" not in line and line["actor/loss"] == line["policy_loss"]
     in_reward = small(algorithm__use_kl_in_reward=True)
-    assert in_reward.trainer.actor_rollout_wg.worker.reference is not None
+    assert in_reward.trainer.actor_rollout_wg.worker.reference.engine is not None
     assert all("kl_loss" not in line for line in in_reward.steps)
 
 
@@ -337,7 +340,7 @@ def test_S0_48_model_and_tokenizer_come_from_the_folder_and_a_wrong_one_stops_th
 ):
     assert grpo.config["actor_rollout_ref"]["model"]["path"] == str(tiny_model)
     assert grpo.trainer.tokenizer.name_or_path == str(tiny_model)
-    reference = grpo.trainer.actor_rollout_wg.worker.reference.module.state_dict()
+    reference = grpo.trainer.actor_rollout_wg.worker.reference.engine.module.state_dict()
     from safetensors.torch import load_file
 
     stored = load_file(tiny_model / "model.safetensors")

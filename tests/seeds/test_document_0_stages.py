@@ -18,9 +18,9 @@ from posttrain.protocol import DataProto
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.tracking.rundir import RunDirectory
+from posttrain.trainer.ppo.first_batch import GroupError, check_groups
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.step_zero import GroupError, check_groups
 
 MODEL = "actor_rollout_ref.model"
 
@@ -95,7 +95,7 @@ def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_inp
 
 
 def test_S0_83_S0_114_the_reward_function_puts_each_score_on_the_last_response_token(trainer, generated):
-    trainer.experience.scored(generated)  # while they were generated
+    trainer.experience.wait_for_scores(generated)  # while they were generated
     scores = trainer.reward_fn(generated)
     texts = trainer.tokenizer.batch_decode(generated.batch["responses"], skip_special_tokens=True)
     assert scores.shape == generated.batch["responses"].shape
@@ -255,7 +255,7 @@ def test_the_old_log_probs_come_from_where_the_setting_says(trainer, generated, 
     theirs = generated.batch["rollout_log_probs"] = ours - 0.5
     for source, exact, expected in (("rollout", False, theirs), ("trainer", True, ours), ("auto", True, theirs)):
         monkeypatch.setattr(actor, "old_log_probs", source)
-        monkeypatch.setattr(trainer, "old_from_rollout", exact)
+        monkeypatch.setattr(trainer.first_batch, "rollout_is_exact", exact)
         assert torch.equal(trainer._old_log_probs(generated).batch["old_log_probs"], expected), source
 
 

@@ -160,8 +160,8 @@ def test_S2_34_every_grpo_example_leaves_the_aggregation_as_it_is():
 
 def test_S2_37_the_kl_loss_brings_a_reference_and_puts_nothing_into_the_reward(small, grpo):
     without = small()
-    assert without.trainer.actor_rollout_wg.worker.reference is None
-    assert grpo.trainer.actor_rollout_wg.worker.reference is not None
+    assert without.trainer.actor_rollout_wg.worker.reference.engine is None
+    assert grpo.trainer.actor_rollout_wg.worker.reference.engine is not None
     for batch in grpo.trainer.batches:
         assert torch.equal(batch.batch["token_level_rewards"], batch.batch["token_level_scores"])
     assert all("actor/reward_kl_penalty" not in line for line in grpo.steps)
@@ -220,7 +220,7 @@ def test_S2_44_one_constant_divides_all_rows_and_it_is_a_setting(small, brief_mo
 
 def test_S2_45_without_the_kl_loss_no_reference_is_loaded_and_no_term_stands_in_the_loss(small):
     seen = small(**{f"{ACTOR}use_kl_loss": False, f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"})
-    assert seen.trainer.actor_rollout_wg.worker.reference is None
+    assert seen.trainer.actor_rollout_wg.worker.reference.engine is None
     assert all("ref_log_prob" not in batch.batch for batch in seen.trainer.batches)
     for line in seen.steps:
         assert "kl_loss" not in line and line["actor/loss"] == line["policy_loss"]

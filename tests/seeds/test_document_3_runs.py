@@ -138,8 +138,8 @@ def test_S3_21_the_environment_variable_sets_the_samples_per_prompt(train_sh):
 
 def test_S3_23_without_the_kl_loss_no_reference_is_loaded(train_sh):
     on, off = train_sh(*SHORT), train_sh(*SHORT, USE_KL_LOSS="false")
-    assert on.trainer.actor_rollout_wg.worker.reference is not None and "kl_loss" in on.steps[0]
-    assert off.trainer.actor_rollout_wg.worker.reference is None and "kl_loss" not in off.steps[0]
+    assert on.trainer.actor_rollout_wg.worker.reference.engine is not None and "kl_loss" in on.steps[0]
+    assert off.trainer.actor_rollout_wg.worker.reference.engine is None and "kl_loss" not in off.steps[0]
 
 
 @pytest.mark.parametrize(

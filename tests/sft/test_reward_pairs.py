@@ -14,10 +14,11 @@ from posttrain.config.optim import OptimConfig
 from posttrain.config.reward_trainer import PairDataConfig
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.rows import DataError
-from posttrain.engine.fsdp import EngineSettings
-from posttrain.engine.pairs import PairEngine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.heads import ScoreHead
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.scorer_loading import load_scorer
-from posttrain.trainer.supervised.pair_task import pair_batch
+from posttrain.trainer.supervised.tasks import pair_batch
 
 CPU = torch.device("cpu")
 USER = {"role": "user", "content": "2 + 2?"}
@@ -153,7 +154,7 @@ def expected(tiny_model):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradient_equals_the_plain_formula_in_every_split_into_passes(tiny_model, expected, layout):
-    engine = PairEngine(scorer(tiny_model), EngineSettings(device=CPU, optim=OptimConfig(), **layout))
+    engine = TorchEngine(scorer(tiny_model), EngineSettings(device=CPU, optim=OptimConfig(), **layout), ScoreHead())
     batch, total = pair_batch(PAIRS, 256), 0.0
 
     def loss(micro, outputs):
@@ -164,7 +165,7 @@ def test_gradient_equals_the_plain_formula_in_every_split_into_passes(tiny_model
         total += float(share.detach())
         return share
 
-    engine._backward(batch, loss, 1.0)
+    engine.runner.gradients(batch, loss, 1.0)
     assert engine.optimizer is not None
     gradient = torch.cat([master.grad.flatten() for master in engine.optimizer.masters])
     assert total == pytest.approx(expected[0], rel=1e-11)
@@ -179,10 +180,10 @@ def test_pairs_stay_together_and_a_common_beginning_is_computed_once(tiny_model,
     monkeypatch.setattr(
         forward, "hidden_states", lambda m, ids, *rest: seen.append(ids.numel()) or plain(m, ids, *rest)
     )
-    engine = PairEngine(scorer(tiny_model), EngineSettings(device=CPU, max_rows=1))
+    engine = TorchEngine(scorer(tiny_model), EngineSettings(device=CPU, max_rows=1), ScoreHead())
     assert all(
         sorted(row // 2 for unit in units for row in unit.rows) == [number] * 2
-        for number, units in [(units[0].rows[0] // 2, units) for units in engine._plan(pair_batch(PAIRS, 256))]
+        for number, units in [(units[0].rows[0] // 2, units) for units in engine.runner.plan(pair_batch(PAIRS, 256))]
     )
     engine.scores(pair_batch(PAIRS[1:2], 256))
     assert seen == [20 + 1 + 2]
@@ -192,14 +193,14 @@ def test_pairs_stay_together_and_a_common_beginning_is_computed_once(tiny_model,
 def test_pairs_without_a_common_beginning_are_scored_too(tiny_model, dtype):
     model = scorer(tiny_model).to(dtype)
     pair = PAIRS[2]
-    found = PairEngine(model, EngineSettings(device=CPU)).scores(pair_batch([pair], 256))
+    found = TorchEngine(model, EngineSettings(device=CPU), ScoreHead()).scores(pair_batch([pair], 256))
     with torch.no_grad():
         plain = [float(model(torch.tensor([ids])).logits[0, 0]) for ids in (pair.chosen, pair.rejected)]
     assert found.tolist() == pytest.approx(plain, rel=1e-5 if dtype == torch.float32 else 1e-12)
 
 
 def test_batches_are_not_changed_by_scoring(tiny_model):
-    engine = PairEngine(scorer(tiny_model), EngineSettings(device=CPU))
+    engine = TorchEngine(scorer(tiny_model), EngineSettings(device=CPU), ScoreHead())
     batch = pair_batch(PAIRS, 256)
     before = copy.deepcopy(dict(batch.batch))
     engine.scores(batch)

@@ -50,7 +50,7 @@ def test_the_folder_it_writes_loads_as_a_sequence_classifier_and_scores_as_the_r
 
 
 def test_a_trained_reward_model_can_be_trained_further_and_resumes_to_the_bit(tiny_model, tmp_path, monkeypatch):
-    from posttrain.trainer.supervised.pair_task import PairTask
+    from posttrain.trainer.supervised.tasks import PairTask
 
     first = reward_model(tiny_model, tmp_path / "first", trainer__export_hf="last")
     folder = first.path / "checkpoints" / "global_step_2" / "huggingface"
@@ -120,9 +120,9 @@ def test_wrong_commands_are_explained(capsys, tmp_path, monkeypatch):
 
 def test_missing_columns_are_named_before_the_model_is_loaded(tiny_model, tmp_path, monkeypatch):
     from posttrain.data.rows import DataError
-    from posttrain.workers.supervised import pairs
+    from posttrain.workers import supervised
 
-    monkeypatch.setattr(pairs, "load_scorer", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(supervised, "load_scorer", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(DataError, match=r"has no 'better' \(data\.chosen_key\)"):
         reward_model_trainer.run_reward_model(
             settings(tiny_model, tmp_path, data__chosen_key="better"), data=PREFERENCES

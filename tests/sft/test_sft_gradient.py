@@ -10,7 +10,8 @@ import torch
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.data.spans import TrainedRow
-from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+from posttrain.engine.base import EngineSettings
+from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.loading import load_causal_lm
 from posttrain.trainer.sft import sft_batch
 
@@ -44,7 +45,7 @@ def model(folder):
 
 
 def engine_gradient(folder, rows, **layout) -> tuple[float, torch.Tensor]:
-    engine = FSDPEngine(model(folder), EngineSettings(device=CPU, optim=OptimConfig(), **layout))
+    engine = TorchEngine(model(folder), EngineSettings(device=CPU, optim=OptimConfig(), **layout))
     total = 0.0
 
     def loss(micro, outputs):
@@ -53,7 +54,7 @@ def engine_gradient(folder, rows, **layout) -> tuple[float, torch.Tensor]:
         total += float(share.detach())
         return share
 
-    engine._backward(sft_batch(rows, 0), loss, 1.0)
+    engine.runner.gradients(sft_batch(rows, 0), loss, 1.0)
     assert engine.optimizer is not None
     return total, torch.cat([master.grad.flatten() for master in engine.optimizer.masters])
 

@@ -10,11 +10,11 @@ import pytest
 from chat_templates import CHATML, tokenizer_with, trained_texts
 
 from posttrain.config.sft import SFTDataConfig
+from posttrain.conversations.formats import FORMATS
+from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.tools.base import ToolCall
 from posttrain.data.rows import DataError
 from posttrain.data.supervised import SFTDataset
-from posttrain.rollout.tools.base import ToolCall
-from posttrain.rollout.turns.calls import hermes_calls
-from posttrain.rollout.turns.replies import Replies
 
 SEARCH = {"query": "Rome", "near": {"town": "Östia"}}
 
@@ -48,11 +48,11 @@ def test_calls_are_trained_and_what_tools_say_is_read(form):
     tokenizer = tokenizer_with(None)
     [row] = dataset([{"messages": talk(FORMS[form])}], tokenizer)
     first, second = trained_texts(tokenizer, row)
-    [made] = hermes_calls(first)
+    [made] = FORMATS["hermes"].read(first)
     assert made == ToolCall("calculator", {"expression": "2 * 3"})
     assert first.endswith("</tool_call><|end|>") and second == "It is 6.<|end|>"
     told = [one for one, own in zip(row.ids, row.trained, strict=True) if not own]
-    heard = Replies(tokenizer).ids(["6"], tokenizer.eos_token_id)
+    heard = MessageTemplate(tokenizer).ids([{"role": "tool", "content": "6"}], tokenizer.eos_token_id)
     assert told[-len(heard) :] == heard, "a run with tools shows the same tokens between two turns"
 
 
@@ -67,7 +67,7 @@ def test_what_parquet_fills_into_calls_and_schemas_is_not_trained(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     filled, plain = (dataset(str(tmp_path / name)) for name in ("train.parquet", "train.jsonl"))
     assert [row.ids for row in filled] == [row.ids for row in plain]
-    [made] = hermes_calls(trained_texts(tokenizer_with(None), filled[1])[0])
+    [made] = FORMATS["hermes"].read(trained_texts(tokenizer_with(None), filled[1])[0])
     assert made == ToolCall("search", SEARCH)
 
 

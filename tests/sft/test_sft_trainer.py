@@ -62,7 +62,7 @@ def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, tmp
 
 
 def test_a_run_with_adapters_that_failed_goes_on_to_the_bit(tiny_model, tmp_path, monkeypatch):
-    from posttrain.trainer.supervised.sft_task import SFTTask
+    from posttrain.trainer.supervised.tasks import SFTTask
 
     more = {**SIX, "model__lora_rank": 4, "trainer__val_before_train": False}
     straight = sft(tiny_model, tmp_path / "straight", **more)
@@ -167,7 +167,7 @@ def test_start_and_end_are_said_in_plain_words(tiny_model, tmp_path, capsys):
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tiny_model, tmp_path, monkeypatch):
-    from posttrain.trainer.supervised.sft_task import SFTTask
+    from posttrain.trainer.supervised.tasks import SFTTask
 
     plain = SFTTask.train_step
 
@@ -184,7 +184,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tiny_model, tmp_path, monke
 
 def test_updates_that_are_not_finite_stop_the_run(tiny_model, tmp_path, monkeypatch):
     from posttrain.trainer.run.result import TrainingStopped
-    from posttrain.workers.supervised import sft as worker
+    from posttrain.workers import supervised as worker
 
     bad = {"loss": float("nan"), "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
     monkeypatch.setattr(worker, "sft_step", lambda *_: bad)

@@ -22,8 +22,8 @@ from posttrain.models import forward, scorer
 from posttrain.models.loading import load_tokenizer
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError
 from posttrain.trainer.supervised.loop import SupervisedTrainer
-from posttrain.workers.supervised import pairs
-from posttrain.workers.supervised import sft as sft_worker
+from posttrain.workers import supervised
+from posttrain.workers.supervised import PairWorker, SFTWorker
 
 ONE = {"trainer__total_training_steps": 1}
 KINDS = {"sft": sft, "reward model": reward_model}
@@ -144,8 +144,8 @@ def test_settings_of_the_model_reach_the_loading_of_both_kinds(tiny_model, tmp_p
         told.append(named)
         raise InterruptedError
 
-    monkeypatch.setattr(pairs, "load_scorer", load)
-    monkeypatch.setattr(sft_worker, "load_causal_lm", load)
+    monkeypatch.setattr(supervised, "load_scorer", load)
+    monkeypatch.setattr(supervised, "load_causal_lm", load)
     rank = {"model__lora_rank": 2, "model__quantization": "nf4", "model__allow_other_weights": True}
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
     for make in (sft, reward_model):
@@ -213,9 +213,12 @@ def test_weights_come_from_the_path_though_the_tokenizer_lies_elsewhere(tiny_mod
     assert torch.equal(module.state_dict()[name], own[name])
 
 
-@pytest.mark.parametrize("config, worker", [(SFTConfig, sft_worker.SFTWorker), (RewardTrainerConfig, pairs.PairWorker)])
+@pytest.mark.parametrize("config, worker", [(SFTConfig, SFTWorker), (RewardTrainerConfig, PairWorker)])
 def test_sizes_of_groups_of_workers_reach_the_engine(monkeypatch, config, worker):
-    made = config()
+    made, seen = config(), {}
     made.fsdp.fsdp_size, made.fsdp.ulysses_sequence_parallel_size = 2, 4
-    monkeypatch.setattr("posttrain.workers.supervised.worker.group_ranks", lambda _, **sizes: sizes)
-    assert worker(made, None, torch.device("cpu")).settings().ranks == {"fsdp_size": 2, "sequence_size": 4}
+    monkeypatch.setattr(worker, "load_model", lambda self, device: None)
+    monkeypatch.setattr("posttrain.engine.torch_engine.group_ranks", lambda _, **sizes: seen.update(sizes))
+    with pytest.raises(AttributeError):  # there is no model to build an engine over
+        worker(made, None, torch.device("cpu")).init_model()
+    assert seen == {"fsdp_size": 2, "sequence_size": 4}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.rollout.tools.base import ToolFault
-from posttrain.rollout.tools.calculator import calculator
+from posttrain.conversations.tools.base import ToolFault
+from posttrain.conversations.tools.calculator import calculator
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import errno
 import pytest
 
 from posttrain.config.sandbox import SandboxConfig
+from posttrain.conversations.tools.base import ToolCall
+from posttrain.conversations.tools.python import PythonTool, said
+from posttrain.conversations.tools.registry import make_tools
+from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
-from posttrain.rollout.tools.base import ToolCall
-from posttrain.rollout.tools.python import PythonTool, said
-from posttrain.rollout.tools.registry import make_tools
-from posttrain.rollout.tools.runner import ToolRunner
 from posttrain.sandbox import Result
 from posttrain.sandbox.refusal import refused
 
@@ -64,8 +64,7 @@ def test_programs_run_isolated_one_after_another_and_again_after_a_shutdown():
     tools = make_tools(["python"], {"python": {"timeout_s": 20, "memory_mb": "256"}})
     programs = ["x = 6\nprint(x * 7)", "print(x)", "import socket; socket.create_connection(('127.0.0.1', 80))"]
     with ToolRunner(tools, timeout_s=60, max_chars=1000, side="left") as runner:
-        runner.submit("c", [ToolCall("python", {"code": code}) for code in programs])
-        ((_, (first, second, third)),) = runner.wait()
+        (first, second, third) = runner.answer("c", [ToolCall("python", {"code": code}) for code in programs]).result()
         assert first.text == "42" and first.error is None
         assert second.text == "NameError: name 'x' is not defined" and second.error == f"said: error: {second.text}"
         assert "Error" in third.text and "Traceback" not in third.text

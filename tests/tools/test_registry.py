@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from posttrain.conversations.tools.base import Tool, ToolCall
+from posttrain.conversations.tools.registry import TOOLS, make_tools, register_tool
+from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
-from posttrain.rollout.tools.base import Tool, ToolCall
-from posttrain.rollout.tools.registry import TOOLS, make_tools, register_tool
-from posttrain.rollout.tools.runner import ToolRunner
 
 FILE = '''
-from posttrain.rollout.tools.base import Tool
-from posttrain.rollout.tools.registry import register_tool
+from posttrain.conversations.tools.base import Tool
+from posttrain.conversations.tools.registry import register_tool
 
 LOADED = []
 
@@ -56,8 +56,7 @@ def file(tmp_path):
 def texts(tools: dict[str, Tool], *calls: ToolCall, given=None) -> list[str]:
     with ToolRunner(tools, timeout_s=20, max_chars=1000, side="left") as runner:
         runner.open("c", given or {})
-        runner.submit("c", calls)
-        ((_, answers),) = runner.wait()
+        answers = runner.answer("c", calls).result()
         return [part for answer in answers for part in (answer.text, answer.error) if part is not None]
 
 
@@ -150,12 +149,12 @@ def test_functions_and_classes_can_be_registered_under_a_name_that_is_free():
 def test_tools_need_neither_torch_nor_transformers():
     code = """
 import sys
-from posttrain.rollout.tools.base import ToolCall
-from posttrain.rollout.tools.registry import make_tools
-from posttrain.rollout.tools.runner import ToolRunner
+from posttrain.conversations.tools.base import ToolCall
+from posttrain.conversations.tools.registry import make_tools
+from posttrain.conversations.tools.runner import ToolRunner
 with ToolRunner(make_tools(["calculator"], {}), timeout_s=60, max_chars=99, side="left") as runner:
-    runner.submit(0, [ToolCall("calculator", {"expression": "2+3"})])
-    print(runner.wait()[0][1][0].text, {"torch", "transformers", "numpy"} & set(sys.modules))
+    (answer,) = runner.answer(0, [ToolCall("calculator", {"expression": "2+3"})]).result()
+    print(answer.text, {"torch", "transformers", "numpy"} & set(sys.modules))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[0] == "5 set()"

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import pytest
 
-from posttrain.rollout.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
-from posttrain.rollout.tools.function import FunctionTool
-from posttrain.rollout.tools.runner import ToolRunner
-from posttrain.rollout.tools.threads import Threads
+from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
+from posttrain.conversations.tools.function import FunctionTool
+from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.tools.threads import Threads
 
 FOREVER = threading.Event()
 
@@ -79,27 +79,17 @@ def runner_of():
 
 
 def ask(runner: ToolRunner, name: str, **arguments) -> ToolAnswer:
-    runner.submit("c", [ToolCall(name, arguments)])
-    ((conversation, (answer,)),) = runner.wait()
-    assert conversation == "c"
+    (answer,) = runner.answer("c", [ToolCall(name, arguments)]).result()
     return answer
 
 
-def test_answers_come_in_the_order_of_calls_and_turns_in_the_order_of_submission(runner_of):
+def test_answers_come_in_the_order_of_calls_and_turns_do_not_wait_for_each_other(runner_of):
     runner = runner_of(echo, echo_async)
-    runner.submit("slow", [ToolCall("echo", {"text": "a", "wait": 0.2}), ToolCall("echo_async", {"text": "b"})])
-    runner.submit("quick", [ToolCall("echo_async", {"text": "c"})])
-    runner.submit(("any", 3), [])
-    seen = []
-    while len(seen) < 3:
-        seen += runner.wait()
-    assert {c: [a.text for a in answers] for c, answers in seen} == {"slow": ["a", "b"], "quick": ["c"], ("any", 3): []}
-    assert runner.wait() == [] and runner.poll() == []
-    for number in range(20):
-        runner.submit(number, [ToolCall("echo", {"text": str(number)})])
-    while len(runner._ready) < 20:
-        time.sleep(0.01)
-    assert [conversation for conversation, _ in runner.poll()] == list(range(20))
+    slow = runner.answer("slow", [ToolCall("echo", {"text": "a", "wait": 0.2}), ToolCall("echo_async", {"text": "b"})])
+    quick = runner.answer("quick", [ToolCall("echo_async", {"text": "c"})])
+    assert [answer.text for answer in quick.result()] == ["c"] and not slow.done()
+    assert [answer.text for answer in slow.result()] == ["a", "b"]
+    assert runner.answer(("any", 3), []).result() == []
 
 
 def test_calls_of_a_turn_and_of_several_turns_run_side_by_side(runner_of):
@@ -111,12 +101,8 @@ def test_calls_of_a_turn_and_of_several_turns_run_side_by_side(runner_of):
         return "met"
 
     runner = runner_of(meet)
-    for conversation in range(2):
-        runner.submit(conversation, [ToolCall("meet", {})] * 3)
-    seen = []
-    while len(seen) < 2:
-        seen += runner.wait()
-    assert [answer.text for _, answers in seen for answer in answers] == ["met"] * 6
+    turns = [runner.answer(conversation, [ToolCall("meet", {})] * 3) for conversation in range(2)]
+    assert [answer.text for turn in turns for answer in turn.result()] == ["met"] * 6
 
 
 def test_no_more_calls_run_at_once_than_a_tool_allows(runner_of):
@@ -135,16 +121,14 @@ def test_no_more_calls_run_at_once_than_a_tool_allows(runner_of):
     tool = FunctionTool(count)
     tool.at_once = 2
     runner = runner_of(tool)
-    runner.submit("c", [ToolCall("count", {})] * 12)
-    ((_, answers),) = runner.wait()
+    answers = runner.answer("c", [ToolCall("count", {})] * 12).result()
     assert len(answers) == 12 and most == 2
 
 
 def test_what_hangs_is_answered_after_its_deadline_and_holds_up_neither_other_calls_nor_the_end(runner_of):
     runner = runner_of(hang, hang_async, block, echo, timeout_s=0.2)
     names = ("hang", "hang_async", "block")
-    runner.submit("c", [ToolCall(name, {}) for name in names])
-    ((_, answers),) = runner.wait()
+    answers = runner.answer("c", [ToolCall(name, {}) for name in names]).result()
     assert [a.text for a in answers] == [f"The tool {n} gave no answer within 0.2 seconds." for n in names]
     assert all(a.error and a.error.startswith("timeout: ") and a.seconds > 0 for a in answers)
     assert ask(runner, "echo", text="on").text == "on"
@@ -154,13 +138,14 @@ def test_what_hangs_is_answered_after_its_deadline_and_holds_up_neither_other_ca
 
 def test_calls_that_never_began_because_another_blocked_their_loop_are_begun_again(runner_of):
     runner = runner_of(block, timeout_s=0.3)
-    runner.submit("c", [ToolCall("block", {}), ToolCall("block", {"yes": False}), ToolCall("block", {"yes": False})])
-    ((_, answers),) = runner.wait()
+    answers = runner.answer(
+        "c", [ToolCall("block", {}), ToolCall("block", {"yes": False}), ToolCall("block", {"yes": False})]
+    ).result()
     assert [answer.text for answer in answers[1:]] == ["free", "free"]
     assert (answers[0].error or "").startswith("timeout: ")
     runner.close()
     with pytest.raises(RuntimeError, match="closed"):
-        runner.submit("c", [])
+        runner.answer("c", [])
 
 
 def test_a_decorator_may_hide_that_a_function_is_async(runner_of):
@@ -172,7 +157,7 @@ def test_a_decorator_may_hide_that_a_function_is_async(runner_of):
 
 
 def test_a_tool_of_which_too_many_calls_hang_is_not_tried_again_until_they_end(monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.tools.threads.MOST_HUNG", 2)
+    monkeypatch.setattr("posttrain.conversations.tools.threads.MOST_HUNG", 2)
     threads, free = Threads(), threading.Event()
 
     async def give_up() -> None:
@@ -315,8 +300,7 @@ def test_secrets_are_taken_out_and_a_tool_whose_secrets_are_none_is_broken_and_h
     tool.secrets = [5]  # pyright: ignore
     answer = ask(runner, "echo", text="hush")
     assert (answer.text, answer.error) == ("The tool is broken.", "raised: its secrets cannot be taken out: TypeError")
-    runner.submit("c", [ToolCall({"name": "echo"}, {})])  # pyright: ignore
-    ((_, (answer,)),) = runner.wait()
+    (answer,) = runner.answer("c", [ToolCall({"name": "echo"}, {})]).result()  # pyright: ignore
     assert answer.error is not None and answer.error.startswith("unknown: There is no tool")
 
 
@@ -336,7 +320,7 @@ def test_a_conversation_that_is_being_closed_is_waited_for_at_the_end(runner_of)
 
 
 def test_tools_that_fail_or_hang_at_the_end_hold_up_neither_the_others_nor_the_run(runner_of, monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.tools.runner._CLOSING_S", 0.2)
+    monkeypatch.setattr("posttrain.conversations.tools.runner._CLOSING_S", 0.2)
     ended = []
     first, second, third = FunctionTool(echo), FunctionTool(echo_async), FunctionTool(hang)
     first.shutdown = lambda: print(FOREVER.wait())

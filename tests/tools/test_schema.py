@@ -6,9 +6,9 @@ from typing import Any, Literal, Optional
 
 import pytest
 
+from posttrain.conversations.tools.arguments import Misfit, fit
+from posttrain.conversations.tools.schema import schema_of
 from posttrain.errors import UserError
-from posttrain.rollout.tools.arguments import Misfit, fit
-from posttrain.rollout.tools.schema import schema_of
 
 
 def weather(

@@ -11,15 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from posttrain.conversations.tools.base import ToolAnswer, ToolCall, ToolFault
+from posttrain.conversations.tools.registry import make_tools
+from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.tools.search.bm25 import BM25, words_of
+from posttrain.conversations.tools.search.corpus import Passage, read_corpus
+from posttrain.conversations.tools.search.facts import facts
+from posttrain.conversations.tools.search.tool import SearchTool
 from posttrain.errors import UserError
 from posttrain.posting import Patience
-from posttrain.rollout.tools.base import ToolAnswer, ToolCall, ToolFault
-from posttrain.rollout.tools.registry import make_tools
-from posttrain.rollout.tools.runner import ToolRunner
-from posttrain.rollout.tools.search.bm25 import BM25, words_of
-from posttrain.rollout.tools.search.corpus import Passage, read_corpus
-from posttrain.rollout.tools.search.facts import facts
-from posttrain.rollout.tools.search.tool import SearchTool
 
 KEY = "hush-0123456789-abcdef"
 
@@ -181,8 +181,7 @@ def test_S4_75_the_server_receives_the_key_and_nobody_else_sees_it(server):
     settings = {"search": {"url": f"{server.url}/leak?key={KEY}", "api_key": KEY}}
     tools = make_tools(["search"], settings)
     with ToolRunner(tools, timeout_s=20, max_chars=1000, side="left") as runner:
-        runner.submit("c", [ToolCall("search", {"query": "x"})])
-        ((_, (answer,)),) = runner.wait()
+        (answer,) = runner.answer("c", [ToolCall("search", {"query": "x"})]).result()
     assert server.seen[-1][2] == f"Bearer {KEY}"
     assert answer.text == "[1] Key\nyou sent ***"
     assert KEY not in repr(tools["search"]) + tools["search"].note + str(tools["search"].schema)
@@ -200,7 +199,7 @@ def test_S4_75_a_server_that_gives_nothing_is_refused_before_a_run_without_its_k
 
 
 def test_a_server_that_ends_during_a_run_gives_an_answer_that_says_so(server, monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.tools.search.server._PATIENCE", Patience(3, 0.001, 30.0))
+    monkeypatch.setattr("posttrain.conversations.tools.search.server._PATIENCE", Patience(3, 0.001, 30.0))
     tool = SearchTool(url=f"{server.url}/plain", api_key=KEY)
     tool._server._url = "http://127.0.0.1:9/gone"
     answer = ask(tool, "x")
@@ -268,7 +267,7 @@ def test_S4_75_a_key_alone_is_sent_to_the_service_that_gave_it(
     """The services' addresses are the stand-in's; how they are asked and answer is theirs."""
     from dataclasses import replace
 
-    from posttrain.rollout.tools.search import services
+    from posttrain.conversations.tools.search import services
 
     monkeypatch.delenv("SEARCH_API_URL", raising=False)
     for name in ("tavily", "serper"):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
+from posttrain.conversations.tools.base import ToolCall
+from posttrain.conversations.tools.registry import TOOLS, make_tools
+from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.tools.try_command import main
 from posttrain.errors import UserError
-from posttrain.rollout.tools.base import ToolCall
-from posttrain.rollout.tools.registry import TOOLS, make_tools
-from posttrain.rollout.tools.runner import ToolRunner
-from posttrain.rollout.tools.try_command import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own_tool.md").read_text()
 BASH = "\n".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S))
@@ -47,8 +47,7 @@ def test_the_errors_of_the_page_are_what_a_model_reads(folder):
     tools = make_tools(["my_tools.py:weather"], {})
     calls = [{"city": "Bonn"}, {"city": "Rome", "unit": "K"}]
     with ToolRunner(tools, timeout_s=20, max_chars=999, side="left") as runner:
-        runner.submit("c", [*(ToolCall("weather", call) for call in calls), ToolCall("wether", {})])
-        ((_, answers),) = runner.wait()
+        answers = runner.answer("c", [*(ToolCall("weather", call) for call in calls), ToolCall("wether", {})]).result()
     assert [f"| `{answer.text}`" in PAGE for answer in answers] == [True] * 3, answers
 
 

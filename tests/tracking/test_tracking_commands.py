@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from posttrain.cli import main
-from posttrain.tracking.before import read_before, write_before
 from posttrain.tracking.loggers import JsonlLogger
-from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.rundir import RunDirectory, read_before, write_before
 from posttrain.tracking.samples import write_samples
 from posttrain.tracking.status import write_status
 

@@ -15,7 +15,7 @@ import pytest
 from patience import until
 
 from posttrain.errors import UserError
-from posttrain.tracking import ending
+from posttrain.tracking import console as module
 from posttrain.tracking.console import Console, as_console
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.tee import tee_output
@@ -183,15 +183,15 @@ def test_an_error_of_another_pipe_is_not_taken_for_that_of_the_output(capsys, mo
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with pytest.raises(BrokenPipeError):
-        ending.exit_status(broken)
-    monkeypatch.setattr(ending, "interrupted", lambda: True)
-    assert ending.exit_status(broken) == 130, "whatever follows a Ctrl-C comes of it"
-    monkeypatch.setattr(ending, "interrupted", lambda: False)
+        module.exit_status(broken)
+    monkeypatch.setattr(module, "interrupted", lambda: True)
+    assert module.exit_status(broken) == 130, "whatever follows a Ctrl-C comes of it"
+    monkeypatch.setattr(module, "interrupted", lambda: False)
 
     def wrong() -> int:
         raise UserError("give it another name")
 
-    assert ending.exit_status(wrong) == 2 and capsys.readouterr().err == "interrupted\ngive it another name\n"
+    assert module.exit_status(wrong) == 2 and capsys.readouterr().err == "interrupted\ngive it another name\n"
 
 
 class Failing(io.StringIO):

@@ -8,10 +8,9 @@ import math
 import pytest
 
 from posttrain.tracking import diagnosis
-from posttrain.tracking.diagnosis import RULES, Known, RunFacts, diagnose
+from posttrain.tracking.diagnosis import RULES, RunFacts, StepFacts, diagnose
+from posttrain.tracking.failures import FEW, commonest, failing_tools, words_on
 from posttrain.tracking.progress import Progress
-from posttrain.tracking.reward_errors import commonest
-from posttrain.tracking.tool_errors import FEW, failing_tools, words_on
 
 HEALTHY = {
     "reward_mean": 0.5,
@@ -33,11 +32,11 @@ HEALTHY = {
 }
 
 
-def known(now: dict | None = None, past: list[dict] | None = None, **facts) -> Known:
-    return Known(HEALTHY | (now or {}), [HEALTHY | one for one in past or []], RunFacts(**facts))
+def known(now: dict | None = None, past: list[dict] | None = None, **facts) -> StepFacts:
+    return StepFacts(HEALTHY | (now or {}), [HEALTHY | one for one in past or []], RunFacts(**facts))
 
 
-def over(name: str, values: list[float], **more) -> Known:
+def over(name: str, values: list[float], **more) -> StepFacts:
     """A run in which `name` took these values, the last one now."""
     steps = [{name: value} for value in values]
     for key, series in more.items():

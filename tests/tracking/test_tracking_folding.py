@@ -11,9 +11,9 @@ import pytest
 
 from posttrain import cli
 from posttrain.tracking import waiting as module
-from posttrain.tracking.folding import folded, tell, tell_page
 from posttrain.tracking.progress import say
 from posttrain.tracking.tee import active
+from posttrain.tracking.terminal_text import folded, tell, tell_page
 from posttrain.tracking.waiting import waiting
 from tests.tracking.test_tracking_progress import Terminal, rows_of
 
@@ -63,7 +63,7 @@ def test_what_is_read_by_a_program_is_left_as_it_is(capsys):
 
 def test_whatever_takes_seconds_shows_a_row_that_moves_and_leaves_nothing(monkeypatch):
     screen = a_screen(monkeypatch)
-    monkeypatch.setattr(module, "DRAW_EVERY", 0.01)
+    monkeypatch.setattr(module, "COUNT_EVERY", 0.01)
     with waiting("reading"):
         deadline = time.monotonic() + 30
         while screen.getvalue().count("reading … 0 s") < 2 and time.monotonic() < deadline:

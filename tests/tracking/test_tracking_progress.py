@@ -13,10 +13,10 @@ import pytest
 
 from posttrain import pulse
 from posttrain.tracking import progress as module
-from posttrain.tracking.colour import plain
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.row import Moment, progress_row
 from posttrain.tracking.tee import tee_output
+from posttrain.tracking.terminal_text import plain
 
 
 class Terminal(io.StringIO):

@@ -11,10 +11,17 @@ import time
 
 import pytest
 
-from posttrain.tracking.by_step import DIAGNOSIS, TIMELINE, append_line, read_lines
 from posttrain.tracking.loggers import JsonlLogger, read_metrics
 from posttrain.tracking.redact import redact
-from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, diff_config
+from posttrain.tracking.rundir import (
+    DIAGNOSIS,
+    TIMELINE,
+    RunDirectory,
+    RunDirectoryError,
+    append_line,
+    diff_config,
+    read_lines,
+)
 
 HOLD = (
     "import sys, time\nfrom posttrain.tracking.rundir import RunDirectory\n"

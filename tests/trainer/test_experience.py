@@ -7,13 +7,14 @@ import pytest
 
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import register, to_all
-from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import combine_seeds
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.workers.groups import RolloutGroup
 
 
 class Echo:
@@ -86,7 +87,7 @@ def prompts(*first_ids: int) -> DataProto:
 def experience():
     worker, pool = Echo(), Letters()
     manager = RewardManager(pool, Words())  # pyright: ignore
-    made = Experience(PPOConfig(), Words(), LocalWorkerGroup(worker), manager)
+    made = Experience(PPOConfig(), Words(), RolloutGroup(LocalWorkerGroup(worker)), manager)
     made.worker, made.pool = worker, pool  # pyright: ignore
     return made
 
@@ -94,8 +95,8 @@ def experience():
 def test_batches_under_way_together_get_their_own_rows_and_scores(experience):
     one = experience.ask(experience.number(prompts(10, 20)), 2)
     two = experience.ask(experience.number(prompts(30, 40, 50)), [1, 3, 2])
-    second = experience.scored(experience.generated(two))
-    first = experience.scored(experience.generated(one))
+    second = experience.wait_for_scores(experience.wait_for_responses(two))
+    first = experience.wait_for_scores(experience.wait_for_responses(one))
     assert first.batch["responses"].tolist() == [[10, 1], [10, 2], [20, 1], [20, 2]]
     assert second.batch["responses"].tolist() == [[30, 1], [40, 1], [40, 2], [40, 3], [50, 1], [50, 2]]
     assert list(first.non_tensor_batch["reward_score"]) == [11, 12, 21, 22]
@@ -110,8 +111,8 @@ def test_requests_that_come_while_a_worker_is_at_its_last_ones_are_not_forgotten
     one = experience.ask(experience.number(prompts(10, 20)), 1)
     experience.poll()  # the worker is at the second one now, and will say that it has nothing left
     two = experience.ask(experience.number(prompts(30)), 1)
-    assert experience.generated(one).batch["responses"].tolist() == [[10, 1], [20, 1]]
-    assert experience.generated(two).batch["responses"].tolist() == [[30, 1]]
+    assert experience.wait_for_responses(one).batch["responses"].tolist() == [[10, 1], [20, 1]]
+    assert experience.wait_for_responses(two).batch["responses"].tolist() == [[30, 1]]
 
 
 class After:
@@ -127,12 +128,12 @@ class After:
 
 def test_what_is_under_way_moves_on_while_other_workers_are_waited_for_and_no_longer(experience):
     rows = experience.ask(experience.number(prompts(10, 20, 30)), 1)
-    experience.until(After(2))
+    experience.poll_until(After(2))
     assert len(experience._outputs) == 2 and len(experience.pool.open) == 2  # these are with the rewards
     endless = After(1000)
-    experience.until(endless)
+    experience.poll_until(endless)
     assert len(experience._outputs) == 3 and endless.times == 999  # nothing is left to do
-    assert experience.generated(rows).batch["responses"].tolist() == [[10, 1], [20, 1], [30, 1]]
+    assert experience.wait_for_responses(rows).batch["responses"].tolist() == [[10, 1], [20, 1], [30, 1]]
 
 
 def test_a_samples_seed_follows_from_its_prompts_serial_number_and_its_own_whatever_it_is_asked_with(experience):

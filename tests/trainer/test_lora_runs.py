@@ -63,7 +63,7 @@ def module_of(trainer):
 
 
 def test_the_reference_is_the_base_with_its_adapters_off_and_no_second_model_is_loaded(made):
-    assert len(made.loaded) == 1 and made.trainer.actor_rollout_wg.worker.reference is None
+    assert len(made.loaded) == 1 and made.trainer.actor_rollout_wg.worker.reference.engine is None
     lines = metrics_of(made.result.path)
     assert abs(lines[0]["kl_loss"]) < 1e-6 < lines[1]["kl_loss"]  # fresh adapters change nothing, trained ones do
     with base_only(module_of(made.trainer)):

@@ -47,7 +47,9 @@ def joined(model: Scripted, functions: list[Any], *, named: bool = True, validat
             "reward_error": [f if isinstance(f, str) else None for f in functions],
         }
     )
-    ModelReward(config, model, functions=True, named=named).join(rows, validation=validation)
+    ModelReward(config.reward_model, model, failure_score=-7.0, functions=True, named=named).join(
+        rows, validation=validation
+    )
     found = rows.non_tensor_batch
     return list(found["reward_score"]), list(found["reward_parts"]), list(found["reward_error"])
 

@@ -10,9 +10,9 @@ import pytest
 import scripted
 from runs import metrics_of, run
 
-from posttrain.rollout.agents.registry import AGENTS, register_agent
-from posttrain.rollout.tools.registry import TOOLS as KNOWN
-from posttrain.rollout.tools.registry import register_tool
+from posttrain.conversations.agents import AGENTS, register_agent
+from posttrain.conversations.tools.registry import TOOLS as KNOWN
+from posttrain.conversations.tools.registry import register_tool
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -28,9 +28,9 @@ class InTurn(RayPPOTrainer):
         super().__init__(config, **parts)
         self.config.trainer.one_step_off = True
 
-    def _ask_ahead(self) -> None:
-        super()._ask_ahead()
-        self.ahead.finish()
+    def _start_next_rollout(self) -> None:
+        super()._start_next_rollout()
+        self.one_step_off.finish()
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_a_resumed_run_checks_its_first_batch_whole_groups_and_all(tiny_model, s
 
 def test_rows_of_the_present_weights_take_the_trainers_own_old_log_probs(tiny_model, sums, tmp_path, monkeypatch):
     """Two updates in a step, and a rollout that is not exact: the trainer computes the old log-probs of fresh rows."""
-    monkeypatch.setattr("posttrain.trainer.ppo.step_zero.ROLLOUT_IS_EXACT", -1.0)
+    monkeypatch.setattr("posttrain.trainer.ppo.first_batch.ROLLOUT_IS_EXACT", -1.0)
     seen = []
     plain = RayPPOTrainer._old_log_probs
 

@@ -13,12 +13,12 @@ from light_rewards import even_share as parity_reward
 from runs import metrics_of, run, settings
 
 import posttrain
+from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.tools.registry import TOOLS as KNOWN
+from posttrain.conversations.tools.registry import register_tool
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.sampling import combine_seeds
-from posttrain.rollout.tools.registry import TOOLS as KNOWN
-from posttrain.rollout.tools.registry import register_tool
-from posttrain.rollout.turns.replies import Replies
 from posttrain.trainer.ppo import runner
 
 TOOLS = {
@@ -159,8 +159,10 @@ def test_thousands_of_calls_in_a_turn_end_a_response_that_has_no_room_for_their_
     tiny_model, sums, tmp_path, monkeypatch
 ):
     rendered = []
-    plain = Replies.ids
-    monkeypatch.setattr(Replies, "ids", lambda self, told, last: rendered.append(len(told)) or plain(self, told, last))
+    plain = MessageTemplate.ids
+    monkeypatch.setattr(
+        MessageTemplate, "ids", lambda self, told, last: rendered.append(len(told)) or plain(self, told, last)
+    )
 
     def script(read: str, seed: int) -> str:
         return "7" if "<tool_response>" in read else "<|python_tag|>" + "{}" * (100 if seed % 2 else 1)

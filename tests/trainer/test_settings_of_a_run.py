@@ -21,14 +21,14 @@ from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rewards import resolve_reward
-from posttrain.tracking.by_step import TIMELINE, read_lines
+from posttrain.tracking.rundir import TIMELINE, read_lines
 from posttrain.tracking.samples import sample_files, validation_files
 from posttrain.tracking.vocabulary import read_vocabulary
 from posttrain.trainer.evaluation.scoring import Scoring
 from posttrain.trainer.ppo import runner
+from posttrain.trainer.ppo.first_batch import MismatchError, compare_log_probs, tolerance
 from posttrain.trainer.ppo.recorder import Recorder
-from posttrain.trainer.ppo.step_zero import MismatchError, compare_log_probs, tolerance
-from posttrain.trainer.run.process import determinism_ends_with_it, prepare_torch
+from posttrain.trainer.run.process import prepare_torch, restore_determinism
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 from posttrain.workers.roles import pick_device
 
@@ -214,8 +214,8 @@ def test_seed_and_determinism_reach_torch(capsys):
     config.trainer.seed, config.trainer.deterministic = 123, True
     before = torch.random.get_rng_state()
     try:
-        with determinism_ends_with_it():
-            prepare_torch(config, torch.device("cpu"))
+        with restore_determinism():
+            prepare_torch(config.trainer, torch.device("cpu"))
             assert torch.initial_seed() == 123 and torch.are_deterministic_algorithms_enabled()
             assert not torch.utils.deterministic.fill_uninitialized_memory, "which takes time and changes no number"
         assert not torch.are_deterministic_algorithms_enabled()
@@ -237,7 +237,7 @@ def test_a_run_stops_where_rollout_and_trainer_differ_by_more_than_is_set():
     for allowed in (0.5, 0.1, None):
         config = PPOConfig()
         config.trainer.rollout_mismatch_tol = allowed
-        limit = tolerance(config, torch.float32)
+        limit = tolerance(config.trainer.rollout_mismatch_tol, torch.float32)
         assert limit == (allowed or 1e-3)
         if allowed == 0.5:
             assert compare_log_probs(batch, -1.2 * ones, limit)[1] == pytest.approx(0.2)

@@ -18,8 +18,8 @@ def warm_up(tmp_path, monkeypatch):
     """`warm_up(**recipe)`: the folder that a small model's warm-up leaves, and the engines that trained it."""
     monkeypatch.setattr(embedded, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(embedded, "build_model", lambda tokenizer, seed: build_model(tokenizer, seed=seed, **SMALL))
-    engines, plain = [], embedded.FSDPEngine
-    monkeypatch.setattr(embedded, "FSDPEngine", lambda *args: engines.append(plain(*args)) or engines[-1])
+    engines, plain = [], embedded.TorchEngine
+    monkeypatch.setattr(embedded, "TorchEngine", lambda *args: engines.append(plain(*args)) or engines[-1])
 
     def warmed(**recipe):
         monkeypatch.setattr(embedded, "RECIPE", embedded.RECIPE | {"max_steps": 8, "sft_batch_size": 16} | recipe)
@@ -30,7 +30,7 @@ def warm_up(tmp_path, monkeypatch):
 
 def test_all_rows_of_a_step_are_one_packed_pass_and_the_model_loads(warm_up):
     folder, (engine,) = warm_up()
-    assert engine.packed
+    assert engine.facts().packed
     assert engine.optimizer.steps_done == 8
     AutoModelForCausalLM.from_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(folder / "model")

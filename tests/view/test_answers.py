@@ -12,16 +12,15 @@ import pytest
 import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
-from posttrain.tracking.by_step import DIAGNOSIS, append_line
+from posttrain.tracking.rundir import DIAGNOSIS, append_line
 from posttrain.tracking.samples import write_samples
-from posttrain.view import courtesy
+from posttrain.view import priority
 from posttrain.view.answers import Answers
-from posttrain.view.letters import Letters
 from posttrain.view.metrics import Metrics
 from posttrain.view.page import SCRIPT, static_file
 from posttrain.view.runs import Runs
-from posttrain.view.samples import groups
-from posttrain.view.tokens import token_texts
+from posttrain.view.samples import groups, token_texts
+from posttrain.view.search import TrigramIndex
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
 
@@ -67,18 +66,18 @@ def test_whoever_opens_samples_has_all_of_them_read_a_moment_later(made):
 def test_work_in_the_background_gives_way_to_answers_and_not_to_those_that_wait_for_it(monkeypatch):
     naps: list[float] = []
     clock = iter(range(100))
-    monkeypatch.setattr(courtesy.time, "sleep", naps.append)
-    monkeypatch.setattr(courtesy.time, "monotonic", lambda: 0.1 * next(clock))
-    courtesy.give_way()
+    monkeypatch.setattr(priority.time, "sleep", naps.append)
+    monkeypatch.setattr(priority.time, "monotonic", lambda: 0.1 * next(clock))
+    priority.give_way()
     assert naps == []
-    with courtesy.answering():
-        courtesy.give_way()
+    with priority.answering():
+        priority.give_way()
         assert 0 < len(naps) < 10  # half a second at most
-        with courtesy.waiting_for_it():
+        with priority.waiting_for_it():
             before = len(naps)
-            courtesy.give_way()
+            priority.give_way()
             assert len(naps) == before
-    assert courtesy._asked == 0
+    assert priority._asked == 0
 
 
 def test_metrics_come_as_columns_and_then_only_what_is_new(client):
@@ -194,7 +193,7 @@ def test_searches_find_every_script_newest_step_first(client):
 
 
 def test_the_index_of_letters_rules_out_only_files_that_lack_the_words(made):
-    letters, paths = Letters(), sorted((made / "samples").glob("step_*.parquet"))
+    letters, paths = TrigramIndex(), sorted((made / "samples").glob("step_*.parquet"))
     letters.learn(paths, lambda: None)
     letters._thread.join()
     for path in paths:
@@ -260,12 +259,12 @@ def test_health_names_the_metric_behind_each_advice_and_the_inputs_of_failures(m
 
 def test_the_memory_plan_names_the_runs_stages_or_says_why_there_is_none(client, tmp_path, tiny_model):
     from posttrain.config.root import PPOConfig
-    from posttrain.view.planning import plan
+    from posttrain.view.health import planned_memory
 
     config = PPOConfig()
     config.actor_rollout_ref.model.path = str(tiny_model)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    found = plan(tmp_path)
+    found = planned_memory(tmp_path)
     assert found["peak_gb"] == max(stage["gb"] for stage in found["stages"]) > 0
     assert "update_actor" in [name for stage in found["stages"] for name in stage["measured"]]
     status, _, words = client.get("/api/plan?run=synthetic", Authorization=f"Bearer {client.viewer.guard.token}")

@@ -12,7 +12,7 @@ from viewing import STEPS, Client, small_run
 
 from posttrain.explain.pages import metric_text
 from posttrain.view.page import static_file
-from posttrain.view.reached import END_BYTES, reached
+from posttrain.view.runs import END_BYTES, reached
 
 
 @pytest.fixture(scope="module")

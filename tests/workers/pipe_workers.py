@@ -14,8 +14,7 @@ from typing import Any
 
 from patience import PROGRAM_S
 
-from posttrain.controller.futures import Future
-from posttrain.controller.group import WorkerGroup
+from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.pool import Workers
 from posttrain.controller.rank_host import Failure, RankHost
 from posttrain.controller.wire import pack, unpack
@@ -84,9 +83,6 @@ class PipeGroup(WorkerGroup):
     def __init__(self, role: str, worker: type, config: Any, ranks: list[Rank]) -> None:
         self.role, self.worker_class, self.config, self.ranks = role, worker, config, ranks
         self.world_size = len(ranks)
-
-    def _method(self, name: str) -> Any:
-        return getattr(self.worker_class, name)
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> PipeFuture:
         process = self.ranks[rank]

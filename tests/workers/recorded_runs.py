@@ -113,7 +113,7 @@ class Runs:
         """Responses to more prompts than any run draws, from one process that learns meanwhile."""
         workers = Watched(LocalWorkers())
         self._rl("recorded", workers, {**RUN, "data.train_batch_size": 8})
-        kept = workers.groups["actor"].worker.rollout.kept
+        kept = workers.groups["actor"].worker.rollout.engine.kept
         lengths = [len(output.token_ids) for _, output in kept.values()]
         assert min(lengths) <= 2 and max(lengths) == max(LENGTHS) and len(kept) == 240
         path = self.folder / "rollouts"

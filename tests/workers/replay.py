@@ -18,14 +18,12 @@ import torch
 
 from posttrain.controller.dispatch import all_of, register, to_all
 from posttrain.controller.group import WorkerGroup
-from posttrain.controller.peaks import StagePeaks
 from posttrain.controller.pool import Workers
+from posttrain.controller.profiling import StagePeaks
 from posttrain.models import fused_layer
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
-from posttrain.workers.engine_worker import EngineWorker
 from posttrain.workers.fsdp_workers import ActorRefWorker, ActorRolloutRefWorker, CriticWorker, RolloutWorker
-from posttrain.workers.supervised.pairs import PairWorker
-from posttrain.workers.supervised.sft import SFTWorker
+from posttrain.workers.supervised import PairWorker, SFTWorker
 
 LENGTHS = (2, 2, 3, 5, 9, 17, 40, 200)  # tokens of a response, at most
 
@@ -98,7 +96,7 @@ class Replay(Recorder):
         return bool(self.waiting)
 
 
-class Counting(EngineWorker):
+class Counting:
     """Counts the passes of fused layers in its process."""
 
     calls = 0
@@ -134,7 +132,8 @@ class Policy(FromRecording, Counting, ActorRolloutRefWorker):
     @register(to_all)
     def init_model(self) -> None:
         super().init_model()
-        self.rollout = Recorder(self.rollout) if self.recording is None else Replay(self.rollout, self.recording)
+        inner = self.rollout.engine
+        self.rollout.engine = Recorder(inner) if self.recording is None else Replay(inner, self.recording)
 
 
 class Trained(Counting, ActorRefWorker):
@@ -152,11 +151,12 @@ class Generating(FromRecording, RolloutWorker):
     def init_model(self) -> None:
         super().init_model()
         if self.recording is not None:
-            self.rollout = Replay(self.rollout, self.recording)
+            self.engine = Replay(self.engine, self.recording)
 
     @register(to_all, all_of)
     def holds(self) -> tuple[int, set[str]]:
-        return os.getpid(), {name for name in ("optimizer", "engine", "actor", "rollout") if hasattr(self, name)}
+        names = ("optimizer", "policy", "actor", "engine")
+        return os.getpid(), {name for name in names if getattr(self, name, None) is not None}
 
 
 class Critic(Counting, CriticWorker):

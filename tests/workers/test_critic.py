@@ -17,7 +17,7 @@ from posttrain.algorithms import AGGREGATION_MODES
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
-from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.workers.critic.dp_critic import prepare_values
@@ -74,11 +74,16 @@ def batch(dtype: torch.dtype = torch.float64) -> DataProto:
     return data
 
 
+def prepared(worker: Any, data: DataProto) -> DataProto:
+    mode, longest = worker.config.critic.loss_agg_mode, worker.config.data.max_response_length
+    return prepare_values(copy.copy(data).select(), mode, longest)
+
+
 def gradient(group: LocalWorkerGroup, data: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
     """The flat gradient of one mini-batch, and the metrics that its micro-batches added up to."""
     worker = group.worker
     worker.critic.measures = Measures()
-    worker.engine._backward(prepare_values(worker.config, copy.copy(data).select()), worker.critic._loss, 1.0)
+    worker.engine.runner.gradients(prepared(worker, data), worker.critic._loss, 1.0)
     flat = torch.cat([master.grad.flatten() for master in worker.engine.optimizer.masters])
     return flat, worker.critic.measures.numbers()
 
@@ -109,7 +114,7 @@ def test_seq_mean_token_sum_norm_divides_by_the_longest_response_that_is_allowed
         settings = {"critic.loss_agg_mode": mode, "data.max_response_length": limit}
         found[limit] = gradient(critic(settings), data)
         mask = data.batch["response_mask"]
-        weights = prepare_values(critic(settings).worker.config, copy.copy(data).select()).batch["loss_weights"]
+        weights = prepared(critic(settings).worker, data).batch["loss_weights"]
         torch.testing.assert_close(weights, (mask / (limit * len(mask))).to(weights.dtype))
     torch.testing.assert_close(found[20][0], 2 * found[40][0])
     assert found[20][1]["critic/vf_loss"] == pytest.approx(2 * found[40][1]["critic/vf_loss"])

@@ -27,10 +27,10 @@ NAMES_OF_DOCUMENT_4 = [
 
 
 def test_S0_68_workers_engine_gives_the_contract_and_its_fsdp_implementation():
-    from posttrain.engine import base, fsdp
+    from posttrain.engine import base, torch_engine
     from posttrain.workers import engine
 
-    assert engine.TrainEngine is base.TrainEngine and engine.FSDPEngine is fsdp.FSDPEngine
+    assert engine.TrainEngine is base.TrainEngine and engine.FSDPEngine is torch_engine.TorchEngine
     assert issubclass(engine.FSDPEngine, engine.TrainEngine)
 
 

@@ -10,8 +10,8 @@ from posttrain.controller.dispatch import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, over_ranks, over_steps
 from posttrain.workers.plan import Schedule, mini_batches
-from posttrain.workers.seen_tokens import ROW, SeenTokens, in_batch
-from posttrain.workers.spread import in_row_order, split_rows
+from posttrain.workers.row_dispatch import in_row_order, split_rows
+from posttrain.workers.token_stats import ROW, TokenStats, join_token_stats
 
 
 def batch_of(*groups: int) -> DataProto:
@@ -83,11 +83,11 @@ def test_a_metric_of_some_ranks_or_steps_only_is_that_of_those():
 
 
 def test_tokens_are_kept_as_of_the_first_time_they_were_trained_on_from_all_ranks_in_row_order():
-    first, second = SeenTokens(), SeenTokens()
+    first, second = TokenStats(), TokenStats()
     for seen, rows, value in ((first, [2, 0], 1.0), (second, [1], 2.0), (first, [0, 2], 9.0), (second, [1], 9.0)):
         numbers = torch.full((len(rows), 3), value)
         seen.add({ROW: torch.tensor(rows)}, {"log_probs": -numbers, "entropy": numbers})
     first.add({}, {})  # rows that nobody will look at
-    found = in_batch([first.take(), second.take()], Calls([]))
+    found = join_token_stats([first.take(), second.take()], Calls([]))
     assert found["entropy"][:, 0].tolist() == [1.0, 2.0, 1.0] and torch.equal(found["new_log_probs"], -found["entropy"])
-    assert in_batch([first.take(), second.take()], Calls([])) == {}
+    assert join_token_stats([first.take(), second.take()], Calls([])) == {}

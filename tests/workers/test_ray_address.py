@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from posttrain.controller.ray_settings import refused_by_ray
+from posttrain.controller.ray_cluster import refused_by_ray
 from posttrain.errors import UserError
 
 ray = pytest.importorskip("ray")

@@ -10,8 +10,8 @@ from posttrain.errors import UserError
 
 pytest.importorskip("ray")
 from posttrain.controller import ray_machines
-from posttrain.controller.ray_machines import Machine, chosen, free_rooms, machines_for, rooms_for
-from posttrain.controller.ray_places import places_words
+from posttrain.controller.ray_machines import Machine, choose_machines, free_gpus, machines_for, rollout_machines
+from posttrain.controller.ray_pool import places_words
 
 
 def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -28,32 +28,36 @@ NODES = [
 
 
 def test_machines_are_alive_have_the_gpus_and_begin_with_the_commands_own():
-    taken = chosen(NODES, "5", 2, 8, "cuda")
+    taken = choose_machines(NODES, "5", 2, 8, "cuda")
     assert [(machine.id, machine.address, machine.cores) for machine in taken] == [
         ("5", "10.0.0.5", 32),
         ("2", "10.0.0.2", 16),
     ]
-    assert [machine.id for machine in chosen(NODES, "4", 3, 4, "cuda")] == ["1", "2", "5"]  # its own has no GPU
-    assert [machine.id for machine in chosen(NODES, "4", 4, 9, "cpu")] == ["4", "1", "2", "5"]
+    assert [machine.id for machine in choose_machines(NODES, "4", 3, 4, "cuda")] == [
+        "1",
+        "2",
+        "5",
+    ]  # its own has no GPU
+    assert [machine.id for machine in choose_machines(NODES, "4", 4, 9, "cpu")] == ["4", "1", "2", "5"]
 
 
 def test_too_few_machines_are_counted_in_words():
     with pytest.raises(UserError, match=r"nnodes=3: the Ray of this run has 2 machine\(s\) with 8 GPU\(s\), 4 in all"):
-        chosen(NODES, "5", 3, 8, "cuda")
+        choose_machines(NODES, "5", 3, 8, "cuda")
     with pytest.raises(UserError, match=r"nnodes=5: the Ray of this run has 4 machine\(s\), 4 in all"):
-        chosen(NODES, "5", 5, 1, "cpu")
+        choose_machines(NODES, "5", 5, 1, "cpu")
 
 
 def test_workers_that_generate_take_the_free_gpus_those_of_machines_in_use_first():
-    rooms = free_rooms(NODES, "5", 8, {"5": 6, "1": 4})
+    rooms = free_gpus(NODES, "5", 8, {"5": 6, "1": 4})
     assert [machine.id for machine in rooms] == ["5", "5", *["2"] * 6]  # 1 is full, 3 is gone, 4 has none
     with pytest.raises(UserError, match=r"rollout\.n_workers=11: .*has 10 free GPU\(s\) on 4 machine"):
-        free_rooms(NODES, "5", 11, {"5": 6, "1": 4})
+        free_gpus(NODES, "5", 11, {"5": 6, "1": 4})
 
 
 def test_on_a_cpu_the_machines_that_train_share_those_that_generate():
     two = [Machine("1", "10.0.0.1", 8), Machine("2", "10.0.0.2", 8)]
-    assert [machine.id for machine in rooms_for(3, 4, two, "cpu")] == ["1", "2", "1"]
+    assert [machine.id for machine in rollout_machines(3, 4, two, "cpu")] == ["1", "2", "1"]
 
 
 def test_places_are_told_as_gpus_or_as_processes_with_their_cores():

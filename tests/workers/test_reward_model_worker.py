@@ -13,7 +13,7 @@ import torch
 from reward_models import LOUD, other_tokenizer, write_reward_model
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.models.scorer import score_rows
@@ -78,7 +78,7 @@ def test_with_the_policys_tokenizer_its_ids_are_scored_as_they_are(rm_same):
         for ids, mask in zip(data.batch["input_ids"], data.batch["attention_mask"], strict=True)
     ]
     group = worker(rm_same)
-    assert not group.worker.conversations.anew and "token ids" in group.notes()[0]
+    assert not group.worker.conversations.renders and "token ids" in group.notes()[0]
     torch.testing.assert_close(scores(group), plain(rm_same, rows), rtol=0, atol=1e-5)
     assert scores(group).std() > 0.1
 
@@ -90,7 +90,7 @@ def test_S4_48_M_35_another_tokenizer_reads_the_conversation_in_its_own_template
     ]
     rows = [other_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
     group = worker(rm_other)
-    assert group.worker.conversations.anew and "own chat template" in group.notes()[0]
+    assert group.worker.conversations.renders and "own chat template" in group.notes()[0]
     torch.testing.assert_close(scores(group), plain(rm_other, rows), rtol=0, atol=1e-5)
 
 
@@ -126,7 +126,7 @@ def test_a_named_input_tokenizer_renders_anew_and_decodes_with_it(rm_same, tmp_p
     other_tokenizer().save_pretrained(tmp_path / "other")
     rendered = worker(rm_same, model__input_tokenizer=str(tmp_path / "same"))
     wrong = worker(rm_same, model__input_tokenizer=str(tmp_path / "other"))
-    assert rendered.worker.conversations.anew
+    assert rendered.worker.conversations.renders
     # The byte tokenizer's template ends a turn as the policy does, so nothing changes where there is text.
     torch.testing.assert_close(scores(rendered)[[0, 1, 3]], scores(worker(rm_same))[[0, 1, 3]], rtol=0, atol=1e-5)
     assert (scores(wrong) - scores(rendered))[[0, 1, 3]].abs().min() > 1e-3
@@ -184,7 +184,7 @@ def test_M_35_without_a_template_the_setting_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no chat template.*reward_model.model.tokenizer_path"):
         worker(folder)
     other_tokenizer().save_pretrained(tmp_path / "with")
-    assert worker(folder, model__tokenizer_path=str(tmp_path / "with")).worker.conversations.anew
+    assert worker(folder, model__tokenizer_path=str(tmp_path / "with")).worker.conversations.renders
 
 
 def test_wrong_folders_are_refused_with_their_setting(tiny_model, tmp_path):
@@ -263,7 +263,7 @@ def test_a_tokenizer_beside_the_model_and_another_type_are_taken_as_set(rm_same,
     other_tokenizer().save_pretrained(tmp_path)
     group = worker(rm_same, model__tokenizer_path=str(tmp_path), model__dtype="float64")
     assert next(group.worker.module.parameters()).dtype == torch.float64
-    assert group.worker.conversations.anew  # the folder's own is the policy's, which would be passed as it is
+    assert group.worker.conversations.renders  # the folder's own is the policy's, which would be passed as it is
 
 
 def test_code_of_a_reward_model_runs_only_if_it_is_trusted(rm_same, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,21 +14,20 @@ import torch
 from textbook import ACTOR, CPU, actor, batch, ppo_config
 from toy_workers import Toy
 
-from posttrain.config import load_config
+from posttrain.config import PPOConfig, load_config
 from posttrain.controller.dispatch import Calls
-from posttrain.controller.local import LocalWorkerGroup
-from posttrain.controller.pool import LocalWorkers
+from posttrain.controller.pool import LocalWorkerGroup, LocalWorkers
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.trainer.ppo.making_workers import _apart
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers import buckets
-from posttrain.workers.apart import ActorRolloutApart
-from posttrain.workers.buckets import SyncError, in_buckets, tied_once
+from posttrain.workers.buckets import SyncError, in_buckets, without_tied_copies
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
-from posttrain.workers.spread import in_row_order
+from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
+from posttrain.workers.row_dispatch import in_row_order
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}
 
@@ -85,7 +85,7 @@ def test_a_call_that_fails_leaves_the_rollout_asleep_and_without_requests(apart)
     with pytest.raises(ValueError, match="needs a prompt"):
         prompts = DataProto.from_dict(non_tensors={"raw_prompt_ids": ids, "seed": np.arange(2).astype(object)})
         apart["rollout"].generate_sequences(prompts)
-    assert not worker.awake and not worker.rollout.has_work() and worker.rollout.asleep
+    assert not worker.awake and not worker.engine.has_work() and worker.engine.asleep
 
 
 def test_a_rank_that_got_no_rows_generates_nothing(apart):
@@ -104,7 +104,7 @@ def test_a_rank_that_got_no_rows_generates_nothing(apart):
 
 
 def test_what_is_learnt_reaches_those_who_generate_and_is_proved_by_checksum_and_probe(together, apart):
-    pair = ActorRolloutApart(apart["policy"], apart["rollout"])
+    pair = DisaggregatedGroup(PolicyGroup(apart["policy"]), RolloutGroup(apart["rollout"]))
     before = pair.sync_weights(1)
     together.sync_weights(1)
     data = batch()
@@ -112,13 +112,13 @@ def test_what_is_learnt_reaches_those_who_generate_and_is_proved_by_checksum_and
     after = pair.sync_weights(2)
     together.sync_weights(2)
     assert before["sync/checksum"] != after["sync/checksum"] and after["sync/probe_max"] < 1e-6
-    assert responses(pair) == responses(together) and pair.rollout.worker.rollout.version == 2
+    assert responses(pair) == responses(together) and pair.rollout.worker.engine.version == 2
     assert pair.rollout_engine() == apart["rollout"].rollout_engine() and pair.notes() == together.notes()
 
 
 def test_weights_that_changed_on_the_way_are_named_and_an_engine_that_ignores_them_is_found_out(apart, monkeypatch):
-    pair = ActorRolloutApart(apart["policy"], apart["rollout"])
-    plain, load = LocalWorkerGroup._send_answer, apart["rollout"].worker.rollout.load_weights
+    pair = DisaggregatedGroup(PolicyGroup(apart["policy"]), RolloutGroup(apart["rollout"]))
+    plain, load = LocalWorkerGroup._send_answer, apart["rollout"].worker.engine.load_weights
 
     def changed(self, rank, name, answer, arguments):
         tensors = answer.result().tensors
@@ -130,7 +130,7 @@ def test_weights_that_changed_on_the_way_are_named_and_an_engine_that_ignores_th
         pair.sync_weights(3)
     monkeypatch.setattr(LocalWorkerGroup, "_send_answer", plain)
     halved = lambda weights, version: load(((name, tensor / 2) for name, tensor in weights), version)  # noqa: E731
-    monkeypatch.setattr(apart["rollout"].worker.rollout, "load_weights", halved)
+    monkeypatch.setattr(apart["rollout"].worker.engine, "load_weights", halved)
     with pytest.raises(SyncError, match=r"the rollout engine's log-probs differ from the trainer's"):
         pair.sync_weights(3)
     monkeypatch.undo()
@@ -138,7 +138,7 @@ def test_weights_that_changed_on_the_way_are_named_and_an_engine_that_ignores_th
 
 
 def test_workers_that_were_given_different_weights_stop_the_run(apart, monkeypatch):
-    pair = ActorRolloutApart(apart["policy"], apart["rollout"])
+    pair = DisaggregatedGroup(PolicyGroup(apart["policy"]), RolloutGroup(apart["rollout"]))
     monkeypatch.setattr(pair.carrier, "carry", lambda version: [7, 8])
     with pytest.raises(SyncError, match=r"different weights: checksums 7, 8"):
         pair.sync_weights(4)
@@ -174,7 +174,7 @@ def test_tied_weights_travel_once():
         "head": whole.detach(),
         "nil": whole[:0],
     }
-    assert [name for name, _ in tied_once(weights.items())] == ["embed", "q", "k", "none", "nil"]
+    assert [name for name, _ in without_tied_copies(weights.items())] == ["embed", "q", "k", "none", "nil"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -193,9 +193,9 @@ def test_a_checksum_sees_a_change_anywhere_and_parts_that_changed_places(dtype):
 
 
 def test_the_number_of_workers_that_generate_is_a_setting_and_alone_it_brings_ray(monkeypatch):
-    ray_group = pytest.importorskip("posttrain.controller.ray_group")
+    ray_pool = pytest.importorskip("posttrain.controller.ray_pool")
     made = Mock(**{"return_value.cluster.was_there": False})
-    monkeypatch.setattr(ray_group, "RayWorkers", made)
+    monkeypatch.setattr(ray_pool, "RayWorkers", made)
     for given, ranks, rollout in ((["actor_rollout_ref.rollout.n_workers=2"], 1, 2), (["trainer.n_workers=2"], 2, 0)):
         open_workers(load_config(given).config, CPU, None)
         assert made.call_args.args[0] == ranks and made.call_args.kwargs["rollout"] == rollout
@@ -205,9 +205,15 @@ def test_a_class_of_the_users_own_for_both_roles_is_told_to_be_two():
     class Own(ActorRolloutRefWorker):
         pass
 
-    trainer = SimpleNamespace(actor_class=Own, workers=SimpleNamespace(rollout_size=2))
-    with pytest.raises(UserError, match=r"n_workers=2 .*actor_class = Own.*policy_class and rollout_class"):
-        _apart(trainer)  # pyright: ignore
+    workers: Any = SimpleNamespace(rollout_size=2, words=lambda: "")
+
+    class Mine(WorkerClasses):
+        actor_class = Own
+
+    counts = {"total_updates": 1, "reference": False, "critic_updates": None}
+    groups = TrainingGroups(workers, Mine, PPOConfig(), None, CPU, **counts)
+    with pytest.raises(UserError, match=r"n_workers=2 .*but Mine .*actor_class = Own.*policy_class and rollout_class"):
+        groups.load_models()
 
 
 def test_one_step_off_older_responses_are_weighed_unless_somebody_says_what_is_done_about_them():
@@ -227,15 +233,15 @@ def test_a_group_does_something_else_while_its_caller_waits():
     assert group.process() == [os.getpid()] and seen == []
     group.meanwhile = lambda call: seen.append(call.result())
     assert group.process() == [os.getpid()] == seen[0]
-    group.later.process()
+    group.process.later()
     assert len(seen) == 1  # nobody waits
 
 
 def test_responses_are_asked_for_ahead_once_and_not_behind_the_last_step():
-    run = Mock(**{"config.trainer.one_step_off": True, "sizes.total_steps": 5, "step": 0, "ahead.rows": None})
+    run = Mock(**{"config.trainer.one_step_off": True, "sizes.total_steps": 5, "step": 0})
     asked = []
-    for step, waiting in ((0, None), (0, "a batch"), (3, None), (4, None)):  # one that nobody took stays
-        run.step, run.ahead.rows = step, waiting
-        RayPPOTrainer._ask_ahead(run)
-        asked.append(run.ahead.ask.call_count)
+    for step, is_empty in ((0, True), (0, False), (3, True), (4, True)):  # one that nobody took stays
+        run.step, run.one_step_off.is_empty = step, is_empty
+        RayPPOTrainer._start_next_rollout(run)
+        asked.append(run.one_step_off.start.call_count)
     assert asked == [1, 1, 2, 2]

@@ -24,7 +24,7 @@ def prompts() -> DataProto:
 def test_the_cache_sleeps_while_weights_are_synced_and_wakes_with_the_next_requests(tiny_model, monkeypatch, name):
     monkeypatch.setattr("posttrain.rollout.native.pool.KEPT", 0)
     group = actor(tiny_model, {f"{ROLLOUT}.name": name})
-    engine, seen = group.worker.rollout, []
+    engine, seen = group.worker.rollout.engine, []
 
     def tell(what: str) -> None:
         plain = getattr(engine, what)
@@ -62,9 +62,9 @@ def test_S1_45_who_trains_and_generates_holds_the_weights_once_no_cache_while_it
         return step(engine)
 
     def updated(worker, plan):
-        caches["update_actor"].append(worker.rollout.cache_bytes())
+        caches["update_actor"].append(worker.rollout.engine.cache_bytes())
         own = worker.engine.module.model.layers[0].self_attn.q_proj.weight
-        assert worker.rollout.decoder.layers[0].qkv.weight.data_ptr() == own.data_ptr()
+        assert worker.rollout.engine.decoder.layers[0].qkv.weight.data_ptr() == own.data_ptr()
         return update(worker, plan)
 
     updated.spread, updated.join = update.spread, update.join  # pyright: ignore

@@ -17,9 +17,9 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.main_ppo import run_ppo
 
 pytest.importorskip("ray")
-from posttrain.controller import alike, ray_cluster, ray_head, ray_serving, torchrun
+from posttrain.controller import ray_cluster, ray_machines, ray_node, ray_serving, torchrun
+from posttrain.controller.ray_address import OWN
 from posttrain.controller.ray_cluster import RayCluster
-from posttrain.controller.ray_secret import OWN
 from posttrain.controller.worker_died import death_of
 
 
@@ -84,7 +84,7 @@ def test_a_head_that_goes_ends_the_service_and_before_any_rank_came_it_is_an_err
     assert kind.made[0].closed
     node(1, 1, 1, 1, 1, 1, 9)
     answers = iter([None, OSError("gone"), None, *[OSError("gone")] * 3])  # one silence is not the end
-    monkeypatch.setattr(ray_serving, "silence_of", lambda address: next(answers))
+    monkeypatch.setattr(ray_serving, "connection_error", lambda address: next(answers))
     ray_serving.serve(head, lambda words: None)
     assert Node.ranks_seen == [1, 9]
 
@@ -114,11 +114,11 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     connected: list[Any] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
-    monkeypatch.setattr(ray_head.RayNode, "__init__", lambda self, options, variables: started.append(options))
-    monkeypatch.setattr(ray_head.RayNode, "folder", "/head", raising=False)
-    monkeypatch.setattr(ray_head.RayNode, "environment", lambda self, secret: socket.socket(), raising=False)
+    monkeypatch.setattr(ray_node.RayNode, "__init__", lambda self, options, variables: started.append(options))
+    monkeypatch.setattr(ray_node.RayNode, "folder", "/head", raising=False)
+    monkeypatch.setattr(ray_node.RayNode, "environment", lambda self, secret: socket.socket(), raising=False)
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **named: connected.append(named))
-    monkeypatch.setattr(ray_head, "silence_of", lambda address: OSError("free"))
+    monkeypatch.setattr(ray_node, "connection_error", lambda address: OSError("free"))
     return started, connected
 
 
@@ -127,8 +127,8 @@ def test_S4_105_the_first_machine_starts_a_head_with_its_settings_and_says_what_
 ):
     started, connected = heads(monkeypatch)
     monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
-    monkeypatch.setattr(ray_head, "_facing", lambda host="": "10.0.0.7")
-    monkeypatch.setattr(ray_head, "users_secret", lambda: False)
+    monkeypatch.setattr(ray_node, "_facing", lambda host="": "10.0.0.7")
+    monkeypatch.setattr(ray_node, "users_secret", lambda: False)
     told: list[str] = []
     settings = {"num_cpus": 3, "include_dashboard": True, "resources": {"a": 1}, "namespace": "mine"}
     cluster = RayCluster(2, settings, machines=3, tell=told.append)
@@ -139,7 +139,7 @@ def test_S4_105_the_first_machine_starts_a_head_with_its_settings_and_says_what_
     assert connected[0]["namespace"] == "mine" and "num_cpus" not in connected[0]
     assert "with RAY_HEAD_ADDRESS=10.0.0.7:6379 and trainer.node_rank=1 to 2." in told[0]
     assert "whoever reaches 10.0.0.7:6379 can run programs here" in told[1]
-    monkeypatch.setattr(ray_head, "silence_of", lambda address: None)
+    monkeypatch.setattr(ray_node, "connection_error", lambda address: None)
     with pytest.raises(UserError, match=r"10.0.0.7:6379 is taken by another program"):
         RayCluster(2, machines=2).start()
 
@@ -207,11 +207,11 @@ def test_S0_59_D_25_the_same_command_on_a_second_machine_sees_the_run_and_leaves
 
 
 def test_machines_with_other_programs_are_named_with_what_differs_and_where_it_lies():
-    here = alike.programs()
-    alike.check_alike([here, {**here, "in": "/elsewhere"}], ["10.0.0.1", "10.0.0.2"])
+    here = ray_machines.programs()
+    ray_machines.check_same_programs([here, {**here, "in": "/elsewhere"}], ["10.0.0.1", "10.0.0.2"])
     other = {**here, "torch": "1.0", "posttrain": "files 00000000", "in": "/old"}
     with pytest.raises(UserError, match=r"10.0.0.2 does .*: torch 1.0, posttrain files 0+ in /old, and"):
-        alike.check_alike([here, other], ["10.0.0.1", "10.0.0.2"])
+        ray_machines.check_same_programs([here, other], ["10.0.0.1", "10.0.0.2"])
 
 
 DIED = """The actor died unexpectedly before finishing this task.

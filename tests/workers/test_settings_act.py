@@ -12,7 +12,7 @@ import torch
 from textbook import ACTOR, MODEL, ROLLOUT, actor, batch, critic
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
@@ -171,7 +171,7 @@ def test_S1_22_S1_23_each_sampling_setting_of_a_run_acts_on_its_responses(lively
 
 def test_responses_end_at_the_end_token_unless_told_to_go_on_and_at_the_limit(lively, write, monkeypatch):
     assert max(map(len, write())) == 6
-    monkeypatch.setattr(lively.worker, "end_ids", tuple(range(130)))
+    monkeypatch.setattr(lively.worker.rollout, "end_ids", tuple(range(130)))
     assert min(map(len, write())) < 6 and set(map(len, write(ignore_eos=True))) == {6}
     monkeypatch.setattr(lively.worker.config.data, "max_response_length", 3)
     assert max(map(len, write(ignore_eos=True))) == 3
@@ -262,7 +262,7 @@ def test_S4_20_S4_21_S3_54_S3_56_weights_and_moments_come_for_their_stage_leave_
     moves: dict[bool, list[str]] = {False: [], True: []}
     for kind, group in groups.items():
         worker, seen = group.worker, moves[kind]
-        for name, engine in (("weights", worker.engine), ("reference", worker.reference)):
+        for name, engine in (("weights", worker.engine), ("reference", worker.reference.engine)):
             _watch(engine.module, "to", name, seen)
         _watch(worker.engine.optimizer, "move", "moments", seen)
         for call in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
@@ -283,7 +283,7 @@ def test_S0_08_offloading_the_reference_and_the_actor_are_separate_settings(tiny
     group = actor(tiny_model, {key: role == moved for role, key in keys.items()}, reference=True)
     seen: list[str] = []
     _watch(group.worker.engine.module, "to", "actor", seen)
-    _watch(group.worker.reference.module, "to", "ref", seen)
+    _watch(group.worker.reference.engine.module, "to", "ref", seen)
     for call in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
         getattr(group, call)(batch())
     assert set(seen) == {moved}
@@ -295,16 +295,19 @@ def test_S4_20_an_engine_that_reads_the_actors_weights_holds_nothing_where_they_
     group = actor(tiny_model, {f"{ACTOR}.fsdp_config.param_offload": True})
     worker, plain = group.worker, actor(tiny_model, {}).worker
     prompts = [[5, 6, 7], [9]]
-    assert worker.rollout.decoder.gone, "of the weights that the engine was tried with"
+    assert worker.rollout.engine.decoder.gone, "of the weights that the engine was tried with"
     found = []
     for one in (worker, plain):
-        one._wake()
-        found.append([x.token_ids for x in generate(one.rollout, prompts, [Sampling(max_tokens=4)] * 2, [0, 1])])
-        held = [weakref.ref(x) for x in (one.rollout.decoder.embedding, one.rollout.decoder.layers[0].qkv.weight)]
-        one._sleep()
+        one.rollout.wake()
+        found.append([x.token_ids for x in generate(one.rollout.engine, prompts, [Sampling(max_tokens=4)] * 2, [0, 1])])
+        held = [
+            weakref.ref(x)
+            for x in (one.rollout.engine.decoder.embedding, one.rollout.engine.decoder.layers[0].qkv.weight)
+        ]
+        one.rollout.sleep()
         assert all((x() is None) == (one is worker) for x in held)
         one.sync_weights(1)
-        assert one.rollout.decoder.gone == (one is worker)
+        assert one.rollout.engine.decoder.gone == (one is worker)
     assert found[0] == found[1]
 
 

@@ -30,11 +30,11 @@ from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost
 from posttrain.controller.wire import pack, unpack
+from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.next_turn import NextTurn
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -62,7 +62,7 @@ def cluster(forked):
 def ranks(cluster):
     """`ranks(n)`: workers on n of four processes, or on this one; `ranks((n, m))`: m others of them generate, and know
     each other where they are several."""
-    from posttrain.controller.ray_group import RayWorkers
+    from posttrain.controller.ray_pool import RayWorkers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.cores.usable", lambda: 4)  # one thread each on every machine
@@ -74,12 +74,12 @@ def ranks(cluster):
         count, others = counts if isinstance(counts, tuple) else (counts, 0)
         some = copy.copy(four)
         some.hosts, some.rollout_hosts, some.world_size = four.hosts[:count], four.hosts[count : count + others], count
-        address = four.watch.fetched(four.hosts[0].free_address.remote())
+        address = four.watch.fetch(four.hosts[0].free_address.remote())
         ranked = [(host, (rank, count, address)) for rank, host in enumerate(some.hosts)]
         if others:
-            address = four.watch.fetched(some.rollout_hosts[0].free_address.remote())
+            address = four.watch.fetch(some.rollout_hosts[0].free_address.remote())
         ranked += [(host, (number, others, address)) for number, host in enumerate(some.rollout_hosts)]
-        four.watch.gathered([host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked])
+        four.watch.gather([host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked])
         some.close = lambda: None  # they serve further runs
         return some
 
@@ -88,13 +88,13 @@ def ranks(cluster):
 
 
 def test_S0_73_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monkeypatch, capsys):
-    from posttrain.controller import ray_group
+    from posttrain.controller import ray_pool
     from posttrain.trainer.run.workers import open_workers
 
     assert ray.cluster_resources()["CPU"] == 5
     assert ranks(2).create("toy", Toy, None).variable("SEEN_BY_RANKS") == ["1", "1"]
     made = Mock(**{"return_value.cluster.was_there": True})
-    monkeypatch.setattr(ray_group, "RayWorkers", made)
+    monkeypatch.setattr(ray_pool, "RayWorkers", made)
     given = ["trainer.ray_init.num_cpus=3", "trainer.stopped_worker_timeout_s=7", "trainer.n_workers=2"]
     open_workers(load_config(given).config, CPU, None)
     assert made.call_args.kwargs["settings"] == {"num_cpus": 3} and made.call_args.kwargs["stopped_s"] == 7
@@ -120,7 +120,7 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
         group.refuse()
     other, first = ranks(2).create("other", Toy, None).process(), group.process()
     assert other == first and len(set(first)) == 2 and os.getpid() not in first
-    assert group.later.process().result() == first and group.on(1).process().result() == first[1]
+    assert group.process.later().result() == first and group.process.on(1).result() == first[1]
 
 
 def test_ranks_of_a_team_are_given_the_same_rows_and_answer_once(ranks):
@@ -130,9 +130,9 @@ def test_ranks_of_a_team_are_given_the_same_rows_and_answer_once(ranks):
     assert group.teams("summed_in_pairs").world_size == 2 and group.teams("doubled") is group
     rows, results = group.summed_in_pairs(data)
     assert sorted(rows[0] + rows[1]) == [*range(6)] and results == [(2 * at, 2 * sum(rows[at])) for at in (0, 1)]
-    assert group.on(1).summed_in_pairs(data).result() == (2, 30)
+    assert group.summed_in_pairs.on(1, data).result() == (2, 30)
     with pytest.raises(UserError, match="this cannot be had"):
-        group.on(1).refuse_second().result()
+        group.refuse_second.on(1).result()
     alone = ranks(2).create("toy", Toy, SimpleNamespace(trainer=None, pairs=1))
     assert alone.teams("summed_in_pairs") is alone
 
@@ -142,7 +142,7 @@ def test_the_error_of_one_rank_is_heard_while_others_are_at_work(ranks, tmp_path
     with pytest.raises(UserError, match="this cannot be had"):
         group.refuse_first(tmp_path / "go")
     (tmp_path / "go").touch()
-    assert group.on(1).found_it().result()  # the other one was at it still
+    assert group.found_it.on(1).result()  # the other one was at it still
 
 
 def test_ranks_tell_when_they_were_at_work_and_at_what(ranks):
@@ -305,8 +305,8 @@ def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_th
 
 def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_taken_for_the_cause(cluster, tmp_path):
     from posttrain.controller import ray_ranks
-    from posttrain.controller.ray_group import RayWorkers
-    from posttrain.controller.standstill import WorkerStopped
+    from posttrain.controller.ray_pool import RayWorkers
+    from posttrain.controller.stalls import WorkerStopped
 
     told: list[str] = []
     workers = RayWorkers(2, CPU, cluster, tell=told.append, stopped_s=4, logs=tmp_path)
@@ -387,7 +387,7 @@ def test_S1_43_those_that_train_hold_the_optimizer_the_others_none_and_weights_a
     assert len(set(sums)) == 6 and all("sync/probe_max" in line for line in apart.metrics)
     training, rollout = workers.groups["actor"].holds(), workers.groups["rollout"].holds()
     assert [held for _, held in training] == [{"optimizer", "module"}] * 2
-    assert [held for _, held in rollout] == [{"rollout"}] * 2
+    assert [held for _, held in rollout] == [{"engine"}] * 2
 
 
 def test_S1_05_the_run_says_which_processes_train_and_which_generate_and_none_does_both(ranks):
@@ -436,9 +436,9 @@ class InTurn(RayPPOTrainer):
         super().__init__(config, **parts)
         self.config.trainer.one_step_off = True
 
-    def _ask_ahead(self) -> None:
-        super()._ask_ahead()
-        self.ahead.finish()
+    def _start_next_rollout(self) -> None:
+        super()._start_next_rollout()
+        self.one_step_off.finish()
 
 
 class AtOnce(RayPPOTrainer):
@@ -449,8 +449,8 @@ class AtOnce(RayPPOTrainer):
 
     def _update(self, batch, step):
         metrics = super()._update(batch, step)
-        groups = [self.actor_rollout_wg.training, *([self.critic_wg] if self.critic_wg else [])]
-        moved = [group.meanwhile == self.experience.until for group in groups]
+        groups = [*self.groups.training()]
+        moved = [group.meanwhile == self.experience.poll_until for group in groups]
         AtOnce.begun.append(bool(self.experience._advancing or self.experience._outputs) and all(moved))
         return metrics
 
@@ -529,7 +529,7 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
         for engine in engines:
             busy = True
             while busy:
-                outputs, busy = group.on(engine).advance().result()
+                outputs, busy = group.advance.on(engine).result()
                 new += [(engine, output) for output in outputs]
         ended.update({output.id: (output.token_ids, list(map(float, output.log_probs))) for _, output in new})
         return new
@@ -539,9 +539,9 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
     group.submit(prompts())
     for engine, output in wait():
         ids = [*begun[output.id], *output.token_ids, 44]
-        group.on(engine).go_on([NextTurn(output.id, 1, ids, 5, 77, {})]).result()
+        group.continue_conversations.on(engine, [TurnRequest(output.id, 1, ids, 5, 77, {})]).result()
     for engine, output in wait():
-        group.on(engine).end([output.id[:2]]).result()
+        group.end_conversations.on(engine, [output.id[:2]]).result()
     return ended
 
 
@@ -579,21 +579,21 @@ def test_S0_37_S3_62_workers_that_hold_one_engine_write_what_one_writes_with_hal
     (whole,), parts = one.held(), two.held()
     assert [part["whole"] for part in parts] == [0, 0] and {part["cache"] for part in parts} == {whole["cache"] // 2}
     assert all(part["weights"] < 0.52 * whole["weights"] for part in parts)  # norms, and a token more, are on both
-    scores = [group.rollout_scores() for group in (one, two) if group.later.wake_weights().result() is None]
+    scores = [group.rollout_scores() for group in (one, two) if group.wake_weights.later().result() is None]
     assert float((scores[0][0] - scores[1][0]).abs().max()) < 1e-9 and torch.equal(*scores[1])
 
 
 def test_workers_that_only_generate_know_each_other_where_they_hold_engines_together(cluster, monkeypatch):
-    from posttrain.controller import ray_group
+    from posttrain.controller import ray_pool
     from posttrain.trainer.run.workers import open_workers
 
     made = Mock(**{"return_value.cluster.was_there": False})
-    monkeypatch.setattr(ray_group, "RayWorkers", made)
+    monkeypatch.setattr(ray_pool, "RayWorkers", made)
     for size in (1, 2):
         open_workers(load_config([f"{ROLLOUT}.n_workers=2", f"{SIZE}={size}"]).config, CPU, None)
         assert made.call_args.kwargs["teams"] == (size == 2) and made.call_args.kwargs["rollout"] == 2
     monkeypatch.undo()
-    workers = ray_group.RayWorkers(1, CPU, cluster, rollout=2, teams=True)
+    workers = ray_pool.RayWorkers(1, CPU, cluster, rollout=2, teams=True)
     try:
         assert [float(got) for got in workers.create("rollout", Toy, None).plus_rank(torch.zeros(()))] == [1.0, 2.0]
     finally:
@@ -654,7 +654,7 @@ async def talk(chat, row):
 
 
 def test_agents_work_with_such_an_engine(runs, monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.agents.registry.AGENTS", {"talk": talk})
+    monkeypatch.setattr("posttrain.conversations.agents.AGENTS", {"talk": talk})
     given = {**HALF, f"{ROLLOUT}.agent": "talk", "data.max_response_length": 60, "trainer.total_training_steps": 2}
     one, two = runs.free("talk", 1, given), runs.free("talk cut", 2, {**given, SIZE: 2})
     check_same(one, two)
@@ -730,7 +730,7 @@ def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_
 
 
 def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, forked):
-    from posttrain.controller.ray_secret import OWN
+    from posttrain.controller.ray_address import OWN
 
     code = """
         import os
@@ -749,11 +749,10 @@ def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, for
 
 def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
-    from posttrain.controller.alike import check_alike
-    from posttrain.controller.ray_group import RayWorkers
-    from posttrain.controller.ray_machines import machines_for
+    from posttrain.controller.ray_address import OWN
+    from posttrain.controller.ray_machines import check_same_programs, machines_for
     from posttrain.controller.ray_node import RayNode
-    from posttrain.controller.ray_secret import OWN
+    from posttrain.controller.ray_pool import RayWorkers
     from posttrain.controller.ray_serving import serve
 
     told: list[str] = []
@@ -771,7 +770,7 @@ def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leave
     serving.start()
     here, there = machines_for(2, 1, "cpu", told.append)
     rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
-    check_alike([unpack(ray.get(rank.programs.remote()))], [there.address])
+    check_same_programs([unpack(ray.get(rank.programs.remote()))], [there.address])
     assert at_work.wait(60) and serving.is_alive()
     ray.kill(rank)
     serving.join(60)

@@ -11,8 +11,16 @@ import pytest
 from patience import until
 
 from posttrain.config import ConfigError, load_config
-from posttrain.controller.process_state import Process, State, state_of, this_process
-from posttrain.controller.standstill import EVERY_S, IDLE_S, Standstill, WorkerStopped
+from posttrain.controller.stalls import (
+    EVERY_S,
+    IDLE_S,
+    Process,
+    StallWatch,
+    State,
+    WorkerStopped,
+    state_of,
+    this_process,
+)
 
 ONE, TWO = "Rank 0 (process 11 on a)", "Rank 1 (process 22 on b)"
 
@@ -22,7 +30,7 @@ class Watched:
 
     def __init__(self, limit_s: float = 300.0) -> None:
         self.now, self.told, self.used = 0.0, [], 0.0
-        self.standstill = Standstill(limit_s, self.told.append, lambda: self.now)
+        self.standstill = StallWatch(limit_s, self.told.append, lambda: self.now)
 
     def look(self, letters: str, *, looks: int = 1, passed: float = EVERY_S, load: float = 1.0) -> None:
         """`load` is the share of a core that the second process uses."""

@@ -14,7 +14,7 @@ from engine_tools import ragged_batch
 
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
-from posttrain.controller.local import LocalWorkerGroup
+from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker

@@ -19,7 +19,7 @@ from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RolloutWorker
-from posttrain.workers.spread import by_groups, in_row_order
+from posttrain.workers.row_dispatch import by_groups, in_row_order
 
 STEPS = 2
 
@@ -115,7 +115,7 @@ class OneEngine(RolloutWorker):
     @register(to_all, all_of)
     def held(self) -> dict[str, int]:
         """Bytes of weights here, of the whole model's here, and of the cache for a token."""
-        engine: Any = self.rollout
+        engine: Any = self.engine
         storages = {weight.untyped_storage() for weight in engine.decoder.arena.named.values()}
         storages |= {part.weight.untyped_storage() for layer in engine.decoder.arena.layers for part in layer.values()}
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -125,7 +125,7 @@ class OneEngine(RolloutWorker):
 
     @register(to_all)
     def wake_weights(self) -> None:
-        self.rollout.wake("weights")
+        self.engine.wake("weights")
 
     @register(to_all)
     def slip(self) -> None:
@@ -134,7 +134,7 @@ class OneEngine(RolloutWorker):
 
     @register(to_first)
     def engine_ranks(self) -> int:
-        return self.rollout.ranks
+        return self.engine.ranks
 
 
 class Spoiled(ActorRolloutRefWorker):
@@ -142,14 +142,15 @@ class Spoiled(ActorRolloutRefWorker):
 
     @register(to_all, largest)
     def sync_weights(self, version: int) -> dict[str, float]:
-        load = self.rollout.load_weights
+        engine: Any = self.rollout.engine
+        load = engine.load_weights
 
         def lossy(weights: Any, version: int) -> None:
             load(weights, version)
             if torch.distributed.get_rank() == 1:
-                self.rollout.decoder.layers[1].feed.down.weight[0].zero_()  # pyright: ignore
+                engine.decoder.layers[1].feed.down.weight[0].zero_()
 
-        self.rollout.load_weights = lossy
+        engine.load_weights = lossy
         return super().sync_weights(version)
 
 
@@ -164,7 +165,7 @@ class ActorAndReference(ActorRolloutRefWorker):
 
     @register(to_all)
     def layouts(self) -> list[Any]:
-        return [layout(engine) for engine in (self.engine, self.reference) if engine]
+        return [layout(engine) for engine in (self.engine, self.reference.engine) if engine]
 
 
 class Critic(CriticWorker):

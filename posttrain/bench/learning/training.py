@@ -20,8 +20,8 @@ from typing import Any
 
 from posttrain.bench import bench_folder
 from posttrain.bench.child import end_with_parent
-from posttrain.bench.code import of_this_bench
 from posttrain.bench.learning.entries import Entry
+from posttrain.bench.systems import of_this_bench
 from posttrain.bench.table import Line
 
 METRIC = "val/math_reasoning/mean@1"

@@ -103,8 +103,9 @@ def train(job: dict[str, Any]):
     from posttrain.config.algorithm import RolloutCorrectionConfig
     from posttrain.config.model import ModelConfig
     from posttrain.config.optim import OptimConfig
-    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
-    from posttrain.engine.packing import plan_passes
+    from posttrain.engine.base import EngineSettings
+    from posttrain.engine.pass_plan import plan_passes
+    from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import DTYPES, load_causal_lm
     from posttrain.models.lora import with_adapters
     from posttrain.rollout.base import Output
@@ -123,7 +124,7 @@ def train(job: dict[str, Any]):
         token_budget=job["budget"],
         gradient_checkpointing=job["checkpointing"],
     )
-    engine = FSDPEngine(module, settings)
+    engine = TorchEngine(module, settings)
     outputs = [Output(row, ids, [-1.0] * len(ids), "length") for row, ids in enumerate(job["responses"])]
     batch = to_batch(job["prompts"], outputs, pad_token_id=0)
     uids = [str(row // job["n"]) for row in range(len(outputs))]

@@ -33,7 +33,8 @@ def start(job: dict[str, Any]):
     from transformers import AutoModelForCausalLM
 
     from posttrain.config.model import ModelConfig
-    from posttrain.engine.fsdp import EngineSettings, FSDPEngine
+    from posttrain.engine.base import EngineSettings
+    from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import DTYPES, load_causal_lm
     from posttrain.rollout.base import Output
     from posttrain.rollout.generate import to_batch
@@ -64,7 +65,7 @@ def start(job: dict[str, Any]):
 
     truth, plain = transformers(torch.float32, "eager"), transformers(DTYPES[job["dtype"]])
     module = load_causal_lm(ModelConfig(path=job["model"]), dtype=DTYPES[job["dtype"]], device=device)
-    trainer = FSDPEngine(module, EngineSettings(device=device))
+    trainer = TorchEngine(module, EngineSettings(device=device))
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         prompts, tokens, given = request["prompts"], request["tokens"], request["log_probs"]

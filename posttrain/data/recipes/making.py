@@ -1,16 +1,126 @@
-"""A data set's files, made by its recipe."""
+"""A data set's files, made by its recipe from a folder (or file) with a copy of the data set, or from the hub."""
 
 from __future__ import annotations
 
+import csv
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from posttrain.data.recipes.arithmetic import write_files
-from posttrain.data.recipes.recipe import LeftOut, Recipe
-from posttrain.data.recipes.sources import from_folder, from_hub
-from posttrain.data.rows import DataError
+from posttrain.data.recipes.recipe import LeftOut, Recipe, Split
+from posttrain.data.rows import DataError, RowTable, load_rows, table_of_rows
+
+# A folder's own layout first, then that of a downloaded copy of the hub's repository. Texts come before parquet, so
+# that a folder that also holds our own output is still read from its source.
+LAYOUTS = (
+    "{split}.jsonl",
+    "{split}.jsonl.gz",
+    "{split}.json",
+    "{split}.json.gz",
+    "{split}.csv",
+    "{split}.parquet",
+    "{split}-00000-of-00001.parquet",
+    "{config}/{split}-00000-of-00001.parquet",
+    "data/{split}-00000-of-00001.parquet",
+)
+CONVERTED = "refs/convert/parquet"
+"""The branch on which the hub keeps every public data set as parquet: CONFIG/SPLIT/0000.parquet, ..."""
+
+
+def from_folder(recipe: Recipe, source: Path, out: Path) -> dict[str, RowTable]:
+    """The splits of a local copy; one that is needed and not there is an error."""
+    found = {split.name: path for split in recipe.splits if (path := _find(recipe, source, split)) is not None}
+    if not found:
+        names = [name for split in recipe.splits for name in _names(recipe, split)]
+        raise DataError(f"--from: {source} holds no {recipe.name}; one of these is needed: {', '.join(names)}.")
+    for split, path in found.items():
+        if path.resolve() == (out / f"{split}.parquet").resolve():
+            raise DataError(f"{path} is read and would be replaced by the result. Name another folder with --out.")
+    read = {path: _read(path) for path in dict.fromkeys(found.values())}
+    for table in read.values():
+        if "prompt" in table.rows[0] and ("ground_truth" in table.rows[0] or "extra_info" in table.rows[0]):
+            raise DataError(f"--from: {table.files[0]} holds prepared rows already; use it as data.train_files.")
+    return {split: read[path] for split, path in found.items()}
+
+
+def _find(recipe: Recipe, source: Path, split: Split) -> Path | None:
+    if source.is_file():
+        names = [name for one in recipe.splits for name in _names(recipe, one)]
+        own = any(source.match(name) for name in _names(recipe, split))
+        return source if own or not any(source.match(name) for name in names) else None
+    if not source.is_dir():
+        raise DataError(f"--from: there is no folder {source}.")
+    names = _names(recipe, split)
+    path = next((path for name in names for path in sorted(source.glob(name)) if path.is_file()), None)
+    if path is None and not split.optional:
+        raise DataError(f"--from: {source} holds no {split.name} split; one of these is needed: {', '.join(names)}.")
+    return path
+
+
+def _names(recipe: Recipe, split: Split) -> list[str]:
+    general = [layout.format(split=split.hub or split.name, config=recipe.hub_config) for layout in LAYOUTS]
+    return [*split.files, *general]
+
+
+def _read(path: Path) -> RowTable:
+    if path.suffix != ".csv":
+        return load_rows(path, setting="--from")
+    table = RowTable()
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table.add(str(path), enumerate(csv.DictReader(file), start=1))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as CSV: {error}.") from error
+    if not table.rows:
+        raise DataError(f"--from: there are no rows in {path}.")
+    return table
+
+
+def from_hub(recipe: Recipe) -> dict[str, RowTable]:
+    """All splits from the hub, by `datasets` where that is installed."""
+    try:
+        return {
+            split.name: table_of_rows(_hub_rows(recipe, split), name=f"{recipe.hub_id} {split.name}")
+            for split in recipe.splits
+        }
+    except DataError:
+        raise
+    except Exception as error:  # each package and each layer below it has its own errors for "no network"
+        reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+        splits = " and ".join(split.name for split in recipe.splits if not split.optional) or recipe.splits[0].name
+        raise DataError(
+            f"The data set {recipe.hub_id} could not be fetched from the hub ({reason}). Without a network, give a "
+            f"folder with a copy of it: posttrain data {recipe.name} --from FOLDER, where FOLDER holds {splits} as "
+            f".jsonl, .json, .csv or .parquet with the columns {recipe.columns}."
+        ) from error
+
+
+def _hub_rows(recipe: Recipe, split: Split) -> Iterable[Any]:
+    name = split.hub or split.name
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return _downloaded(recipe, name)
+    return load_dataset(recipe.hub_id, recipe.hub_config, split=name)
+
+
+def _downloaded(recipe: Recipe, split: str) -> Iterator[Any]:
+    import huggingface_hub as hub
+
+    if recipe.hub_file is not None:
+        files = [hub.hf_hub_download(recipe.hub_id, recipe.hub_file.format(split=split), repo_type="dataset")]
+    else:
+        where: dict[str, Any] = {"repo_type": "dataset", "revision": CONVERTED}
+        folder = f"{recipe.hub_config}/{split}/"
+        names = sorted(name for name in hub.list_repo_files(recipe.hub_id, **where) if name.startswith(folder))
+        if not names:
+            raise FileNotFoundError(f"no {folder} among its files")
+        files = [hub.hf_hub_download(recipe.hub_id, name, **where) for name in names]
+    yield from load_rows(files, setting=recipe.hub_id).rows
 
 
 @dataclass

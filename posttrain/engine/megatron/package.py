@@ -1,4 +1,10 @@
-"""The package megatron-core: whether it is there, and its parts, imported when they are needed (it takes seconds)."""
+"""The package megatron-core: its parts, imported when they are needed (it takes seconds), and what a CPU run changes.
+
+Megatron-Core is written for CUDA devices, and asks `torch.cuda.current_device()` where to make its buffers; a mixture
+of experts copies the counts of its tokens to the host on a CUDA stream. On a CPU the buffers are made there, and the
+counts are there already. Nothing else of it is changed: its random numbers, the only other part that needs CUDA, are
+for dropout, which is never on.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,14 @@ import importlib
 import importlib.metadata
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from posttrain.config.megatron import INSTALL, is_installed
+import torch
+
+from posttrain.config.megatron import install_words, is_installed
+from posttrain.config.train_engines import RL
 from posttrain.errors import UserError
 
 PACKAGE = "megatron-core"
@@ -26,8 +37,8 @@ def part(name: str) -> Any:
     """A module of megatron.core, without its warnings about packages that are not used here."""
     if not is_installed():
         raise MegatronError(
-            "actor_rollout_ref.actor.strategy=megatron: the package megatron-core is not installed in this "
-            f"environment; {INSTALL}"
+            f"{RL.strategy}=megatron: the package megatron-core is not installed in this environment; "
+            f"{install_words(RL.strategy)}"
         )
     with warnings.catch_warnings(action="ignore"):
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -36,3 +47,41 @@ def part(name: str) -> Any:
 
 def parallel_state() -> Any:
     return part("parallel_state")
+
+
+@contextmanager
+def buffers_on(device: torch.device) -> Iterator[None]:
+    """Inside, Megatron-Core makes its buffers on `device`, also where that is a CPU."""
+    if device.type == "cuda":
+        yield
+        return
+    before = torch.cuda.current_device
+    torch.cuda.current_device = lambda: device  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = before
+
+
+def adapt_experts(device: torch.device) -> None:
+    """Lets tokens be routed to experts without TransformerEngine, which one module takes for granted, and on a CPU
+    without a CUDA stream."""
+    moe_utils = part("transformer.moe.moe_utils")
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if device.type == "cuda":
+        return
+    dispatcher = part("transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = "none on a CPU"
+    dispatcher._maybe_dtoh_and_synchronize = _counts_as_numbers
+
+
+def _counts_as_numbers(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """What the dispatcher's own method does, less the copying: counts of tokens as arrays."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(self, name)
+            if isinstance(counts, torch.Tensor):
+                setattr(self, name, counts.numpy())
+    return tokens_per_expert

@@ -6,15 +6,16 @@ one; tensor ranks hold rows or columns of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from posttrain.engine.megatron.places import Places
-from posttrain.engine.megatron.shapes import experts_of
+from posttrain.engine.heads import Head
+from posttrain.engine.megatron.groups import RankGroups
+from posttrain.engine.megatron.model import experts_of
 
 Kind = Literal["same", "rows", "columns", "qkv", "gate_up", "experts"]
 CUT = ("rows", "columns", "qkv", "gate_up")
@@ -23,33 +24,33 @@ CUT = ("rows", "columns", "qkv", "gate_up")
 
 @dataclass(frozen=True)
 class Match:
-    """Weights here, those that they are there, and how the one becomes the other."""
+    """Weights of this rank (`ours`), the Hugging Face weights that they are made of, and how."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     kind: Kind
 
 
-def stage_matches(config: Any, places: Places, stage: int, *, values: bool = False) -> list[Match]:
-    """All weights of a stage; `values` of a value model, whose names begin otherwise and which predicts no tokens."""
-    stages = places.sizes.pipeline
-    root = "base_model" if values else "model"
+def stage_matches(config: Any, groups: RankGroups, stage: int, head: Head, theirs: Collection[str]) -> list[Match]:
+    """All weights of a stage of a model with this head; `theirs` are the names that the whole model has."""
+    stages, root = groups.sizes.pipeline, head.decoder
     found = []
     if stage == 0:
         found.append(Match(("embedding.word_embeddings.weight",), (f"{root}.embed_tokens.weight",), "rows"))
     count = config.num_hidden_layers // stages
     for own in range(count):
-        found += _layer(config, places, f"decoder.layers.{own}", f"{root}.layers.{stage * count + own}")
+        found += _layer(config, groups, f"decoder.layers.{own}", f"{root}.layers.{stage * count + own}")
     if stage == stages - 1:
         found.append(Match(("decoder.final_layernorm.weight",), (f"{root}.norm.weight",), "same"))
-        if values:
-            found += [Match((f"value_head.{end}",), (f"value_head.{end}",), "same") for end in ("weight", "bias")]
+        if head.projection is not None:
+            names = (f"{head.projection}.{end}" for end in ("weight", "bias"))
+            found += [Match((name,), (name,), "same") for name in names if name in theirs]
         elif stages > 1 or not config.tie_word_embeddings:  # tied, the last of several stages has a copy
             found.append(Match(("output_layer.weight",), ("lm_head.weight",), "rows"))
     return found
 
 
-def _layer(config: Any, places: Places, ours: str, theirs: str) -> list[Match]:
+def _layer(config: Any, groups: RankGroups, ours: str, theirs: str) -> list[Match]:
     attention, projections = f"{ours}.self_attention", ("q_proj", "k_proj", "v_proj")
     found = [
         Match((f"{ours}.input_layernorm.weight",), (f"{theirs}.input_layernorm.weight",), "same"),
@@ -71,40 +72,43 @@ def _layer(config: Any, places: Places, ours: str, theirs: str) -> list[Match]:
         return found
     found.append(Match((f"{ours}.mlp.router.weight",), (f"{theirs}.mlp.gate.weight",), "same"))
     for own, other in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-        numbers = range(experts // places.sizes.expert)
+        numbers = range(experts // groups.sizes.expert)
         names = tuple(f"{ours}.mlp.experts.local_experts.{number}.{own}.weight" for number in numbers)
         found.append(Match(names, (f"{theirs}.mlp.experts.{other}",), "experts"))
     return found
 
 
-def own_part(match: Match, theirs: Sequence[torch.Tensor], config: Any, places: Places) -> list[torch.Tensor]:
+def own_part(match: Match, theirs: Sequence[torch.Tensor], config: Any, groups: RankGroups) -> list[torch.Tensor]:
     """This rank's part of whole weights."""
-    rank, size = places.tensor.rank(), places.tensor.size()
+    rank, size = groups.tensor.rank(), groups.tensor.size()
     if match.kind == "same":
         return list(theirs)
     if match.kind == "experts":
-        return list(theirs[0].chunk(places.expert.size())[places.expert.rank()])
+        return list(theirs[0].chunk(groups.expert.size())[groups.expert.rank()])
     if match.kind == "columns":
         return [theirs[0].chunk(size, 1)[rank]]
-    if match.kind == "gate_up":
+    if match.kind == "gate_up":  # a rank's part of the gate, then its part of the up projection
         return [torch.cat([weight.chunk(size)[rank] for weight in theirs])]
     if match.kind == "qkv":
+        # One group: the queries that share a key head, then that key head, then its value head. A rank holds whole
+        # groups, so that its attention needs nothing from other ranks.
         by_group = [weight.unflatten(0, (config.num_key_value_heads, -1)) for weight in theirs]
         return [torch.cat([weight.chunk(size)[rank] for weight in by_group], 1).flatten(0, 1)]
+    # The vocabulary need not be a multiple of the ranks: the last part is filled up with zeros, which no token reads.
     rows = -(-len(theirs[0]) // size)
     part = theirs[0][rank * rows : (rank + 1) * rows]
     return [torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])]
 
 
 def whole_weights(
-    match: Match, ours: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size], config: Any, places: Places
+    match: Match, ours: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size], config: Any, groups: RankGroups
 ) -> list[torch.Tensor]:
-    """Whole weights from the parts of all ranks, which must all ask."""
+    """Whole weights from the parts of all ranks, which must all call this."""
     if match.kind == "same":
         return [weight.clone() for weight in ours]
     if match.kind == "experts":
-        return [torch.cat(_gathered(torch.stack(list(ours)), places.expert))]
-    parts = _gathered(ours[0], places.tensor)
+        return [torch.cat(_gathered(torch.stack(list(ours)), groups.expert))]
+    parts = _gathered(ours[0], groups.tensor)
     if match.kind == "columns":
         return [torch.cat(parts, 1)]
     if match.kind == "gate_up":
@@ -112,7 +116,7 @@ def whole_weights(
         return [torch.cat([half[number] for half in halves]) for number in (0, 1)]
     if match.kind == "qkv":
         heads, keys = config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads
-        by_group = torch.cat([part.unflatten(0, (keys // places.tensor.size(), -1)) for part in parts])
+        by_group = torch.cat([part.unflatten(0, (keys // groups.tensor.size(), -1)) for part in parts])
         size = by_group.shape[1] // (heads + 2)
         return [weight.flatten(0, 1) for weight in by_group.split([heads * size, size, size], 1)]
     return [torch.cat(parts)[: shapes[match.theirs[0]][0]]]
@@ -131,25 +135,24 @@ def exported(
     weights: Mapping[str, torch.Tensor],
     shapes: Mapping[str, torch.Size],
     config: Any,
-    places: Places,
+    groups: RankGroups,
     device: torch.device,
-    *,
-    values: bool = False,
+    head: Head,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all weights under their Hugging Face names, on every rank; all ranks must take all of them."""
+    """Copies of all weights under their Hugging Face names, on every rank; all ranks must iterate to the end."""
     dtype = next(iter(weights.values())).dtype
-    for stage in range(places.sizes.pipeline):
-        for match in stage_matches(config, places, stage, values=values):
+    for stage in range(groups.sizes.pipeline):
+        for match in stage_matches(config, groups, stage, head, shapes):
             if match.ours == ("output_layer.weight",) and config.tie_word_embeddings:
-                continue
-            if places.stage == stage:
-                found = whole_weights(match, [weights[name].detach() for name in match.ours], shapes, config, places)
+                continue  # the copy of the embedding on the last stage; it is sent with the first one's
+            if groups.stage == stage:
+                found = whole_weights(match, [weights[name].detach() for name in match.ours], shapes, config, groups)
             else:
                 found = [torch.empty(shapes[name], dtype=dtype, device=device) for name in match.theirs]
             for name, weight in zip(match.theirs, found, strict=True):
-                if places.sizes.pipeline > 1:
+                if groups.sizes.pipeline > 1:
                     weight = weight.contiguous()
-                    dist.broadcast(weight, group=places.pipeline, group_src=stage)
+                    dist.broadcast(weight, group=groups.pipeline, group_src=stage)
                 yield name, weight
-                if name == "model.embed_tokens.weight" and config.tie_word_embeddings:
+                if name == "model.embed_tokens.weight" and config.tie_word_embeddings and head.projection is None:
                     yield "lm_head.weight", weight

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from posttrain.config.aliases import canonical, spelled
-from posttrain.config.schema import leaf_of, using
 from posttrain.config.tree import Tree
 from posttrain.other_systems.verl.keys import verl_keys
 from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED, Rule
@@ -24,17 +22,17 @@ class Answer(NamedTuple):
 
 def answer(key: str, tree: Tree) -> Answer | None:
     """The answer to a key of this tree's program; None for a key that nobody knows."""
-    with using(tree.root), spelled(tree.spellings):
-        found = canonical(key)
-        if found.key is not None and found.key == key and leaf_of(key) is not None:
-            return Answer(HONOURED, "")
-        if found.key is not None and leaf_of(found.key) is not None:
-            return Answer(TRANSLATED, f"`{found.key}`")
-        if found.key is not None:
-            return Answer(TRANSLATED, "checked against the settings that it follows from")
-        if found.answer is not None:
-            return Answer(found.answer.kind, in_words(found.answer), found.answer)
-        return Answer(NOT_SUPPORTED, found.not_built) if found.not_built else None
+    names = tree.spellings
+    found = names.canonical(key)
+    if found.key is not None and found.key == key and names.leaf_of(key) is not None:
+        return Answer(HONOURED, "")
+    if found.key is not None and names.leaf_of(found.key) is not None:
+        return Answer(TRANSLATED, f"`{found.key}`")
+    if found.key is not None:
+        return Answer(TRANSLATED, "checked against the settings that it follows from")
+    if found.answer is not None:
+        return Answer(found.answer.kind, in_words(found.answer), found.answer)
+    return Answer(NOT_SUPPORTED, found.not_built) if found.not_built else None
 
 
 def in_words(rule: Rule) -> str:

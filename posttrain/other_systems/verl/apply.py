@@ -13,7 +13,7 @@ from posttrain.other_systems.verl.values import translate_values
 
 
 def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
-    """Answer what `merge.add` put aside; other words for values are translated as well.
+    """Answer what `Merged.add` put aside; other words for values are translated as well.
 
     Gives for each such key, as it was written, its answer with this value and the words that go with it.
     """

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from posttrain.config.aliases import canonical, nearest, spelled
+from posttrain.config.aliases import Spellings
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.engine_kwargs import OUTSIDE
-from posttrain.config.merge import Merged, add
-from posttrain.config.schema import leaf_of, using
+from posttrain.config.merge import Merged, Source
 from posttrain.config.tree import Tree
 from posttrain.other_systems.verl.apply import apply_answers
 from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
@@ -35,12 +34,11 @@ class Answered(NamedTuple):
 def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
     """The answer to each `key=value`; the last value of a key counts."""
     last = {_pair(setting)[1]: _pair(setting) for setting in settings}
-    merged, pairs = Merged(), list(last.values())
-    with using(tree.root), spelled(tree.spellings):
-        for _, key, value in pairs:
-            add(merged, key, value, "script", 1, explicit=True)
-        aside = apply_answers(merged)
-        return [_answered(setting, key, value, aside) for setting, key, value in pairs]
+    merged, pairs = Merged(tree.spellings), list(last.values())
+    for _, key, value in pairs:
+        merged.add(key, value, Source("script", 1))
+    aside = apply_answers(merged)
+    return [_answered(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
 
 
 def _pair(setting: str) -> tuple[str, str, str]:
@@ -48,24 +46,24 @@ def _pair(setting: str) -> tuple[str, str, str]:
     return setting, key, value
 
 
-def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]]) -> Answered:
+def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
     if key in aside:
         return Answered(setting, key, *aside[key])
     if key.startswith("hydra."):
         return Answered(setting, key, NOT_SUPPORTED, "Hydra's own settings are off; remove it")
-    found = canonical(key)
+    found = names.canonical(key)
     if found.not_built:
         return Answered(setting, key, NOT_SUPPORTED, found.not_built)
     if found.key is None and setting.startswith("+") and key.startswith(_READ_BY_ALGORITHMS):
         return Answered(setting, key, NOT_SUPPORTED, _ADDED)
     if found.key is None:
-        return Answered(setting, key, UNKNOWN, nearest(key))
+        return Answered(setting, key, UNKNOWN, names.nearest(key))
     engine = value.strip("\"'")
     if found.key == _ENGINE and engine in OUTSIDE and not OUTSIDE[engine].is_installed():
         missing = f"{OUTSIDE[engine].title} is not installed here; install it, or set {_ENGINE}=native"
         return Answered(setting, key, NOT_SUPPORTED, missing)
     if found.key == _ENGINE and engine not in ROLLOUT_ENGINES:
         return Answered(setting, key, NOT_SUPPORTED, f"this engine is not built; set {_ENGINE}=native")
-    if found.key == key and leaf_of(key) is not None:
+    if found.key == key and names.leaf_of(key) is not None:
         return Answered(setting, key, HONOURED, "")
     return Answered(setting, key, TRANSLATED, f"`{found.key}`")

@@ -30,8 +30,17 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         "model.{enable_activation_offload,enable_activation_offloading}",
         "activations stay on their device; model.enable_gradient_checkpointing=True saves their memory",
     ),
-    translated("engine", "engine", "`fsdp` is the engine here; megatron, veomni, automodel and others are refused"),
-    translated("optim", "engine", "`fsdp` is the optimizer's group; those of other engines are refused"),
+    translated(
+        "engine",
+        "engine",
+        "`fsdp` and `megatron` are the engines here (`fsdp.strategy`); others are refused",
+    ),
+    translated(
+        "engine.{tensor,pipeline,expert}_model_parallel_size",
+        "supervised_sizes",
+        "`fsdp.megatron_config.*_parallel_size`, with `engine=megatron`",
+    ),
+    translated("optim", "engine", "the engine's group, `fsdp` or `megatron`; those of other engines are refused"),
     translated("model", "model_group", "`hf_model` is the only group"),
     translated("engine.{dtype,model_dtype}", "dtype", "`model.dtype` (the optimizer's weights are float32)"),
     not_supported(

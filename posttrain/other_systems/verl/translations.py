@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from posttrain.config.choices import CRITIC_ESTIMATORS
-from posttrain.config.merge import Entry, Merged, add
-from posttrain.config.merged_entries import put
+from posttrain.config.merge import Entry, Merged
 from posttrain.config.problem import Problem
-from posttrain.config.schema import leaves
-from posttrain.other_systems.verl.conditions import ON
+from posttrain.other_systems.verl.conditions import ON, given
 from posttrain.other_systems.verl.rule import NOTHING, plain
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-_STRATEGY = f"{_ACTOR}.strategy"
+_STRATEGY, _SUPERVISED_STRATEGY = f"{_ACTOR}.strategy", "fsdp.strategy"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
 _ENGINES = ("dp", "fsdp", "fsdp2", "legacy")
 _MANAGERS = ("naive", "dapo", "gdpo", "prime")
@@ -45,7 +44,7 @@ def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
     old = merged.entries.get(micro)
     if old is not None and old.explicit and plain(old.value) not in NOTHING:
         merged.note(f"`{entry.spelling}=True`: passes are filled by tokens; `{old.spelling}={old.value}` is not used.")
-    merged.entries[micro] = Entry(None, entry.source, entry.spelling, entry.rank, entry.explicit)
+    merged.entries[micro] = replace(entry, value=None, answer=None)
 
 
 def _share(merged: Merged, key: str, entry: Entry) -> None:
@@ -58,44 +57,44 @@ def _share(merged: Merged, key: str, entry: Entry) -> None:
     except ValueError:
         _refuse(merged, entry, "it is no number", f"set {key}_per_gpu")
         return
-    put(merged, f"{key}_per_gpu", rows, entry)
+    merged.put(f"{key}_per_gpu", rows, entry)
 
 
 def _floor(merged: Merged, key: str, entry: Entry) -> None:
     """The last learning rate, as a share of the first."""
     section = key.rpartition(".")[0]
-    rate = _number(merged, f"{section}.lr", leaves()[f"{section}.lr"].default)
+    rate = _number(merged, f"{section}.lr", merged.names.leaves[f"{section}.lr"].default)
     if _empty(entry):
         return
     try:
-        put(merged, f"{section}.min_lr_ratio", float(str(entry.value)) / rate, entry)
+        merged.put(f"{section}.min_lr_ratio", float(str(entry.value)) / rate, entry)
     except (ValueError, ZeroDivisionError):
         _refuse(merged, entry, f"it is no share of {section}.lr={rate:g}", f"set {section}.min_lr_ratio")
 
 
 def _cpu_optimizer(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ON:
-        put(merged, f"{key.split('.optim.')[0]}.fsdp_config.optimizer_offload", True, entry)
+        merged.put(f"{key.split('.optim.')[0]}.fsdp_config.optimizer_offload", True, entry)
 
 
 def _offload(merged: Merged, key: str, entry: Entry) -> None:
     section = key.rpartition(".")[0]
     for name in ("param_offload", "optimizer_offload"):
-        if plain(entry.value) in ON and f"{section}.{name}" in leaves():
-            merged.entries[f"{section}.{name}"] = Entry(True, entry.source, entry.spelling, entry.rank, entry.explicit)
+        if plain(entry.value) in ON and f"{section}.{name}" in merged.names.leaves:
+            merged.entries[f"{section}.{name}"] = replace(entry, value=True, answer=None)
 
 
 def _deterministic(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ON:
-        put(merged, "trainer.deterministic", True, entry)
+        merged.put("trainer.deterministic", True, entry)
 
 
 def _dtype(merged: Merged, key: str, entry: Entry) -> None:
-    target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in leaves() else "model.dtype"
+    target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in merged.names.leaves else "model.dtype"
     if _empty(entry):
         return
     if plain(entry.value) in _DTYPES:
-        put(merged, target, _DTYPES[plain(entry.value)], entry)
+        merged.put(target, _DTYPES[plain(entry.value)], entry)
     else:
         _refuse(merged, entry, "this type is not offered", f"set {target} to bfloat16 or float32")
 
@@ -110,12 +109,12 @@ def _stored_dtype(merged: Merged, key: str, entry: Entry) -> None:
 
 def _contents(merged: Merged, key: str, entry: Entry) -> None:
     if "hf_model" in plain(entry.value):
-        put(merged, "trainer.export_hf", "all", entry)
+        merged.put("trainer.export_hf", "all", entry)
 
 
 def _one_checkpoint(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ON:
-        put(merged, "trainer.max_ckpt_to_keep", 1, entry)
+        merged.put("trainer.max_ckpt_to_keep", 1, entry)
 
 
 def _critic(merged: Merged, key: str, entry: Entry) -> None:
@@ -128,7 +127,7 @@ def _critic(merged: Merged, key: str, entry: Entry) -> None:
 
 def _bypass(merged: Merged, key: str, entry: Entry) -> None:
     if not _empty(entry):
-        put(merged, f"{_ACTOR}.old_log_probs", "rollout" if plain(entry.value) in ON else "trainer", entry)
+        merged.put(f"{_ACTOR}.old_log_probs", "rollout" if plain(entry.value) in ON else "trainer", entry)
 
 
 def _lower(merged: Merged, key: str, entry: Entry) -> None:
@@ -182,8 +181,9 @@ def _longest(merged: Merged, key: str, entry: Entry) -> None:
 
 
 def _engine(merged: Merged, key: str, entry: Entry) -> None:
-    if plain(entry.value) == "megatron" and key not in ("engine", "optim"):
-        put(merged, _STRATEGY, "megatron", entry)
+    if plain(entry.value) == "megatron":
+        if key != "optim":  # the optimizer's group is that of the engine
+            merged.put(_SUPERVISED_STRATEGY if key == "engine" else _STRATEGY, "megatron", entry)
         return
     if plain(entry.value) in _ENGINES or _empty(entry):
         merged.note(f"`{entry.spelling}={entry.value}`: FSDP is the engine.")
@@ -196,7 +196,7 @@ def _engine(merged: Merged, key: str, entry: Entry) -> None:
 def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
     if plain(merged.value(_STRATEGY)) == "megatron":
         role, _, name = key.rpartition(".")
-        put(merged, f"{role.rpartition('.')[0]}.fsdp_config.{name}", plain(entry.value) in ON, entry)
+        merged.put(f"{role.rpartition('.')[0]}.fsdp_config.{name}", plain(entry.value) in ON, entry)
     else:
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
 
@@ -212,6 +212,15 @@ def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
     elif plain(entry.value) != wanted:
         why = f"reference and critic are cut as the actor is, over {wanted}"
         _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
+
+
+def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
+    """Of SFT and reward models: the sizes by which Megatron cuts the model, where it is the engine."""
+    name = key.rpartition(".")[2].replace("_model_", "_")
+    if "megatron" in (given(merged, "engine"), plain(merged.value(_SUPERVISED_STRATEGY))):
+        merged.add(f"fsdp.megatron_config.{name}", entry.value, entry.origin)
+    else:
+        merged.note(f"`{entry.spelling}` is not needed here: {_SUPERVISED_STRATEGY} is not megatron.")
 
 
 def _same_engine(merged: Merged, key: str, entry: Entry) -> None:
@@ -238,14 +247,14 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     except ValueError:
         _refuse(merged, entry, "it is no whole number", f"set {section}.{name}")
         return
-    given = merged.value(section)
-    own = plain(given.get(name) if isinstance(given, dict) else None)
+    turns_set = merged.value(section)
+    own = plain(turns_set.get(name) if isinstance(turns_set, dict) else None)
     if own.isdigit() and int(own) <= turns:
         merged.note(f"`{entry.spelling}={entry.value}`: `{section}.{name}={own}` ends conversations before.")
         return
     if own.isdigit():
         merged.note(f"`{entry.spelling}={entry.value}` is the lower bound: `{section}.{name}={turns}`, not {own}.")
-    add(merged, f"{section}.{name}", turns, entry.source, entry.rank, explicit=entry.explicit)
+    merged.add(f"{section}.{name}", turns, replace(entry.origin, is_file=False))
 
 
 TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
@@ -268,6 +277,7 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "engine": _engine,
     "megatron_offload": _megatron_offload,
     "megatron_sizes": _megatron_sizes,
+    "supervised_sizes": _supervised_sizes,
     "same_engine": _same_engine,
     "model_group": _model_group,
     "user_turns": _user_turns,

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.config import ConfigError, load_config
-from posttrain.config.aliases import canonical, spelled
-from posttrain.config.choices import CHOICES
 from posttrain.config.engine_kwargs import can_generate
-from posttrain.config.lost_half import cut_short
 from posttrain.config.ppo_tree import PPO
-from posttrain.config.schema import leaf_of, using
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
+from posttrain.config.truncated_command import cut_short
 from posttrain.other_systems.verl.answers import answer
 from posttrain.other_systems.verl.mains import MAINS, as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
@@ -103,10 +100,9 @@ def examine(
 
 def _takes_any_text(key: str, tree: Tree) -> bool:
     """Whether the setting is a name or a path of the user's, so that `$NAME` in it is as good as what it stands for."""
-    with using(tree.root), spelled(tree.spellings):
-        found = canonical(key).key
-        leaf = leaf_of(found) if found is not None and found not in (*CHOICES, *_REGISTERED) else None
-        return leaf is not None and "str" in str(leaf.hint)
+    found = tree.spellings.canonical(key).key
+    leaf = tree.spellings.leaf_of(found) if found is not None and found not in _REGISTERED else None
+    return leaf is not None and not leaf.choices and "str" in str(leaf.hint)
 
 
 def _without_value(setting: str, tree: Tree) -> Answered:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 from posttrain.trainer.generation.command import rows_of, settings_folder

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from typing import Any
 
+from posttrain.conversations.batch import ROW_FIELDS
+from posttrain.conversations.conversation import Key
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.generate import advance
-from posttrain.rollout.turns.next_turn import Key
-from posttrain.rollout.turns.rows import ROW, Loop
 
 
 class Asking:
     """`submit` a prompt, `advance` until some responses are whole. Without `turns` a response has one turn."""
 
-    def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: Loop | None = None) -> None:
+    def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: ConversationLoop | None = None) -> None:
         self.engine, self.sampling, self.turns = engine, sampling, turns
         self._last: dict[Key, Hashable] = {}
         """Of each conversation, the request whose cache its next turn goes on from."""
@@ -23,9 +23,8 @@ class Asking:
     def submit(self, key: Key, prompt_ids: list[int], seed: int, row: Mapping[str, Any]) -> None:
         """`row` are the fields of the prompt's row, which may have something for tools or agents."""
         if self.turns is not None:
-            self.turns.begin(key, prompt_ids, seed, {}, {name: row[name] for name in ROW})
-            if self.turns.asks_first:
-                return
+            if not self.turns.begin(key, prompt_ids, seed, {}, {name: row[name] for name in ROW_FIELDS}):
+                return  # its agent asks for the first turn
             self._last[key] = key
         self.engine.submit(Request(key, prompt_ids, self.sampling, seed, keep=self.turns is not None))
 
@@ -37,17 +36,13 @@ class Asking:
         outputs = advance(self.engine)
         if self.turns is None:
             return outputs
-        whole = self.turns.took(0, outputs)
+        whole = self.turns.receive(0, outputs)
         at_rest = not self.engine.has_work()
         if at_rest or not self.turns.in_rounds:
             following, full = self.turns.next(wait=at_rest)
             whole += full
             for turn in following.get(0, []):
-                sampling = replace(self.sampling, max_tokens=turn.max_tokens, stop=(*self.sampling.stop, *turn.stop))
-                if turn.fresh and turn.key in self._last:
-                    self.engine.release([self._last[turn.key]])
-                self.engine.submit(Request(turn.id, turn.prompt_ids, sampling, turn.seed, turn.parent, keep=True))
-                self._last[turn.key] = turn.id
+                turn.submit(self.engine, self.sampling, self._last)
         ended = self.turns.ended().get(0, [])
         self.engine.release([self._last.pop(key) for key in ended])
         return whole

@@ -90,7 +90,7 @@ def _answers(index: int, outputs: dict[int, Output], decode: Callable[[list[int]
         answers.num_turns = [record.turns for record in records]
         answers.tool_calls = [json.dumps(record.calls, ensure_ascii=False) for record in records]
         answers.tool_rewards = [record.reward for record in records]
-        if asking.turns.asks_first:
+        if asking.turns.has_agents:
             found = [score_by_agent(record, 0.0) for record in records]
             answers.agent_scores = [one and json.dumps(vars(one)) for one in found]
     return answers

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import DataError, RowTable
 from posttrain.errors import UserError
@@ -27,7 +28,7 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.outside import check_installed
-from posttrain.tracking.folding import tell
+from posttrain.tracking.terminal_text import tell
 from posttrain.trainer.generation.asking import Asking
 from posttrain.trainer.generation.loop import Answers, answer
 from posttrain.trainer.generation.memory import memory_words, settle_generation
@@ -41,7 +42,6 @@ from posttrain.trainer.generation.model import (
 from posttrain.trainer.generation.parts import Parts
 from posttrain.trainer.generation.settings import Settings, described
 from posttrain.trainer.generation.workers import Share
-from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
 from posttrain.workers.roles import pick_device
 
 
@@ -76,7 +76,7 @@ class Session:
         fit_lengths(self.source, settings)
         self.device = pick_device(self.config.trainer.device)
         with ExitStack() as opened:
-            self.turns = opened.enter_context(opened_turns(self.config, self.tokenizer, self.device, say))
+            self.turns = opened.enter_context(open_conversations(self.config, self.tokenizer, self.device, say))
             tools = self.turns.schemas if self.turns else ()
             self.prompts = self._prompts(table, tools)
             check_agent_names(self.turns, self.prompts.column("agent_name"))

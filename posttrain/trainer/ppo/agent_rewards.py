@@ -8,34 +8,35 @@ from typing import Any
 import numpy as np
 
 from posttrain.config.agent import KEY
+from posttrain.conversations.batch import reward_info
+from posttrain.conversations.conversation import Conversation
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.outcomes import read_result
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
-from posttrain.rollout.turns.conversation import Conversation
-from posttrain.rollout.turns.rows import Loop, facts_of
 from posttrain.trainer.ppo.reward import RewardManager
 
 NO_REWARD = "it gave no reward, and there is no reward function for these rows"
 
 
 def feed_turns(
-    rewards: RewardManager, turns: Loop, ended: Sequence[Output], *, failed: float = 0.0, alone: bool = False
+    rewards: RewardManager, loop: ConversationLoop, ended: Sequence[Output], *, failed: float = 0.0, alone: bool = False
 ) -> None:
     """Whole responses are scored by their agents, or go to the reward function. `failed` is the score where an agent
     failed; `alone` says that agents alone can score."""
     by_agent: list[tuple[Any, RewardResult]] = []
     left: list[Output] = []
     for output in ended:
-        result = score_by_agent(turns.records[output.id], failed, alone=alone and turns.asks_first)  # pyright: ignore
+        result = score_by_agent(loop.records[output.id], failed, alone=alone and loop.has_agents)  # pyright: ignore
         if result is None:
             left.append(output)
         else:
             by_agent.append((output.id, result))
     if by_agent:
         rewards.settle(by_agent)
-    facts: dict[Any, Any] = {output.id: facts_of(turns.records[output.id]) for output in left}  # pyright: ignore
+    facts: dict[Any, Any] = {output.id: reward_info(loop.records[output.id]) for output in left}  # pyright: ignore
     marks: dict[Any, Any] = {output.id: output.written for output in left}
     rewards.feed([(output.id, output.token_ids) for output in left], facts, marks)  # pyright: ignore
 

@@ -50,7 +50,7 @@ class GroupFilter:
         missing = max(0, prompts - _groups(kept))
         if missing:  # the batch keeps its size: these have no gradient, as they would have without the filter
             kept += [_take(DataProto.concat(spare), 0, missing)]
-        pool = DataProto.concat(_alike(kept))
+        pool = DataProto.concat(_alike(kept))  # surplus of earlier steps comes first, so that it never grows stale
         metrics = {
             "filter_groups/gen_batches": float(made),
             "filter_groups/kept": good / seen if seen else 1.0,
@@ -84,6 +84,10 @@ class GroupFilter:
         return np.array([self.failure_score if value is None else value for value in values])
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
+    @property
+    def is_empty(self) -> bool:
+        return self.surplus is None
+
     def save(self, folder: Path) -> None:
         """Write the surplus into a checkpoint's folder."""
         if self.surplus is not None:

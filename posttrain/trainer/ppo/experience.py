@@ -1,13 +1,13 @@
-"""Experience: prompts to scored rows, for training, validation and greedy baselines alike.
+"""Experience turns prompts into scored samples, for training, validation and greedy baselines.
 
-    rows = experience.ask(prompts, n)     requests go to the rollout, each known by (uid, sample)
-    experience.generated(rows)            rows with their responses; each went to the rewards when it ended
-    experience.scored(rows)               rows with their scores
-    experience.complete(rows)             both, and the reward model's
+    rows = experience.ask(prompts, n)    requests go to the rollout, each known by (uid, sample)
+    experience.wait_for_responses(rows)  rows with their responses; each went to the rewards when it ended
+    experience.wait_for_scores(rows)     rows with their scores
+    experience.complete(rows)            both, and the reward model's
 
-Any number of batches may be under way; a prompt may give any number of rows. Nothing calls back: whoever waits for a
-batch moves all of them on, by asking the rollout what has ended and the rewards what was scored. How far a trainer runs
-ahead of its updates is when it asks and when it waits.
+Any number of batches may be under way; a prompt may give any number of rows. There are no callbacks: waiting for one
+batch polls the rollout and the reward workers, and so advances all batches. Synchronous and one-step-off training
+differ only in when they ask and when they wait.
 
 A prompt's uid and the seeds of its samples follow from its serial number, counted over the whole run and saved with it:
 what is sampled depends neither on the step, nor on the size of batches, nor on who decodes it.
@@ -23,14 +23,14 @@ import numpy as np
 
 from posttrain import pulse
 from posttrain.config.root import PPOConfig
-from posttrain.controller.futures import Future
-from posttrain.controller.group import WorkerGroup
+from posttrain.controller.group import Future
+from posttrain.conversations.batch import begin_conversations, turn_fields
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
-from posttrain.rollout.turns.rows import Loop, begin_all, fields_of_turns
 from posttrain.trainer.ppo.agent_rewards import AgentWatch, feed_turns
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.reward import (
@@ -40,6 +40,7 @@ from posttrain.trainer.ppo.reward import (
     keys_of,
     on_last_token,
 )
+from posttrain.workers.groups import RolloutGroup
 
 PROMPT_TENSORS, PROMPT_FIELDS = ["prompts", "attention_mask", "position_ids"], ["raw_prompt_ids"]
 
@@ -51,11 +52,11 @@ class Experience:
         self,
         config: PPOConfig,
         tokenizer: Any,
-        rollout: WorkerGroup,
+        rollout: RolloutGroup,
         rewards: RewardManager,
         *,
         model_reward: ModelReward | None = None,
-        turns: Loop | None = None,
+        turns: ConversationLoop | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.rollout, self.rewards, self.model_reward, self.turns = rollout, rewards, model_reward, turns
@@ -63,11 +64,11 @@ class Experience:
         self._prompts: dict[Key, Sequence[int]] = {}
         self._outputs: dict[Key, Output] = {}
         self._scores: dict[Key, RewardResult] = {}
-        self._advancing: dict[int, Future] = {}
+        self._advancing: dict[int, Future[tuple[list[Output], bool]]] = {}
         self._busy: set[int] = set()
-        self._asked_meanwhile: set[int] = set()
+        self._asked_while_busy: set[int] = set()
         """Ranks that got requests while they were at work: that they had none left, as they say next, is no news."""
-        self._told: list[Future] = []
+        self._pending_calls: list[Future[None]] = []
         self._watch = AgentWatch()
 
     def number(self, prompts: DataProto) -> DataProto:
@@ -77,6 +78,12 @@ class Experience:
         prompts.non_tensor_batch["uid"] = np.array([str(serial) for serial in serials], dtype=object)
         self.serial += len(prompts)
         return prompts
+
+    def state_dict(self) -> int:
+        return self.serial
+
+    def load_state_dict(self, state: int) -> None:
+        self.serial = int(state)
 
     # -- asking ---------------------------------------------------------------------------------------------------
     def ask(self, prompts: DataProto, n: int | Sequence[int], *, stream: int | None = None, **how: bool) -> DataProto:
@@ -99,8 +106,8 @@ class Experience:
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:
-            begin_all(self.turns, keys_of(rows), asked, rows, self._engines)
-        if not (self.turns and self.turns.asks_first):
+            asked = asked[begin_conversations(self.turns, keys_of(rows), asked, rows, self._engines)]
+        if len(asked):
             self.rollout.submit(asked)
             self._have_work(range(self._engines))
         return rows
@@ -108,14 +115,14 @@ class Experience:
     @property
     def _engines(self) -> int:
         """Ranks of the rollout as it is called: several may hold one engine."""
-        return self.rollout.teams("submit").world_size
+        return self.rollout.submit.world_size
 
     def _have_work(self, ranks: Iterable[int]) -> None:
         self._busy |= set(ranks)
-        self._asked_meanwhile |= self._advancing.keys() & set(ranks)
+        self._asked_while_busy |= self._advancing.keys() & set(ranks)
 
     # -- waiting --------------------------------------------------------------------------------------------------
-    def generated(self, rows: DataProto) -> DataProto:
+    def wait_for_responses(self, rows: DataProto) -> DataProto:
         """The rows with their responses; each of these goes to the reward workers as soon as it ends."""
         keys = keys_of(rows)
         wanted = set(keys)
@@ -125,14 +132,14 @@ class Experience:
                 ended = self.poll()
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts = [self._prompts.pop(key) for key in keys]
-        if self.turns and self.turns.asks_first:
+        if self.turns and self.turns.has_agents:
             prompts = self._watch.look([self.turns.records[key] for key in keys], rows, self.tokenizer)
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
         if self.turns:
-            outputs.union(fields_of_turns(self.turns, keys))
-        return rows.union(outputs).set_decoder(self.decode)  # `response` is there for whoever reads it
+            outputs.union(turn_fields(self.turns, keys))
+        return rows.union(outputs).set_decoder(self.decode)  # `response` is decoded when it is first read
 
-    def scored(self, rows: DataProto) -> DataProto:
+    def wait_for_scores(self, rows: DataProto) -> DataProto:
         """The rows with `reward_score`, `reward_parts` and `reward_error` by the reward functions; waits for what is
         still being scored."""
         keys = keys_of(rows)
@@ -147,7 +154,7 @@ class Experience:
 
     def complete(self, rows: DataProto, *, validation: bool = False) -> DataProto:
         """The rows with responses and scores, those of a reward model among them."""
-        rows = self.scored(self.generated(rows))
+        rows = self.wait_for_scores(self.wait_for_responses(rows))
         if self.model_reward:
             self.model_reward.join(rows, validation=validation)
         return rows
@@ -160,32 +167,34 @@ class Experience:
         return rows
 
     def begin(self) -> None:
-        """Have the rollout set to work on what it was asked for, where it can do so by itself."""
-        if self.rollout.overlaps:
+        """Start generating what was asked for, where the rollout has processes of its own."""
+        if self.rollout.group.overlaps:
             self._advance()
 
-    def until(self, call: Future) -> None:
-        """Moves everything on while a call to other workers is under way; returns early if nothing is left to do."""
+    def poll_until(self, call: Future[Any]) -> None:
+        """Poll while a call to other workers is under way; returns early if no response is missing."""
         while len(self._outputs) < len(self._prompts) and not call.done():
             self.poll(call)
 
-    def poll(self, *others: Future) -> list[Output]:
-        """Moves everything that is under way: responses that ended go to the rewards, and are given. Comes back when
-        there is news, be it of one of the `others`."""
+    def poll(self, *others: Future[Any]) -> list[Output]:
+        """Advance everything that is under way. Responses that ended go to the rewards, and are returned. Returns when
+        a rank has answered, or one of the `others`."""
+        # All ranks are asked before any is waited for: the slowest of them never keeps another one idle.
         self._advance()
         if self._advancing:
-            self.rollout.wait_any([*self._advancing.values(), *others])
+            self.rollout.group.wait_any([*self._advancing.values(), *others])
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
                 outputs, busy = self._advancing.pop(rank).result()
-                ended += self.turns.took(rank, outputs) if self.turns else outputs
-                if not busy and rank not in self._asked_meanwhile:
+                ended += self.turns.receive(rank, outputs) if self.turns else outputs
+                # "Idle" may be older than requests that were sent while the rank answered: then it is busy after all.
+                if not busy and rank not in self._asked_while_busy:
                     self._busy.discard(rank)
-                self._asked_meanwhile.discard(rank)
+                self._asked_while_busy.discard(rank)
         if self.turns:
-            ended += self._go_on(self.turns)
-        if self.rollout.overlaps:
+            ended += self._continue_conversations(self.turns)
+        if self.rollout.group.overlaps:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
         self.last_ended = time.perf_counter() if ended else self.last_ended
@@ -198,26 +207,26 @@ class Experience:
 
     @property
     def _no_reward(self) -> bool:
-        """Whether nobody but an agent could give a reward."""
+        """Whether only an agent could give a reward."""
         return self.rewards.gives_none and self.model_reward is None
 
-    def _go_on(self, turns: Loop) -> list[Output]:
-        """Conversations that were answered have their next turn; gives those that have no room for one."""
+    def _continue_conversations(self, turns: ConversationLoop) -> list[Output]:
+        """Submit the next turns of conversations; gives responses that are whole because no tokens are left."""
         at_rest = not self._busy
         following, full = turns.next(wait=at_rest) if at_rest or not turns.in_rounds else ({}, [])
-        self._told += [self.rollout.on(rank).go_on(own) for rank, own in following.items()]
-        self._told += [self.rollout.on(rank).end(keys) for rank, keys in turns.ended().items()]
-        for call in [call for call in self._told if call.done()]:
-            self._told.remove(call)
-            call.result()  # what went wrong there is raised here
+        self._pending_calls += [self.rollout.continue_conversations.on(rank, own) for rank, own in following.items()]
+        self._pending_calls += [self.rollout.end_conversations.on(rank, keys) for rank, keys in turns.ended().items()]
+        for call in [call for call in self._pending_calls if call.done()]:
+            self._pending_calls.remove(call)
+            call.result()  # raises the worker's error, if there was one
         self._have_work(following)
         return full
 
     def _advance(self) -> None:
-        """Have every rank that has work, and is not at it, go on."""
+        """Let every rank decode that has requests and is not decoding."""
         idle = self._busy - self._advancing.keys()
         if idle:
-            self._advancing |= {rank: self.rollout.on(rank).advance() for rank in sorted(idle)}
+            self._advancing |= {rank: self.rollout.advance.on(rank) for rank in sorted(idle)}
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

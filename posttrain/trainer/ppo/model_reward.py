@@ -9,13 +9,19 @@ says why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from posttrain.config.root import PPOConfig
+from posttrain.algorithms.reward_terms import OVERLONG, SCORE
+from posttrain.config.reward import RewardConfig
+from posttrain.config.reward_model import RewardModelConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.combined import RIGHT
+from posttrain.rewards.functions import read_parts
 from posttrain.rewards.outcomes import TOO_LARGE, is_usable
+from posttrain.rewards.types import RewardPart
+from posttrain.workers.groups import RewardModelGroup
 
 MODEL, FUNCTION = "reward_model", "function"
 
@@ -23,10 +29,17 @@ MODEL, FUNCTION = "reward_model", "function"
 class ModelReward:
     """Joins the scores. `functions` says whether rows have a function's score at all, `named` whether one was named."""
 
-    def __init__(self, config: PPOConfig, worker_group: Any, *, functions: bool, named: bool) -> None:
-        settings = config.reward_model
+    def __init__(
+        self,
+        settings: RewardModelConfig,
+        worker_group: RewardModelGroup,
+        *,
+        failure_score: float,
+        functions: bool,
+        named: bool,
+    ) -> None:
         self.worker_group, self.functions = worker_group, functions
-        self.failure_score, self.weight = config.reward.failure_score, settings.weight
+        self.failure_score, self.weight = failure_score, settings.weight
         chosen = settings.function_weight if settings.function_weight is not None else float(named)
         self.function_weight = chosen if functions else 0.0
         self._watch = FailureWatch("reward model", "reward_model.model.path")
@@ -60,6 +73,7 @@ class ModelReward:
     def _row(
         self, model: float, model_error: str | None, function: float, parts: dict[str, Any], error: str | None
     ) -> tuple[float, dict[str, Any], str | None]:
+        # A part with weight 0 may fail: it is only recorded.
         failed = model_error is not None or (error is not None and self.function_weight != 0)
         total = self.failure_score if failed else self.weight * model + self.function_weight * function
         parts = dict(parts)
@@ -73,3 +87,22 @@ class ModelReward:
             texts.append(f"the weighted sum is {total:g}{TOO_LARGE}")
             total = self.failure_score
         return total, parts, "\n".join(texts) or None
+
+
+def reward_weights(
+    reward: RewardConfig, model_reward: ModelReward | None, parts: Sequence[RewardPart] = (), *, named: bool
+) -> dict[str, float]:
+    """Part -> weight (0: only recorded); empty where a function's own parts decide.
+
+    parts: of function objects that are summed.
+    named: whether the user named the function; the parts of a built-in scorer are findings, not rewards.
+    """
+    functions = {part.name: part.weight for part, _ in read_parts(reward.functions)}
+    functions = functions or {part.name: part.weight for part in parts}
+    weights = functions or ({} if named else {SCORE: 1.0})
+    if model_reward is not None:
+        factor = model_reward.function_weight
+        inner = {name: factor * weight for name, weight in functions.items()} or {FUNCTION: factor}
+        weights = {MODEL: model_reward.weight, **inner}
+    buffer = reward.overlong_buffer
+    return weights | ({OVERLONG: buffer.penalty_factor} if buffer.enable else {})

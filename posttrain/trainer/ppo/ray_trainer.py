@@ -10,71 +10,52 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
 from posttrain.config.root import PPOConfig
-from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.rows import Loop
-from posttrain.tracking.fields import groups_of
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.ppo.ahead import Ahead, age_of
 from posttrain.trainer.ppo.batch_advantage import compute_advantage
+from posttrain.trainer.ppo.checkpoints import Checkpoints, Progress
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience, take_prompts
+from posttrain.trainer.ppo.first_batch import FirstBatchChecks, is_fresh
 from posttrain.trainer.ppo.greedy import greedy_baselines
-from posttrain.trainer.ppo.making_workers import make_workers
-from posttrain.trainer.ppo.model_reward import ModelReward
+from posttrain.trainer.ppo.model_reward import ModelReward, reward_weights
+from posttrain.trainer.ppo.one_step_off import OneStepOff, staleness
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.reward_weights import reward_weights
-from posttrain.trainer.ppo.saving import resume, save
-from posttrain.trainer.ppo.step_zero import check_first_batch
 from posttrain.trainer.ppo.validate import Validator
+from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, settle_memory
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
-from posttrain.workers.actor.weighing import can_weigh_in_update
-from posttrain.workers.fsdp_workers import (
-    ActorRefWorker,
-    ActorRolloutRefWorker,
-    CriticWorker,
-    RewardModelWorker,
-    RolloutWorker,
-)
-from posttrain.workers.seen_tokens import ROW
+from posttrain.workers.actor.importance import can_weight_in_update
+from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
+from posttrain.workers.token_stats import ROW
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(WorkerClasses):
     """Holds the parts of a run; `fit` trains. Built from a configuration, a tokenizer, data and a reward.
 
-    A subclass may name worker classes of its own, derived from these, and override a stage.
+    A subclass may name worker classes of its own, and override a stage.
     """
 
-    actor_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker
-    policy_class: type[ActorRefWorker] = ActorRefWorker
-    """With `rollout_class`, in place of `actor_class` where other workers generate than train."""
-    rollout_class: type[RolloutWorker] = RolloutWorker
-    critic_class: type[CriticWorker] = CriticWorker
-    reward_model_class: type[RewardModelWorker] = RewardModelWorker
-
-    actor_rollout_wg: Any
-    """Policy, rollout and reference: a group, or one that stands for two (`ActorRolloutApart`)."""
-    rollout_wg: WorkerGroup
-    """Those who generate."""
-    critic_wg: WorkerGroup | None
-    rm_wg: WorkerGroup | None
-    model_reward: ModelReward | None
-    said: list[str]
-    """Notes that the user has seen."""
+    actor_rollout_wg: ActorRolloutGroup
+    """Policy, reference and rollout."""
+    rollout_wg: RolloutGroup
+    """The workers that generate, colocated or not."""
+    critic_wg: CriticGroup | None
+    rm_wg: RewardModelGroup | None
+    model_reward: ModelReward | None = None
 
     def __init__(
         self,
@@ -89,7 +70,7 @@ class RayPPOTrainer:
         explicit: set[str] | None = None,
         stored_config: PPOConfig | None = None,
         workers: Workers | None = None,
-        turns: Loop | None = None,
+        turns: ConversationLoop | None = None,
     ) -> None:
         self.workers = workers or LocalWorkers()
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
@@ -115,30 +96,73 @@ class RayPPOTrainer:
             run,
             self.sizes.total_steps,
             stored_config=stored_config or config,
+            workers=self.workers,
             grouped=estimator.compares_group,
             kl_on=kl_loss,
         )
-        self.recorder.peaks, self.recorder.worker_spans = self.workers.peaks(), self.workers.spans
-        self.recorder.traces.workers = self.workers
-        self.step, self.bad_steps, self.old_from_rollout = 0, 0, False
+        self.step, self.bad_steps = 0, 0
         self.init_workers()
         self.experience = Experience(
             config, tokenizer, self.rollout_wg, reward_fn, model_reward=self.model_reward, turns=turns
         )
-        training = self._training_groups() if config.trainer.one_step_off else ()
-        self.ahead = Ahead(self.experience, self.recorder.stage, training)
+        training = self.groups.training() if config.trainer.one_step_off else ()
+        self.one_step_off = OneStepOff(self.experience, self.recorder.stage, training)
         self.validator = None
         if val_dataset is not None:
-            self.validator = Validator(config, tokenizer, val_dataset, self.experience, self.recorder)
+            n = config.actor_rollout_ref.rollout.val_kwargs.n
+            self.validator = Validator(config.data, n, tokenizer, val_dataset, self.experience, self.recorder)
+        self.first_batch = FirstBatchChecks(
+            config, self.sizes, self.actor_rollout_wg, device, one_prompt=not (turns and turns.has_agents)
+        )
+        self.checkpoints = Checkpoints(
+            config.trainer,
+            self.recorder,
+            self.sizes,
+            actor=self.actor_rollout_wg,
+            critic=self.critic_wg,
+            parts={
+                "sampler": self.sampler,
+                "prompts": self.experience,
+                "kl_controller": self.kl_controller,
+                "old_from_rollout": self.first_batch,
+            },
+            batches={"surplus": self.group_filter, "ahead": self.one_step_off},
+        )
 
     def init_workers(self) -> None:
         """Create the workers and load their models; no step is made."""
+        self.groups = groups = TrainingGroups(
+            self.workers,
+            type(self),
+            self.config,
+            self.tokenizer,
+            self.device,
+            total_updates=self.sizes.total_updates,
+            reference=self.use_reference,
+            critic_updates=critic_updates(self.config, self.sizes) if self.use_critic else None,
+        )
         with named_stage("load"):
-            make_workers(self)
+            groups.load_models()
+            self.actor_rollout_wg, self.rollout_wg = groups.actor_rollout, groups.rollout
+            self.critic_wg, self.rm_wg = groups.critic, groups.reward_model
+            if self.rm_wg is not None:
+                self.model_reward = self._join_reward_model(self.rm_wg)
 
-    def _training_groups(self) -> list[WorkerGroup]:
-        """Those who work while others generate."""
-        return [group for group in (self.actor_rollout_wg.training, self.critic_wg, self.rm_wg) if group is not None]
+    def _join_reward_model(self, scorer: RewardModelGroup) -> ModelReward:
+        """The reward model's scores beside the functions'; a template that cannot render the data is refused."""
+        scorer.check_prompt(self.train_dataset[0]["raw_prompt"])
+        joined = ModelReward(
+            self.config.reward_model,
+            scorer,
+            failure_score=self.config.reward.failure_score,
+            functions=self.reward_fn.pool is not None,
+            named=self.reward_fn.named,
+        )
+        if joined.function_weight == 0:
+            self.reward_fn.watch = None  # the functions only tell which responses are right
+        for sentence in (*scorer.notes(), joined.words()):
+            say(sentence)
+        return joined
 
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
@@ -178,7 +202,7 @@ class RayPPOTrainer:
         step = self.step + 1
         self.reward_fn.progress = (self.step, self.sizes.total_steps)
         batch, metrics = self._rollout(step)
-        self._ask_ahead()
+        self._start_next_rollout()  # from here on other workers generate while these train
         self._check_step_zero(batch)
         if self.estimator.needs_greedy_baseline:
             with stage("greedy"):
@@ -200,7 +224,7 @@ class RayPPOTrainer:
             self._advantages(batch)
         self.recorder.keep_batch(step, batch)
         metrics |= self._update(batch, step)
-        self.ahead.finish()
+        self.one_step_off.finish()  # a batch has one policy: no sync while it is under way
         with stage("sync"):
             metrics |= self.actor_rollout_wg.sync_weights(step)
         self.step = step
@@ -220,21 +244,22 @@ class RayPPOTrainer:
             batch.set_decoder(self.experience.decode)
         batch.meta_info["step"] = step
         if self.config.trainer.one_step_off:
-            metrics |= age_of(batch, self.step)
+            metrics |= staleness(batch, self.step)
         return batch, metrics
 
     def _sample(self) -> DataProto:
         """A batch: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
-            ahead = self.ahead.take()
-            batch = self._generate(self._next_prompts()) if ahead is None else ahead
+            batch = self.one_step_off.take()
+            if batch is None:
+                batch = self._generate(self._next_prompts())
         return self._score(batch)
 
-    def _ask_ahead(self) -> None:
+    def _start_next_rollout(self) -> None:
         """With `trainer.one_step_off`: have the next step's responses generated from here on."""
         more = self.step + 1 < self.sizes.total_steps
-        if self.config.trainer.one_step_off and more and self.ahead.rows is None:
-            self.ahead.ask(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
+        if self.config.trainer.one_step_off and more and self.one_step_off.is_empty:
+            self.one_step_off.start(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
 
     def _next_prompts(self) -> DataProto:
         """The next prompts, each with a serial number and a uid of its own."""
@@ -249,13 +274,13 @@ class RayPPOTrainer:
     def _generate(self, batch: DataProto) -> DataProto:
         """n responses per prompt; each goes to the reward workers as soon as it ends."""
         rows = self.experience.ask(batch, self.config.actor_rollout_ref.rollout.n)
-        return self.experience.generated(rows)
+        return self.experience.wait_for_responses(rows)
 
     def _score(self, batch: DataProto) -> DataProto:
         """Waits for the scores that are still being computed, and puts each on its response's last token."""
         if "reward_score" not in batch.non_tensor_batch:  # a checkpoint's batch has its scores
             with self.recorder.stage("reward"):
-                self.experience.scored(batch)
+                self.experience.wait_for_scores(batch)
         if self.model_reward:
             with self.recorder.stage("reward_model"):
                 self.model_reward.join(batch)
@@ -270,32 +295,21 @@ class RayPPOTrainer:
             or algorithm.use_kl_in_reward
             or algorithm.filter_groups.enable
             or self.estimator.needs_sum_pi_squared
-            or (correction_is_on(correction) and not can_weigh_in_update(correction))
+            or (correction_is_on(correction) and not can_weight_in_update(correction))
         )
 
     def _old_log_probs(self, batch: DataProto) -> DataProto:
         source = self.config.actor_rollout_ref.actor.old_log_probs
-        ahead = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn, see ahead.py
-        if source == "rollout" or (source == "auto" and self.old_from_rollout and not ahead):
+        off = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn (one_step_off.py)
+        if source == "rollout" or (source == "auto" and self.first_batch.rollout_is_exact and not off):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
-        if source == "auto" and not ahead and not correction_is_on(self.config.algorithm.rollout_correction):
-            older_B = ~torch.from_numpy(self._fresh(batch))  # sampled by earlier weights: those are their old policy
+        if source == "auto" and not off and not correction_is_on(self.config.algorithm.rollout_correction):
+            older_B = ~torch.from_numpy(
+                is_fresh(batch, self.step)
+            )  # sampled by earlier weights: those are their old policy
             computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
         return computed
-
-    def _fresh(self, batch: DataProto) -> np.ndarray:
-        """(B,) whether a response was sampled by the present weights. One in which the model wrote nothing is."""
-        versions = batch.non_tensor_batch["policy_versions"]
-        return np.array([all(version == self.step for version, _ in spans) for spans in versions])
-
-    def _fresh_groups(self, batch: DataProto) -> np.ndarray:
-        """(B,) whether a response belongs to a group that the present weights sampled. Groups stay whole: a response
-        in which the model wrote nothing goes with the others of its group."""
-        fresh, versions = self._fresh(batch), batch.non_tensor_batch["policy_versions"]
-        for rows in groups_of(batch.non_tensor_batch["uid"]):
-            fresh[rows] = fresh[rows].all() and any(versions[row] for row in rows)
-        return fresh
 
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
         """KL taken from the reward, if configured; the coefficient is the controller's."""
@@ -313,7 +327,9 @@ class RayPPOTrainer:
         return metrics
 
     def _advantages(self, batch: DataProto) -> None:
-        weights = reward_weights(self.config, self.model_reward, self.reward_fn.parts, named=self.reward_fn.named)
+        weights = reward_weights(
+            self.config.reward, self.model_reward, self.reward_fn.parts, named=self.reward_fn.named
+        )
         compute_advantage(
             batch,
             self.config.algorithm.adv_estimator,
@@ -335,7 +351,7 @@ class RayPPOTrainer:
                 metrics |= self._update_actor(batch, keep_tokens=self.recorder.samples_are_due(step))
         if step == 1:
             for note in self.actor_rollout_wg.notes():
-                if note not in self.said:
+                if note not in self.groups.notes:
                     say(f"note: {note}")
         return metrics
 
@@ -346,23 +362,16 @@ class RayPPOTrainer:
         batch.batch[ROW] = torch.arange(len(batch))
         metrics = self.actor_rollout_wg.update_actor(batch)
         del batch.batch[ROW]
-        for name, values in self.actor_rollout_wg.seen_tokens().items():
+        for name, values in self.actor_rollout_wg.token_stats().items():
             batch.batch[name] = values
         return metrics
 
     # -- checks ---------------------------------------------------------------------------------------------------
     def _check_step_zero(self, batch: DataProto) -> None:
         """On the first batch of this process: whole groups, agreement with the rollout, the largest batch tried."""
-        fresh = self._fresh_groups(batch)
-        if self.checked or not fresh.any():
-            return
-        self.checked = True
-        with self.recorder.showing("check"), named_stage("check"):
-            rollout_is_exact = check_first_batch(self, batch[fresh])
-        if self.step == 0:
-            self.old_from_rollout = rollout_is_exact
-
-    checked = False
+        if (fresh := self.first_batch.unchecked(batch, self.step)) is not None:
+            with self.recorder.showing("check"), named_stage("check"):
+                self.first_batch.run(fresh, self.step)
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
         skipped = {role: int(metrics.get(f"{role}/bad_steps", 0)) for role in ("actor", "critic")}
@@ -401,10 +410,11 @@ class RayPPOTrainer:
         return self.step >= self.sizes.total_steps or (freq > 0 and self.step % freq == 0)
 
     def _save_checkpoint(self) -> Path:
-        return save(self)
+        return self.checkpoints.save(Progress(self.step, self.bad_steps))
 
     def _load_checkpoint(self) -> None:
-        resume(self)
+        if (progress := self.checkpoints.restore()) is not None:
+            self.step, self.bad_steps = progress.step, progress.bad_steps
 
     def _leave(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from posttrain.config.data import HELD_OUT
+from posttrain.config.data import HELD_OUT, DataConfig
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward import RewardConfig
+from posttrain.config.reward_model import RewardModelConfig
 from posttrain.config.root import PPOConfig
+from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.held_out import held_out_words, hold_out
 from posttrain.data.rows import read_table
@@ -31,9 +33,8 @@ from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.ppo.tools import check_agent_names, opened_turns
 from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
+from posttrain.trainer.run.process import explain_errors, prepare_torch, restore_determinism
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.serving import driven_by_one_machine
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
@@ -65,17 +66,17 @@ def opened_training(
     trainer_class: type[RayPPOTrainer] | None = None,
 ) -> Iterator[RayPPOTrainer]:
     """The trainer of a run, with everything around it; what was opened for it is closed behind it."""
-    config = copy.deepcopy(resolved.config)
+    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in below; the caller's stays as it was
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
-        stack.enter_context(determinism_ends_with_it())
+        stack.enter_context(restore_determinism())
         run, _ = open_run_directory(config, say)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        with errors_in_words(run, config):
+        with explain_errors(run, config):
             yield _build(stack, resolved, config, run, reward, data, val_data, trainer_class)
 
 
@@ -89,10 +90,12 @@ def _build(
     val_data: Any,
     trainer_class: type[RayPPOTrainer] | None,
 ) -> RayPPOTrainer:
-    stored = copy.deepcopy(config)
-    _load_external(config)
+    stored = copy.deepcopy(config)  # for config.yaml: the settings as given, which a resumed run is compared with
+    _load_external(config.actor_rollout_ref.model.external_lib)
     check_engine_name(config.actor_rollout_ref.rollout.name)
-    looker: list[WorkerProcess] = []  # what looked at the reward, until it scores
+    # The process that loads and inspects the reward function becomes the first reward worker: importing a user's file
+    # twice would cost its time twice, and run its side effects twice.
+    looker: list[WorkerProcess] = []
     stack.callback(lambda: [worker.kill() for worker in looker])
     spec = resolve_reward(
         config.custom_reward_function,
@@ -102,12 +105,12 @@ def _build(
         kept=looker,
     )
     device = pick_device(config.trainer.device)
-    prepare_torch(config, device)
+    prepare_torch(config.trainer, device)
     _fill_embedded(config, data)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    turns = stack.enter_context(opened_turns(config, tokenizer, device))
+    turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
     tools = turns.schemas if turns else ()
-    trained, held_out = _rows(config, resolved.explicit, data, val_data)
+    trained, held_out = _rows(config.data, resolved.explicit, data, val_data)
     train = PromptDataset(trained, tokenizer, config.data, tools=tools)
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
     check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
@@ -121,10 +124,10 @@ def _build(
     sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
     named = spec.kind != "builtin"
     pool = None
-    others = config.reward_model.enable or bool(turns and turns.asks_first)  # who may give rewards too
-    if named or not others or _can_judge(config, sources, train, val):
+    others = config.reward_model.enable or bool(turns and turns.has_agents)  # who may give rewards too
+    if named or not others or _can_judge(config.reward_model, sources, train, val):
         pool = stack.enter_context(_reward_pool(spec, limits, sources, looker))
-    elif turns and turns.asks_first:
+    elif turns and turns.has_agents:
         say("note: there is no reward function for these rows: the agent's own rewards are the only ones.")
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib, run.logs))
     stack.callback(keep_worker_logs, workers, run.logs)
@@ -173,14 +176,14 @@ def _reward_pool(
     )
 
 
-def _rows(config: PPOConfig, explicit: set[str], data: Any, val_data: Any) -> tuple[Any, Any]:
+def _rows(settings: DataConfig, explicit: set[str], data: Any, val_data: Any) -> tuple[Any, Any]:
     """(training data, validation data or None): paths, rows, or the two parts of a table of which some are held out."""
-    train = data if data is not None else config.data.train_files
-    if val_data is not None or config.data.val_files != HELD_OUT:
-        return train, val_data if val_data is not None else config.data.val_files
-    table = read_table(train, limit=config.data.train_max_samples)
-    batch = config.data.train_batch_size if "data.train_batch_size" in explicit else 1
-    trained, held_out = hold_out(table, config.data.prompt_key, most=config.data.val_max_samples, batch=batch)
+    train = data if data is not None else settings.train_files
+    if val_data is not None or settings.val_files != HELD_OUT:
+        return train, val_data if val_data is not None else settings.val_files
+    table = read_table(train, limit=settings.train_max_samples)
+    batch = settings.train_batch_size if "data.train_batch_size" in explicit else 1
+    trained, held_out = hold_out(table, settings.prompt_key, most=settings.val_max_samples, batch=batch)
     say(f"note: {held_out_words(len(trained), len(held_out or ()))}")
     return trained, held_out
 
@@ -194,20 +197,19 @@ def _keep_rows(config: PPOConfig) -> str:
     return " and ".join(f"{name}=True" for name, on in named.items() if on)
 
 
-def _can_judge(config: PPOConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:
+def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:
     """Whether built-in scorers can tell right responses beside a reward model; without them it scores alone."""
     try:
         check_sources(sources)
     except RewardError:
-        if config.reward_model.enable and config.reward_model.function_weight:
+        if reward_model.enable and reward_model.function_weight:
             raise
         return False
     return not any(rows.rows_without_truth for rows in data if rows is not None)
 
 
-def _load_external(config: PPOConfig) -> None:
+def _load_external(name: str | None) -> None:
     """Import the user's module, which may register estimators, losses, samplers or rollout engines."""
-    name = config.actor_rollout_ref.model.external_lib
     if name:
         from posttrain.external import import_external
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from posttrain import pulse
-from posttrain.config.root import PPOConfig
+from posttrain.config.data import DataConfig
 from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
@@ -27,19 +27,26 @@ class Validator:
     """Runs over the whole validation set with `rollout.val_kwargs`."""
 
     def __init__(
-        self, config: PPOConfig, tokenizer: Any, dataset: PromptDataset, experience: Experience, recorder: Recorder
+        self,
+        settings: DataConfig,
+        n: int,
+        tokenizer: Any,
+        dataset: PromptDataset,
+        experience: Experience,
+        recorder: Recorder,
     ) -> None:
-        self.config, self.tokenizer, self.dataset = config, tokenizer, dataset
+        """`n` responses to every prompt."""
+        self.settings, self.n, self.tokenizer, self.dataset = settings, n, tokenizer, dataset
         self.experience, self.recorder = experience, recorder
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics by name; also remembers a few samples for the end of the run."""
         columns: dict[str, list[Any]] = {name: [] for name in NAMES}
         tables: list[Any] = []
-        responses = len(self.dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
-        shown, most_tokens = self.recorder.showing("validation"), self.config.data.max_response_length
+        responses = len(self.dataset) * self.n
+        shown, most_tokens = self.recorder.showing("validation"), self.settings.max_response_length
         with shown, pulse.work("responses", responses, most_tokens=most_tokens):
-            for rows in sequential_batches(len(self.dataset), self.config.data.val_batch_size):
+            for rows in sequential_batches(len(self.dataset), self.settings.val_batch_size):
                 scored = self._scored(rows)
                 self._add(scored, columns)
                 tables.append(self.recorder.validation_table(step, scored))
@@ -62,14 +69,14 @@ class Validator:
     def _scored(self, rows: list[int]) -> DataProto:
         """Responses to these prompts of the held-out data, scored; a prompt's serial number is its row there."""
         prompts = collate([self.dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
+        # Seeds follow from the row's number, not from a counter: all validations of a run draw the same numbers.
         prompts.non_tensor_batch["serial"] = np.array(rows, dtype=object)
         prompts.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
-        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        asked = self.experience.ask(prompts, n, stream=VALIDATION_SEED, validate=True)
+        asked = self.experience.ask(prompts, self.n, stream=VALIDATION_SEED, validate=True)
         return self.experience.complete(asked, validation=True)
 
     def _add(self, batch: DataProto, columns: dict[str, list[Any]]) -> None:
-        fields, default = batch.non_tensor_batch, self.config.data.data_source or "unknown"
+        fields, default = batch.non_tensor_batch, self.settings.data_source or "unknown"
         columns["source"] += [source or default for source in fields["data_source"]]
         columns["uid"] += list(fields["uid"])
         columns["score"] += [float(score) for score in fields["reward_score"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.checkpoint.places import steps_in
+from posttrain.checkpoint.folders import steps_in
 from posttrain.errors import UserError
 from posttrain.tracking.batches import kept_steps, read_facts
 

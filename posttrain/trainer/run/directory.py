@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.root import PPOConfig
 from posttrain.tracking.lock import RunDirectoryError
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status
@@ -20,7 +19,7 @@ def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tup
 
     `stem` begins the names of runs that have none of their own; null takes the estimator's name.
     """
-    stem = stem or _stem(config)
+    stem = stem or re.sub(r"[^A-Za-z0-9_.-]", "_", config.algorithm.adv_estimator)
     trainer = config.trainer
     root = Path(trainer.default_local_dir)
     if trainer.experiment_name is not None:
@@ -35,10 +34,6 @@ def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tup
             return run, _continues(run, config, say)
     run = RunDirectory(root, trainer.project_name, f"{stem}-{number + 1}", on_note=say)
     return run.open(), False
-
-
-def _stem(config: PPOConfig) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", config.algorithm.adv_estimator)
 
 
 def _newest_begun(folder: Path, stem: str) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from posttrain.checkpoint.errors import disk_words
+from posttrain.config.trainer import RunConfig
 from posttrain.errors import UserError
 from posttrain.kernels.onednn import settle_products
 from posttrain.tracking.progress import say
@@ -22,20 +23,20 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.run.memory import is_out_of_memory, out_of_memory_words
 
 
-def prepare_torch(config: Any, device: torch.device) -> None:
-    """Seed and determinism as `trainer` says, and the device in words."""
-    seed_and_determinism(config, device)
+def prepare_torch(settings: RunConfig, device: torch.device) -> None:
+    """Seed and determinism as the section `trainer` says, and the device in words."""
+    seed_and_determinism(settings, device)
     threads = torch.get_num_threads()
     what = torch.cuda.get_device_name() if device.type == "cuda" else f"{threads} thread{'s' * (threads != 1)}"
     say(f"Device: {device} ({what})")
 
 
-def seed_and_determinism(config: Any, device: torch.device) -> None:
+def seed_and_determinism(settings: RunConfig, device: torch.device) -> None:
     """In every process that computes."""
-    seed_all(config.trainer.seed)
+    seed_all(settings.seed)
     if device.type == "cpu":
         settle_products()
-    if config.trainer.deterministic:
+    if settings.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -44,7 +45,7 @@ def seed_and_determinism(config: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def determinism_ends_with_it() -> Iterator[None]:
+def restore_determinism() -> Iterator[None]:
     """Around a run: what `prepare_torch` switches on holds for this run, not for what its process does next."""
     before, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
@@ -66,7 +67,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def errors_in_words(run: RunDirectory, config: Any) -> Iterator[None]:
+def explain_errors(run: RunDirectory, config: Any) -> Iterator[None]:
     """Memory and disk errors say what to do; any other leaves its traceback in the run directory."""
     try:
         yield

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from posttrain.controller.pool import Workers
-from posttrain.controller.tracing import begin_trace, end_trace
+from posttrain.controller.profiling import begin_trace, end_trace
 from posttrain.tracking.progress import say
 
 FOLDER = "traces"

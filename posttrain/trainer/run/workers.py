@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from posttrain.config.parallel import one_process, rollout_workers_of, workers_of
+from posttrain.config.trainer import RunConfig
 from posttrain.controller.pool import LocalWorkers, Workers
-from posttrain.controller.worker_log import keep, lines_of
+from posttrain.controller.worker_died import append_log, printed_lines
 from posttrain.external import import_external
 from posttrain.tracking.progress import say
 from posttrain.tracking.waiting import waiting
@@ -23,13 +24,13 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     register losses, models and engines. What a process printed that died is written to the folder `logs`."""
     if one_process(config):
         return LocalWorkers()
-    from posttrain.controller.ray_group import RayWorkers
+    from posttrain.controller.ray_pool import RayWorkers
 
     machines, ranks, rollout = config.trainer.nnodes, workers_of(config), rollout_workers_of(config)
     where = f" on {machines} machines" if machines > 1 else ""
     who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
-    prepare, settings = partial(_prepare, config, device, external), config.trainer.ray_init
+    prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
     with waiting("starting Ray"):
         teams = rollout > 0 and config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
         workers = RayWorkers(
@@ -59,11 +60,11 @@ def keep_worker_logs(workers: Workers, folder: Path) -> None:
     for path in sorted(Path(cluster.folder).glob("session_latest/logs/worker-*")):
         if path.suffix not in (".out", ".err") or (watch is not None and path.name in watch.kept):
             continue
-        keep(lines_of([str(path)]), path.name, folder)
+        append_log(printed_lines([str(path)]), path.name, folder)
 
 
-def _prepare(config: Any, device: torch.device, external: str | None) -> None:
+def _prepare(settings: RunConfig, device: torch.device, external: str | None) -> None:
     """In the process of a rank, before its workers are made."""
-    seed_and_determinism(config, device)
+    seed_and_determinism(settings, device)
     if external:
         import_external(external)

@@ -7,8 +7,7 @@ from typing import Any
 
 from posttrain.config import Resolved, load_config
 from posttrain.config.tree import Tree
-from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.ending import exit_status
+from posttrain.tracking.console import exit_status, keep_going, prepare_streams
 from posttrain.tracking.own_console import own_console, take_voice
 
 

@@ -10,11 +10,11 @@ from posttrain.data.sampler import PromptSampler
 from posttrain.planning.batch_sizes import count_steps
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.run.bases import check_bases
+from posttrain.trainer.run.adapter_base import check_bases
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.trainer.supervised.recorder import SupervisedRecorder
-from posttrain.trainer.supervised.task import ROLE, Task
+from posttrain.trainer.supervised.tasks import ROLE, Task
 
 
 class SupervisedTrainer:

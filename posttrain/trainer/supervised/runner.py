@@ -19,12 +19,12 @@ from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.memory import named_stage, settle_memory
-from posttrain.trainer.run.process import determinism_ends_with_it, errors_in_words, prepare_torch
+from posttrain.trainer.run.process import explain_errors, prepare_torch, restore_determinism
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.serving import driven_by_one_machine
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer
-from posttrain.trainer.supervised.task import Task
+from posttrain.trainer.supervised.tasks import Task
 from posttrain.workers.lora_state import adapter_notes
 from posttrain.workers.roles import pick_device
 
@@ -48,18 +48,18 @@ def run_supervised(
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
-        stack.enter_context(determinism_ends_with_it())
+        stack.enter_context(restore_determinism())
         run, _ = open_run_directory(config, say, stem=stem)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        with errors_in_words(run, config):
+        with explain_errors(run, config):
             stored = copy.deepcopy(config)
             _load_external(config)
             device = pick_device(config.trainer.device)
-            prepare_torch(config, device)
+            prepare_torch(config.trainer, device)
             _fill_embedded(config, data, embedded_files)
             tokenizer = load_tokenizer(config.model)
             train = make_data(config.data.train_files if data is None else data, tokenizer, config.data, "train")
@@ -92,6 +92,8 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     say(
         f"Model: {config.model.path}, {facts.parameters:,} parameters{share}, {facts.dtype} on {device}{held}, {packed}"
     )
+    if facts.engine:
+        say(f"Train engine: {facts.engine}")
     for note in adapter_notes(facts, config.model):
         say(f"note: {note}")
     positions = check_positions(facts.positions, longest, f"the longest row has {longest} tokens")

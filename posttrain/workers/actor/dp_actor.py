@@ -5,39 +5,39 @@ from __future__ import annotations
 import torch
 
 from posttrain import pulse
+from posttrain.config.actor import ActorConfig
+from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
+from posttrain.workers.actor.importance import finish_importance_metrics
 from posttrain.workers.actor.objective import ActorObjective
-from posttrain.workers.actor.weighing import combined
 from posttrain.workers.measures import Measures, over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
-def actor_objective(config: PPOConfig) -> ActorObjective:
-    """The loss of the policy as configured."""
-    actor = config.actor_rollout_ref.actor
-    scale = actor.loss_scale_factor or float(config.data.max_response_length)
-    return ActorObjective(actor, config.algorithm.rollout_correction, scale)
+def actor_objective(actor: ActorConfig, correction: RolloutCorrectionConfig, longest: int) -> ActorObjective:
+    """The loss of the policy as configured; responses have `longest` tokens at most."""
+    return ActorObjective(actor, correction, actor.loss_scale_factor or float(longest))
 
 
-def actor_schedule(config: PPOConfig) -> Schedule:
-    actor = config.actor_rollout_ref.actor
-    return Schedule(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, config.trainer.seed)
+def actor_schedule(actor: ActorConfig, seed: int) -> Schedule:
+    return Schedule(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, seed)
 
 
 class DataParallelPPOActor:
     """Runs `update_policy` and `compute_log_prob` on a train engine."""
 
     def __init__(self, config: PPOConfig, engine: TrainEngine) -> None:
-        self.config, self.engine = config, engine
-        self.temperature = config.actor_rollout_ref.rollout.temperature
-        self.objective = actor_objective(config)
+        roles, longest = config.actor_rollout_ref, config.data.max_response_length
+        self.config, self.engine, self.temperature = config, engine, roles.rollout.temperature
+        self.objective = actor_objective(roles.actor, config.algorithm.rollout_correction, longest)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
-        plan = one_rank_plan(data, actor_schedule(self.config), self.objective.prepare)
-        return combined(over_steps(self.execute(plan)))
+        schedule = actor_schedule(self.config.actor_rollout_ref.actor, self.config.trainer.seed)
+        plan = one_rank_plan(data, schedule, self.objective.prepare)
+        return finish_importance_metrics(over_steps(self.execute(plan)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""

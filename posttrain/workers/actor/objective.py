@@ -26,9 +26,9 @@ from posttrain.algorithms import (
 from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.protocol import DataProto
-from posttrain.workers.actor.weighing import weights_in_update
+from posttrain.workers.actor.importance import importance_weights
 from posttrain.workers.measures import Measures
-from posttrain.workers.seen_tokens import SeenTokens
+from posttrain.workers.token_stats import TokenStats
 
 PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row
 
@@ -41,7 +41,7 @@ class ActorObjective:
         self.config, self.correction, self.loss_scale_factor = config, correction, loss_scale_factor
         self.notes: list[str] = []
         self.measures = Measures()
-        self.seen = SeenTokens()
+        self.seen = TokenStats()
 
     def prepare(self, mini: DataProto) -> DataProto:
         """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here.
@@ -96,7 +96,7 @@ class ActorObjective:
             self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
         share = result.loss if result.is_scalar else (weights * result.loss).sum()
         if result.is_scalar and not result.is_share:
-            share = share * means.sum()
+            share = share * means.sum()  # a loss that returned its own mean: weighted by this micro-batch's tokens
         self._add("policy_loss", share)
         share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
         self._add("actor/loss", share)
@@ -127,14 +127,14 @@ class ActorObjective:
         weights, facts = compute_rollout_correction(
             batch["old_log_probs"], sampled_from(batch), batch["response_mask"], self.correction
         )
-        facts.pop("mismatch/logp_max")  # measured against the policy being trained, below
+        facts.pop("mismatch/logp_max")  # measured against the policy being trained, in `_agreement`
         assert weights is not None
         return {"rollout_is_weights": weights}, facts
 
     def _weights(self, log_prob: torch.Tensor, micro: DataProto) -> torch.Tensor | None:
         """Those of `prepare`, or, without old log-probs, of the policy that is being differentiated."""
         known = micro.batch.get("rollout_is_weights")
-        return weights_in_update(log_prob, micro, self.correction, self.measures) if known is None else known
+        return importance_weights(log_prob, micro, self.correction, self.measures) if known is None else known
 
     def _agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
         """How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from posttrain import pulse
 from posttrain.algorithms import aggregation_weights, compute_value_loss
+from posttrain.config.actor import ActorConfig
+from posttrain.config.critic import CriticConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
@@ -13,17 +17,16 @@ from posttrain.workers.measures import Measures, over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
-def critic_schedule(config: PPOConfig) -> Schedule:
+def critic_schedule(critic: CriticConfig, actor: ActorConfig, seed: int) -> Schedule:
     """As the actor's, where the critic has no settings of its own."""
-    critic, actor = config.critic, config.actor_rollout_ref.actor
     prompts = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    return Schedule(prompts, critic.ppo_epochs or actor.ppo_epochs, critic.shuffle, config.trainer.seed)
+    return Schedule(prompts, critic.ppo_epochs or actor.ppo_epochs, critic.shuffle, seed)
 
 
-def prepare_values(config: PPOConfig, mini: DataProto) -> DataProto:
-    """The mini-batch with its token weights."""
-    mask, scale = mini.batch["response_mask"], float(config.data.max_response_length)
-    weights = aggregation_weights(mask, config.critic.loss_agg_mode, loss_scale_factor=scale)
+def prepare_values(mini: DataProto, loss_agg_mode: str, longest: int) -> DataProto:
+    """The mini-batch with its token weights; responses have `longest` tokens at most."""
+    mask = mini.batch["response_mask"]
+    weights = aggregation_weights(mask, loss_agg_mode, loss_scale_factor=float(longest))
     extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
     return mini.union(DataProto.from_dict(tensors=extra))
 
@@ -32,7 +35,9 @@ class DataParallelPPOCritic:
     """Runs `compute_values` and `update_critic` on a train engine whose module has a value head."""
 
     def __init__(self, config: PPOConfig, engine: TrainEngine) -> None:
-        self.config, self.engine = config, engine
+        self.config, self.engine = config.critic, engine
+        self.schedule = critic_schedule(config.critic, config.actor_rollout_ref.actor, config.trainer.seed)
+        self.longest = config.data.max_response_length
         self.measures = Measures()
 
     def compute_values(self, data: DataProto, passes: Passes | None = None) -> torch.Tensor:
@@ -40,8 +45,8 @@ class DataParallelPPOCritic:
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
-        plan = one_rank_plan(data, critic_schedule(self.config), lambda mini: prepare_values(self.config, mini))
-        return over_steps(self.execute(plan))
+        prepare = partial(prepare_values, loss_agg_mode=self.config.loss_agg_mode, longest=self.longest)
+        return over_steps(self.execute(one_rank_plan(data, self.schedule, prepare)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
@@ -64,7 +69,7 @@ class DataParallelPPOCritic:
             batch["values"],
             batch["returns"],
             batch["response_mask"],
-            cliprange_value=self.config.critic.cliprange_value,
+            cliprange_value=self.config.cliprange_value,
         )
         share = (batch["loss_weights"] * token_loss).sum()
         self._add("critic/vf_loss", share)

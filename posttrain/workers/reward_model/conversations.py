@@ -1,22 +1,22 @@
-"""The policy's rows as the reward model reads them: the same token ids, or the conversation rendered anew.
+"""The policy's samples as the reward model reads them: the same token ids, or the conversation rendered again.
 
 With one tokenizer and one chat template for both, a row's ids are what the reward model reads. Otherwise the response
-is decoded, joined to the prompt's messages and rendered by the reward model's own template. A control token of that
-template that the response spells stays text: it cannot end the response and begin another turn.
+is decoded, joined to the prompt's messages and rendered by the reward model's own template. If the response spells a
+control token of that template, it stays text: it cannot end the response and begin another turn.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from posttrain.conversations.untrusted_text import untrusted_text
 from posttrain.models.loading import ModelError
 from posttrain.protocol import DataProto
-from posttrain.rollout.turns.outside_text import outside_text
 from posttrain.texts import texts_of
 
 
 class Unreadable(Exception):
-    """One conversation that cannot be given to the model; the text is for its sample."""
+    """A conversation that the reward model cannot score; the message is recorded with its sample."""
 
 
 def same_tokenizer(one: Any, other: Any) -> bool:
@@ -35,16 +35,17 @@ def same_tokenizer(one: Any, other: Any) -> bool:
 class Conversations:
     """`rows(data)`: one list of token ids per row, or the reason why there is none.
 
-    `policy` wrote the responses; `own` is the reward model's. `anew` renders even where both are the same. `vocabulary`
-    is the number of tokens that the model has weights for.
+    `policy` is the tokenizer that wrote the responses, `own` the reward model's. `renders`: conversations are rendered
+    by the reward model's template even where both are the same. `vocabulary` is the number of tokens that the model has
+    weights for.
     """
 
     vocabulary: int | None = None
 
-    def __init__(self, policy: Any, own: Any, *, anew: bool = False, path: str | None = None) -> None:
-        self.policy, self.own, self.outside = policy, own, outside_text(own)
-        self.anew = anew or not same_tokenizer(policy, own)
-        if self.anew and policy.chat_template and not own.chat_template:
+    def __init__(self, policy: Any, own: Any, *, renders: bool = False, path: str | None = None) -> None:
+        self.policy, self.own, self.outside = policy, own, untrusted_text(own)
+        self.renders = renders or not same_tokenizer(policy, own)
+        if self.renders and policy.chat_template and not own.chat_template:
             raise ModelError(
                 f"reward_model.model.path={path}: its tokenizer has no chat template, and conversations must be "
                 "rendered anew for it; give a tokenizer folder that has one: reward_model.model.tokenizer_path=FOLDER "
@@ -53,7 +54,7 @@ class Conversations:
 
     def rows(self, data: DataProto) -> list[list[int] | Unreadable]:
         """Token ids of prompt and response, end to end, without padding."""
-        if not self.anew:
+        if not self.renders:
             masks = data.batch["attention_mask"].bool()
             rows = [ids[mask].tolist() for ids, mask in zip(data.batch["input_ids"], masks, strict=True)]
             return [self._known(row) or row for row in rows]

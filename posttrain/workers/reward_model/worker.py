@@ -23,7 +23,7 @@ from posttrain.models.scorer_loading import load_scorer
 from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 from posttrain.workers.reward_model.conversations import Conversations, Unreadable
-from posttrain.workers.spread import by_groups, in_row_order
+from posttrain.workers.row_dispatch import by_groups, in_row_order
 
 
 class RewardModelWorker:
@@ -34,14 +34,14 @@ class RewardModelWorker:
 
     @register(to_all)
     def init_model(self) -> None:
-        """Load tokenizer and weights; what cannot score conversations is refused here."""
+        """Load tokenizer and weights; models that cannot score conversations are rejected here."""
         model = self.config.model
         own = load_tokenizer(self._source())
         written_by = self.policy_tokenizer
         if model.input_tokenizer is not None:
             written_by = load_tokenizer(self._source(), model.input_tokenizer)
-        anew = model.input_tokenizer is not None
-        self.conversations = Conversations(written_by, own, anew=anew, path=model.path)
+        renders = model.input_tokenizer is not None
+        self.conversations = Conversations(written_by, own, renders=renders, path=model.path)
         self.module = load_scorer(
             str(model.path),
             self.device,
@@ -65,20 +65,20 @@ class RewardModelWorker:
 
     @register(to_first)
     def notes(self) -> list[str]:
-        """Sentences for the user that only the loaded model could tell."""
+        """Notes for the user about the loaded model."""
         kind = type(without_adapters(self.module)).__name__
-        how = "rendered by its own chat template" if self.conversations.anew else "passed as the policy's token ids"
+        how = "rendered by its own chat template" if self.conversations.renders else "passed as the policy's token ids"
         limit = (
             "" if math.isinf(self.longest) else f"; more than {self.longest} tokens are cut ({self.config.truncation})"
         )
         about_rows = way_of(self.module).note
-        told = f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."
-        return [told, *([about_rows] if about_rows else [])]
+        summary = f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."
+        return [summary, *([about_rows] if about_rows else [])]
 
     @register(to_first)
     def check_prompt(self, messages: Any) -> None:
-        """Refuses a template that cannot write the data's conversations, before anything is generated."""
-        if self.conversations.anew:
+        """Rejects a template that cannot render the data's conversations, before anything is generated."""
+        if self.conversations.renders:
             try:
                 self.conversations.encode(messages, "")
             except Unreadable as error:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from posttrain.conversations.agents import register_agent
+from posttrain.conversations.conversation import ChatError
+from posttrain.conversations.untrusted_text import untrusted_text
 from posttrain.errors import UserError
-from posttrain.rollout.agents.composed import ChatError
-from posttrain.rollout.agents.registry import register_agent
-from posttrain.rollout.turns.outside_text import outside_text
 from verl._agent_config import verl_config
 from verl._missing import not_given
 from verl.workers.rollout.replica import TokenOutput
@@ -157,7 +157,7 @@ class AgentLoopBase(ABC):
         def render(those: Sequence[Any]) -> str:
             return self.tokenizer.apply_chat_template(those, tokenize=False, add_generation_prompt=True, **options)
 
-        text = outside_text(self.tokenizer)
+        text = untrusted_text(self.tokenizer)
         if remove_system_prompt:  # observations: whatever an environment spells, it writes no control tokens
             return text.ids(messages, render)[len(self.system_prompt) :]
         return text.encode(render(messages))

@@ -1,0 +1,211 @@
+"""Workers in Ray actors: one process per rank that hosts every role; others beside them may host the rollout alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from posttrain.controller.group import WorkerGroup
+from posttrain.controller.pool import ROLLOUT, Workers
+from posttrain.controller.profiling import StagePeaks, as_metrics
+from posttrain.controller.rank_host import RankHost
+from posttrain.controller.ray_cluster import RayCluster
+from posttrain.controller.ray_group import RayWorkerGroup
+from posttrain.controller.ray_machines import Machine, check_same_programs, machines_for, rollout_machines
+from posttrain.controller.ray_ranks import Rank, RankWatch
+from posttrain.controller.wire import pack
+
+
+class RayWorkers(Workers):
+    """`ranks` processes, each with a GPU or a share of its machine's cores, equally many on each machine.
+
+    They live in a Ray that is started for them, or in `cluster`, which they leave running. Each calls `prepare` first.
+    `rollout` further processes only generate (disaggregated rollout). Each of these is a world of one rank, unless
+    `teams` of them hold one engine. A process that is stopped for longer than `stopped_s` seconds ends the run; the
+    last output of one that died is written to `logs`.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        device: Any,
+        cluster: RayCluster | None = None,
+        prepare: Callable[[], None] | None = None,
+        machines: int = 1,
+        tell: Callable[[str], None] = print,
+        settings: Mapping[str, Any] | None = None,
+        rollout: int = 0,
+        teams: bool = False,
+        stopped_s: float = 300.0,
+        logs: Path | None = None,
+        shared: Path | None = None,
+    ) -> None:
+        self.watch = RankWatch(stopped_s, tell, logs)
+        self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
+        self.hosts, self.rollout_hosts = [], []
+        self.cluster, self._shared = (
+            cluster or RayCluster(ranks + rollout, settings, machines, tell, shared),
+            cluster is not None,
+        )
+        try:
+            self._start(ranks, rollout, device, teams)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, ranks: int, rollout: int, device: Any, teams: bool) -> None:
+        if not self._shared:
+            self.cluster.start()
+        # Ranks are placed by machine, not by Ray's scheduler: neighbouring ranks share a machine, so that teams,
+        # FSDP groups and sequence-parallel groups talk over its own bus and not over the network.
+        each = ranks // self.machines
+        machines = machines_for(self.machines, each, device.type, self.tell, coming=self.cluster.is_head)
+        homes = [machines[rank // each] for rank in range(ranks)]
+        rooms = rollout_machines(rollout, each, machines, device.type, self.tell)
+        # All processes of a machine share its cores: too many threads in each would slow all of them down.
+        crowd = Counter(machine.id for machine in (*homes, *rooms))
+        self.hosts = [self._host(rank, home, crowd[home.id], device) for rank, home in enumerate(homes)]
+        # A rollout worker is a world of one rank: no collective can make it wait for another, or for training.
+        known = rollout if teams else 1
+        self.rollout_hosts = [
+            self._host(number, room, crowd[room.id], device, known) for number, room in enumerate(rooms)
+        ]
+        pairs = zip(self._names(), self._all_hosts(), (*homes, *rooms), strict=True)
+        self.watch.begin([Rank(name, host, machine) for name, host, machine in pairs])
+        if len(crowd) > 1:  # different versions would show as other numbers, or as a collective that never ends
+            there = self.watch.gather([host.programs.remote() for host in self._all_hosts()])
+            check_same_programs(there, [machine.address for machine in (*homes, *rooms)])
+        # All ranks join at once: the rendezvous of torch.distributed returns when the last of them has come.
+        joining = []
+        for hosts, first in ((self.hosts, homes), (self.rollout_hosts, rooms)):
+            address = self.watch.fetch(hosts[0].free_address.remote(first[0].address)) if hosts else ""
+            joining += [host.connect.remote(address, *pack(self.prepare)) for host in hosts]
+        self.watch.gather(joining)
+
+    def _all_hosts(self) -> list[Any]:
+        return [*self.hosts, *self.rollout_hosts]
+
+    def _host(self, rank: int, machine: Machine, crowd: int, device: Any, ranks: int | None = None) -> Any:
+        """The process of a rank, on its machine, whose cores so many share; it is one of `ranks` (all that train)."""
+        # No CPUs are reserved: threads are set below, and the driver and reward workers need cores as well.
+        resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
+        there = NodeAffinitySchedulingStrategy(machine.id, soft=False)
+        # One call at a time: calls of a rank happen in the order in which the driver made them, as collectives need.
+        actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=there, **resources)
+        threads, paths = max(1, machine.cores // crowd), [folder for folder in sys.path if folder]
+        return actor.remote(rank, ranks or self.world_size, str(device), threads, os.getcwd(), paths)
+
+    @property
+    def rollout_size(self) -> int:
+        return len(self.rollout_hosts)
+
+    def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
+        parcel = pack((worker, arguments, named))
+        config = next((value for value in arguments if hasattr(value, "trainer")), None)
+        hosts = self.rollout_hosts if role == ROLLOUT else self.hosts
+        self.watch.gather([host.build.remote(role, *parcel) for host in hosts])
+        return RayWorkerGroup(role, worker, config, hosts, self.watch)
+
+    def _names(self) -> list[str]:
+        ranks = [f"rank {rank}" for rank in range(len(self.hosts))]
+        return [*ranks, *(f"rollout {number}" for number in range(len(self.rollout_hosts)))]
+
+    def spans(self) -> list[list[Any]]:
+        found = [self.watch.plain(ref) for ref in [host.take_spans.remote() for host in self._all_hosts()]]
+        return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
+
+    def peaks(self) -> StagePeaks:
+        return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
+
+    @contextmanager
+    def traced(self, stem: Path) -> Iterator[None]:
+        for ref in [host.begin_trace.remote() for host in self._all_hosts()]:
+            self.watch.plain(ref)
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            names = [name.replace(" ", "_") for name in self._names()]
+            paths = [f"{stem}.{name}.json.gz" if whole else None for name in names]
+            ends = [host.end_trace.remote(path) for host, path in zip(self._all_hosts(), paths, strict=True)]
+            self.watch.gather(ends)
+
+    def words(self) -> str:
+        where = f" on {self.machines} machines" if self.machines > 1 else ""
+        count = self.world_size + self.rollout_size
+        return f"{count} processes{where} in Ray {ray.__version__}, {self.cluster.words()}"
+
+    def places(self) -> list[str]:
+        """Who trains and who generates where, where these are not the same."""
+        if not self.rollout_hosts:
+            return []
+        pools = {"Training": self.hosts, "Rollout": self.rollout_hosts}
+        return [
+            f"{name}: {places_words(self.watch.gather([host.place.remote() for host in hosts]))}."
+            for name, hosts in pools.items()
+        ]
+
+    def close(self) -> None:
+        if self._shared or self.cluster.was_there:
+            for host in self._all_hosts():
+                ray.kill(host)
+            self.watch.end()
+        if not self._shared:
+            self.cluster.stop()
+
+
+Place = tuple[str, list[int], int, int]
+"""(the machine's name, the process's own GPUs there, its id, its threads), as `RankHost.place` tells."""
+
+
+def places_words(places: Sequence[Place]) -> str:
+    """`GPUs 4, 5 of node-1` or, without GPUs, `processes 311, 312 of node-1, a core each`."""
+    machines: dict[str, list[Place]] = {}
+    for place in places:
+        machines.setdefault(place[0], []).append(place)
+    return "; ".join(f"{_of_one(own)} of {machine}{_cores(own)}" for machine, own in machines.items())
+
+
+def _of_one(places: Sequence[Place]) -> str:
+    gpus = [gpu for _, own, _, _ in places for gpu in own]
+    kind, numbers = ("GPU", sorted(gpus)) if gpus else ("process", [process for _, _, process, _ in places])
+    plural = {"GPU": "GPUs", "process": "processes"}[kind] if len(numbers) > 1 else kind
+    return f"{plural} {', '.join(map(str, numbers))}"
+
+
+def _cores(places: Sequence[Place]) -> str:
+    if any(gpus for _, gpus, _, _ in places):
+        return ""
+    threads = places[0][3]
+    cores = "a core" if threads == 1 else f"{threads} cores"
+    return f", {cores}{' each' if len(places) > 1 else ''}"
+
+
+class RayPeaks(StagePeaks):
+    """Of `hosts`, and of those that only generate under a name of their own. Nobody is waited for at the bounds of a
+    stage: a worker hears of them between the calls that it is asked for."""
+
+    def __init__(self, hosts: Sequence[Any], rollout_hosts: Sequence[Any], watch: RankWatch) -> None:
+        self.hosts, self.rollout_hosts, self.watch = hosts, rollout_hosts, watch
+
+    def begin(self) -> None:
+        for host in (*self.hosts, *self.rollout_hosts):
+            host.begin_stage.remote()
+
+    def end(self, stage: str) -> None:
+        for host in (*self.hosts, *self.rollout_hosts):
+            host.end_stage.remote(stage)
+
+    def take(self) -> dict[str, float]:
+        asked = [[host.take_peaks.remote() for host in pool] for pool in (self.hosts, self.rollout_hosts)]
+        training, rollout = (self.watch.gather(refs) for refs in asked)
+        return as_metrics(training) | as_metrics(rollout, "perf/rollout_memory_gb")

@@ -1,0 +1,10 @@
+"""Responses of several turns: one loop and one runner, over any rollout engine.
+
+conversation.py   the ledger of one response: sampled tokens and observation tokens, with masks and log-probs
+loop.py           drives all conversations of a run: generate, hand the turn to the agent, generate again
+runner.py         runs agents beside the rollout, with deadlines
+chat.py           a conversation as an agent sees it
+agents.py         agents by name; the built-in one answers tool calls
+environments.py   classes with `reset` and `step`, as agents
+tools/            tools, and what runs their calls; formats/: how models write calls
+"""

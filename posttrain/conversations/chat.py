@@ -1,0 +1,224 @@
+"""A conversation as an agent sees it: it awaits the model's next turn, and tells the model what to read before it.
+
+async def play(chat, row):
+    while not chat.over:
+        guess = await chat.say()               # tokens that the model samples: trained
+        if guess.strip() == row["ground_truth"]:
+            return 1.0
+        chat.tell("Wrong, once more.")         # tokens that it reads: not trained
+    return 0.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.turns import TurnSettings
+from posttrain.conversations.conversation import ChatError, Conversation, Limits
+from posttrain.conversations.formats import FORMATS, CallFormat, Unreadable
+from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.tools.base import ToolAnswer, ToolCall
+from posttrain.rollout.base import Output
+from posttrain.texts import texts_of
+
+
+class ChatFull(Exception):
+    """The response has no room for a further turn. An agent that does not catch it ends its conversation."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """A turn that an agent wants of the model; its tokens join the conversation if `kept`."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    stop: tuple[str, ...]
+    kept: bool
+
+
+Ask = Callable[[Generate | list[ToolCall]], Awaitable[Any]]
+"""How an agent asks for a turn (an Output) or for tool calls (their ToolAnswers), wherever it runs (`runner.py`)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all conversations of a run share."""
+
+    template: MessageTemplate
+    limits: Limits
+    settings: TurnSettings
+    schemas: Sequence[dict[str, Any]] = ()
+
+
+class Chat:
+    """One conversation. `messages` and `prompt_ids` are its row's prompt, `facts` what reward functions find in
+    `extra_info`, `seed` a number of its own for random choices of the agent, `tools` the schemas of the run's tools."""
+
+    def __init__(self, conversation: Conversation, messages: Sequence[Any], setup: Setup, ask: Ask) -> None:
+        self.messages, self.facts = [dict(one) for one in messages], dict[str, Any]()
+        self.seed, self.validate = conversation.seed, bool(conversation.how.get("validate"))
+        self.tokenizer, self.limits, self.tools = setup.template.tokenizer, setup.limits, list(setup.schemas)
+        self.last: Output | None = None
+        """The model's last turn: `token_ids`, `log_probs`, `finish_reason`."""
+        self._conversation, self._ask = conversation, ask
+        self._template, self._settings = setup.template, setup.settings
+        self._messages: list[dict[str, Any]] = []
+        self._ids: list[int] = []
+        self._observation: list[int] | None = None
+        self._generating = False
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return list(self._conversation.prompt_ids)
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt and everything so far, without what was told since the model's last turn."""
+        return self._conversation.ids
+
+    @property
+    def turns(self) -> int:
+        """Turns that the model has had."""
+        return self._conversation.turns
+
+    @property
+    def room(self) -> int:
+        """Tokens that the model's next turn may have; data.max_response_length is for all turns and observations."""
+        left = self.limits.response - self._conversation.length
+        # A message takes a token at least: thousands of answers are not rendered only to find that they do not fit.
+        return 0 if left <= len(self._messages) else max(0, left - len(self._observation_ids()))
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no room for a further turn."""
+        return self.room < 1
+
+    def start(self, messages: Sequence[Any], tools: Any = None) -> None:
+        """Replaces the row's prompt, before the model's first turn. `tools=chat.tools` shows the run's tools in it."""
+        self._require_not_begun()
+        self.start_ids(self._template.prompt(messages, tools))
+        self.messages = [dict(one) for one in messages]
+
+    def start_ids(self, ids: Sequence[int]) -> None:
+        """As `start`, with the prompt as token ids."""
+        self._require_not_begun()
+        if len(ids) > self.limits.prompt:
+            most = f"data.max_prompt_length={self.limits.prompt}"
+            raise ChatError(f"chat.start: the prompt has {len(ids)} tokens ({most})")
+        self._conversation.prompt_ids, self._conversation.own_prompt = [int(one) for one in ids], True
+
+    def _require_not_begun(self) -> None:
+        if self.turns or self._generating or self._ids:
+            raise ChatError("chat.start: the conversation has begun; chat.tell puts messages behind it")
+
+    def tell(self, text: str, role: str = "user") -> None:
+        """A message that the model reads before its next turn: of the user, or of a tool (`role="tool"`)."""
+        if not isinstance(text, str):
+            raise ChatError(f"chat.tell: a text is told, not a {type(text).__name__}")
+        if not self.turns:
+            raise ChatError("chat.tell: the model has not spoken yet; chat.start(messages) makes another prompt")
+        if self._ids:
+            raise ChatError("chat.tell: messages come before token ids")
+        self._messages.append({"role": role, "content": text})
+        self._observation = None
+
+    def tell_ids(self, ids: Sequence[int]) -> None:
+        """Token ids that the model reads before its next turn, as they are: behind messages they begin that turn."""
+        self._ids += [int(one) for one in ids]
+        self._observation = None
+
+    async def say(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
+        """The model's next turn as text; ChatFull where there is no room for one. `max_tokens` and `stop` end it
+        earlier."""
+        return texts_of([(await self.generate(max_tokens=max_tokens, stop=stop)).token_ids], self.tokenizer)[0]
+
+    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Output:
+        """The model's next turn as tokens; otherwise as `say`."""
+        room = self.room
+        if room < 1:
+            self._conversation.full = True
+            raise ChatFull("the response has no room for a further turn (data.max_response_length)")
+        observation = self._observation_ids()
+        if not observation and self.turns and self._conversation.ids[-1] in self.tokenizer.all_special_ids:
+            raise ChatError("chat.say: the model has ended its turn, and was told nothing since (chat.tell)")
+        self._conversation.add_observation(observation)
+        self._messages, self._ids, self._observation = [], [], None
+        return await self._generate(
+            Generate(self._conversation.ids, min(room, max_tokens or room), _texts(stop), kept=True)
+        )
+
+    async def sample(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Output:
+        """What the model writes behind any tokens. It is no part of the conversation."""
+        room = min(self.limits.response, self.limits.prompt + self.limits.response - len(prompt_ids))
+        if room < 1:
+            raise ChatFull(f"a prompt of {len(prompt_ids)} tokens leaves no room (data.max_response_length)")
+        return await self._generate(Generate(list(prompt_ids), min(room, max_tokens or room), _texts(stop), kept=False))
+
+    def compose(self, prompt_ids: Sequence[int], ids: Sequence[int], mask: Sequence[int]) -> None:
+        """The whole response from what `sample` gave: `mask` is 1 where the model wrote a token."""
+        self._conversation.compose(self.limits, prompt_ids, ids, mask)
+
+    async def call(self, tool: str, /, **arguments: Any) -> str:
+        """The answer of one of the run's tools. The model does not read it unless it is told (`role="tool"`)."""
+        if not self.tools:
+            raise ChatError("chat.call: the run has no tools (rollout.multi_turn.enable=True, rollout.tools=[...])")
+        call = ToolCall(tool, arguments)
+        (answer,) = await self._ask([call])
+        self._conversation.add_call(call, answer)
+        return answer.text
+
+    def tool_calls(self) -> list[ToolCall | Unreadable]:
+        """The tool calls of the model's last turn, in the run's format; a turn that was cut has none."""
+        if self.last is None or self.last.finish_reason != "stop":
+            return []
+        text = self.tokenizer.decode(self.last.token_ids, skip_special_tokens=False)
+        return self.call_format.read(text)
+
+    @property
+    def call_format(self) -> CallFormat:
+        """How the model writes tool calls (rollout.multi_turn.format)."""
+        return FORMATS[self._settings.format]
+
+    async def answer(self, calls: Sequence[ToolCall | Unreadable]) -> None:
+        """Runs these calls and tells the model an answer to each, in order. Calls that cannot be read, or are more than
+        max_parallel_calls, are answered with the reason."""
+        most = self._settings.max_parallel_calls
+        answers = iter(await self._ask([call for call in calls[:most] if isinstance(call, ToolCall)]))
+        for number, call in enumerate(calls):
+            if number >= most:
+                self.tell(f"Only {most} call(s) in a turn are answered; this one was not.", role="tool")
+                continue
+            if isinstance(call, Unreadable):
+                answer = ToolAnswer(str(call), error="unreadable")
+                self._conversation.add_call(None, answer)
+            else:
+                answer = next(answers)
+                self._conversation.add_call(call, answer)
+            self.tell(answer.text, role="tool")
+
+    def end(self, finish_reason: str) -> None:
+        """Sets the response's finish reason to another than that of the model's last turn."""
+        self._conversation.finish_reason = finish_reason
+
+    async def _generate(self, wanted: Generate) -> Output:
+        if self._generating:
+            raise ChatError("the model's turn is still under way: one at a time is awaited in a conversation")
+        self._generating = True  # and stays so where the await is cancelled: what the model wrote is not known then
+        output: Output = await self._ask(wanted)
+        self.last, self._generating = output, False
+        return output
+
+    def _observation_ids(self) -> list[int]:
+        """What was told since the model's last turn, as tokens."""
+        if self._observation is None:
+            shown = self._template.ids(self._messages, self._conversation.ids[-1]) if self._messages else []
+            self._observation = [*shown, *self._ids]
+        return self._observation
+
+
+def _texts(stop: Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)

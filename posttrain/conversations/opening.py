@@ -1,0 +1,74 @@
+"""The conversation loop of a run, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from posttrain.config.agent import BUILT_IN, KEY, agent_settings
+from posttrain.config.closest import closest
+from posttrain.config.root import PPOConfig
+from posttrain.config.turns import turn_settings
+from posttrain.conversations.agents import Agents
+from posttrain.conversations.chat import Setup
+from posttrain.conversations.conversation import Limits
+from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.runner import Runner
+from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.tools.registry import make_tools
+from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.errors import UserError
+
+
+@contextmanager
+def open_conversations(
+    config: PPOConfig, tokenizer: Any, device: torch.device, say: Callable[[str], None]
+) -> Iterator[ConversationLoop | None]:
+    """The loop with its tools and agents at work; None where responses have one turn."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    agents, turns = agent_settings(rollout.agent), turn_settings(rollout.multi_turn)
+    if not (agents.enable or turns.enable):
+        yield None
+        return
+    by_row = Agents(agents, turns, {"config": config, "tokenizer": tokenizer})
+    tools = make_tools(turns.tools, turns.tool_config, config_path=turns.tool_config_path) if turns.enable else {}
+    for tool in tools.values():
+        if note := getattr(tool, "note", None):
+            say(f"note: {note}")
+    answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
+    with (
+        ToolRunner(tools, timeout_s=turns.tool_timeout_s, **answers) as tool_runner,
+        Runner(tool_runner, agents.timeout_s) as runner,
+    ):
+        template = MessageTemplate(tokenizer, data.apply_chat_template_kwargs)
+        schemas = [tool.schema for tool in tools.values()]
+        if tools:
+            template.check_tools(schemas)
+            limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
+            say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
+        if agents.enable:
+            say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
+        limits = Limits(data.max_prompt_length, data.max_response_length)
+        in_rounds = device.type == "cpu" or config.trainer.deterministic
+        yield ConversationLoop(by_row, runner, Setup(template, limits, turns, schemas), in_rounds=in_rounds)
+        for words in tool_runner.counts.troubles():
+            say(f"  ! {words}")
+
+
+def check_agent_names(loop: ConversationLoop | None, names: Iterable[Any]) -> None:
+    """Rows may name their agents (column `agent_name`): all of these must be known before the first step."""
+    wanted = sorted({str(name) for name in names if name})
+    if loop is not None and loop.has_agents:
+        for name in wanted:
+            loop.agents.agent(name)
+    elif strange := [name for name in wanted if name not in BUILT_IN]:
+        near = closest(strange[0], BUILT_IN)
+        hint = f" Did you mean {near}?" if near else ""
+        raise UserError(
+            f"rows name the agent {strange[0]} (column agent_name), but the run has no agents.{hint}\n"
+            f"  to do:  {KEY}.default_agent_loop={strange[0]} and its file in actor_rollout_ref.model.external_lib, or "
+            f"{KEY}.agent_loop_config_path=FILE.yaml, or {KEY}=FILE.py:NAME"
+        )

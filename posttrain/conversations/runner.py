@@ -1,0 +1,282 @@
+"""Runs the agents of all conversations, beside the rollout.
+
+    runner.start(key, ...)       a conversation begins
+    runner.give(key, output)     the model's turn, for its agent
+    runner.poll(), wait()        what agents did since: turns that they want of the model, conversations that ended
+
+Agents of users run in one event loop, in a thread of its own, and may await anything. Whatever one does, its
+conversation ends: an agent that raises, or that takes longer than its limit between two turns, has failed. The time of
+the model or of a tool does not count, because tools have deadlines of their own. An agent that blocks the event loop
+fails with the others in it, since nothing can interrupt it; later conversations get a fresh loop.
+
+The built-in tool agent awaits nothing but its conversation, so it is `inline`: the caller's thread steps it. It reacts
+to a turn at once, and a response without tool calls can go to the rewards while others are still being generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.conversations.chat import Ask, ChatFull, Generate
+from posttrain.conversations.tools.answers import words_of
+from posttrain.conversations.tools.base import ToolAnswer, ToolCall
+from posttrain.conversations.tools.lane import Lane
+from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.rollout.base import Output
+from posttrain.texts import well_formed
+
+_CHECK_S, _REACT_S = 0.1, 0.5
+_QUEUED, _RUNNING, _CALLING, _GENERATING, _ENDED = "queued", "running", "calling", "generating", "ended"
+BLOCKED = "another conversation blocks the event loop: an agent awaits what takes time (`await asyncio.to_thread(...)`)"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a conversation ended: what the agent returned, or why it failed."""
+
+    value: Any = None
+    error: str | None = None
+
+
+Event = Generate | Ended
+
+
+@dataclass(eq=False)
+class _Work:
+    """One agent at work in an event loop."""
+
+    key: Hashable
+    lane: Lane
+    state: str = _QUEUED
+    """`queued`: it was started, or given a turn, and the event loop has not come to it yet. `calling`: it waits for a
+    tool; `generating`: for the model."""
+    since: float = 0.0
+    task: asyncio.Task[Any] | None = None
+    turn: asyncio.Future[Output] | None = None
+
+
+class Runner:
+    """Runs agents; a context manager. No agent can end or hang it."""
+
+    def __init__(self, tools: ToolRunner, timeout_s: float) -> None:
+        self.tools, self.timeout_s = tools, timeout_s
+        self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]]]]()
+        """What happened in other threads: events of agents, and tool answers for inline ones."""
+        self._inline: dict[Hashable, Coroutine[Any, Any, Any]] = {}
+        self._calls = 0
+        """Of inline agents, under way."""
+        self._work: dict[Hashable, _Work] = {}
+        self._lock = threading.Lock()
+        """Of the states of work, which the agents' thread and the caller's change."""
+        self._moved = time.monotonic()
+        self._lane = Lane("agents")
+
+    # -- called by the driver -------------------------------------------------------------------------------------
+    def ask(self, key: Hashable, *, inline: bool) -> Ask:
+        """How the agent of a conversation asks for a turn of the model, or for tool calls."""
+        return _yield if inline else lambda wanted: self._ask(key, wanted)
+
+    def start(self, key: Hashable, lead: Callable[[], Coroutine[Any, Any, Any]], *, inline: bool) -> Event | None:
+        """Starts the agent's coroutine; gives what it wants first, if it is inline."""
+        if inline:
+            self._inline[key] = lead()
+            return self._step(key, None)
+        with self._lock:
+            work = self._work[key] = _Work(key, self._lane)
+            self._moved = time.monotonic()
+        self._lane.start(self._run(work, lead))
+        return None
+
+    def give(self, key: Hashable, output: Output) -> Event | None:
+        """The turn that was asked for; gives what the agent wants next, if it is inline and does not wait for a tool.
+        An agent that has ended meanwhile does not get the turn."""
+        if key in self._inline:
+            return self._step(key, output)
+        work = self._work.get(key)
+        if work is None or work.turn is None:
+            return None
+        with self._lock:
+            work.state, self._moved = _QUEUED, time.monotonic()
+        future, work.turn = work.turn, None
+        _call_in(work.lane, lambda: future.done() or future.set_result(output))
+        return None
+
+    def is_inline(self, key: Hashable) -> bool:
+        return key in self._inline
+
+    def poll(self) -> dict[Hashable, Event]:
+        """What has happened since, by conversation."""
+        self._check_deadlines()
+        found = dict[Hashable, Event]()
+        while not self._news.empty():
+            self._take(found)
+        return found
+
+    def wait(self) -> dict[Hashable, Event]:
+        """As `poll`, but at least one event if an agent is at work."""
+        while not (found := self.poll()):
+            with self._lock:
+                # Nothing comes from an agent that waits for the model before it is given its turn.
+                working = any(work.state in (_QUEUED, _RUNNING, _CALLING) for work in self._work.values())
+            if not working and not self._calls and self._news.empty():
+                break
+            with suppress(queue.Empty):
+                self._take(found, _CHECK_S)
+            if found:
+                return found | self.poll()
+        return found
+
+    def _take(self, found: dict[Hashable, Event], timeout_s: float = 0.0) -> None:
+        key, event = self._news.get(timeout=timeout_s)
+        if isinstance(event, Future):
+            self._calls -= 1
+            event = self._step(key, event.result())
+        if event is not None:
+            found[key] = event
+
+    def close(self) -> None:
+        """Agents that are still at work are cancelled; those that hang are left alone."""
+        self._lane.stop()
+        for coroutine in self._inline.values():
+            coroutine.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inline agents, in the driver's thread --------------------------------------------------------------------
+    def _step(self, key: Hashable, value: Any) -> Event | None:
+        """Resumes the coroutine with what it awaited. It yields what it wants (`_yield`), not a future."""
+        try:
+            wanted = self._inline[key].send(value)
+        except (StopIteration, ChatFull) as end:
+            del self._inline[key]
+            return Ended(getattr(end, "value", None))
+        if isinstance(wanted, Generate):
+            return wanted
+        self._calls += 1
+        self.tools.answer(key, wanted).add_done_callback(lambda answers: self._news.put((key, answers)))
+        return None
+
+    # -- other agents, in the event loop --------------------------------------------------------------------------
+    async def _run(self, work: _Work, lead: Callable[[], Awaitable[Any]]) -> None:
+        work.task = asyncio.current_task()
+        self._set_running(work)
+        try:
+            ended = Ended(await lead())
+        except ChatFull:
+            ended = Ended()
+        except asyncio.CancelledError:
+            ended = Ended(error="it was cancelled")
+        except Exception as error:
+            ended = Ended(error=well_formed(f"{words_of(error)}{_place(error)}"))
+        except BaseException as error:  # exit() in an agent ends its conversation, not the run
+            ended = Ended(error=f"it raised {type(error).__name__}")
+        self._report(work, _ENDED, ended)
+
+    async def _ask(self, key: Hashable, wanted: Generate | list[ToolCall]) -> Any:
+        work = self._work.get(key)
+        if work is None:
+            raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
+        try:
+            if isinstance(wanted, Generate):
+                work.turn = turn = asyncio.get_running_loop().create_future()
+                self._report(work, _GENERATING, wanted)
+                return await turn
+            self._report(work, _CALLING)
+            return await asyncio.wrap_future(self.tools.answer(key, wanted))
+        finally:
+            self._set_running(work)
+
+    def _set_running(self, work: _Work) -> None:
+        self._report(work, _RUNNING)
+        work.since = time.monotonic()
+
+    def _report(self, work: _Work, state: str, event: Event | None = None) -> None:
+        with self._lock:
+            if work.state == _ENDED:
+                return  # given up meanwhile
+            work.state, self._moved = state, time.monotonic()
+            if state == _ENDED:
+                del self._work[work.key]
+        if event is not None:
+            self._news.put((work.key, event))
+
+    # -- deadlines ------------------------------------------------------------------------------------------------
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            works = list(self._work.values())
+            late = [work for work in works if work.state == _RUNNING and now - work.since > self.timeout_s]
+            queued = [work for work in works if work.state == _QUEUED]
+            # Nobody is late, yet the loop has not come to those in the queue for so long: something outside of any
+            # agent's own time, such as a callback, blocks it.
+            stuck = bool(queued) and not late and now - self._moved > self.timeout_s
+        for work in late:
+            limit = f"{self.timeout_s:g} seconds between two turns (agent.timeout_s)"
+            self._report(work, _ENDED, Ended(error=f"it took longer than {limit}"))
+            if work.task is not None:
+                _call_in(work.lane, work.task.cancel)
+        for lane in {work.lane for work in late}:
+            if _is_blocked_by([work for work in late if work.lane is lane]):
+                self._give_up(lane)
+        if stuck:
+            for lane in {work.lane for work in queued}:
+                self._give_up(lane)
+
+    def _give_up(self, lane: Lane) -> None:
+        """Abandons an event loop that is blocked, with the conversations in it."""
+        if lane is self._lane:
+            self._lane = Lane("agents")
+        with self._lock:
+            lost = [work for work in self._work.values() if work.lane is lane]
+        for work in lost:
+            self._report(work, _ENDED, Ended(error=BLOCKED))
+        _call_in(lane, lane.loop.stop)
+
+
+@types.coroutine
+def _yield(wanted: Generate | list[ToolCall]) -> Generator[Any, Any, Any]:
+    """Awaits in an inline agent: yields to the driver, and returns what it is resumed with."""
+    return (yield wanted)
+
+
+def _call_in(lane: Lane, what: Callable[[], Any]) -> None:
+    with suppress(RuntimeError):  # the loop is closed
+        lane.loop.call_soon_threadsafe(what)
+
+
+def _is_blocked_by(late: list[_Work]) -> bool:
+    """Whether one of these holds their event loop, so that nothing else in it can run."""
+    lane, reacts = late[0].lane, threading.Event()
+    _call_in(lane, reacts.set)
+    if reacts.wait(_REACT_S):
+        return False
+    current = asyncio.current_task(lane.loop)
+    return any(work.task is current for work in late)
+
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent.parent))
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised, by file and line: the last place that is not in a library."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and "site-packages" not in file:
+            found = f" ({Path(file).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,91 @@
+"""Tools by name: those that are built in, those that `register_tool` makes known, and those of a user's file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from posttrain.config.closest import closest
+from posttrain.conversations.tools.base import Tool
+from posttrain.conversations.tools.calculator import calculator
+from posttrain.conversations.tools.finding import called_name, find_tool, is_place
+from posttrain.conversations.tools.function import FunctionTool
+from posttrain.conversations.tools.python import PythonTool
+from posttrain.conversations.tools.search.tool import SearchTool
+from posttrain.conversations.tools.settings import PLACE, secrets_of, taken
+from posttrain.conversations.tools.verl_tools import read_tools
+from posttrain.errors import UserError
+from posttrain.registry import Registry
+
+Maker = Callable[[Mapping[str, Any]], Tool]
+Made = TypeVar("Made", bound=Callable[..., Any])
+TOOLS: Registry[Any] = Registry("tool")
+"""Name -> a function, or a subclass of Tool."""
+
+
+def register_tool(name: str) -> Callable[[Made], Made]:
+    """Makes a function, or a subclass of Tool that takes its settings as keywords, known under a name; one that is
+    taken already is an error."""
+    return TOOLS.register(name)
+
+
+def make_tools(
+    names: Sequence[str], settings: Mapping[str, Mapping[str, Any]], *, config_path: str | None = None
+) -> dict[str, Tool]:
+    """The tools of these names, by the names that the model calls them; UserError in words if one cannot be had.
+
+    `config_path` is a YAML file of tools in verl's form: all of them are given, whether they are named or not."""
+    left = {name: dict(values or {}) for name, values in settings.items()}
+    tools = read_tools(config_path, left) if config_path else {}
+    left = {name: values for name, values in left.items() if name not in tools}
+    for name in [name for name in names if name not in tools]:
+        called, maker = _found(name)
+        tool = maker(left.pop(called, {}))
+        if tool.name in tools:
+            raise UserError(f"two tools are called {tool.name}: a model could not tell them apart.")
+        tools[tool.name] = tool
+    if left:
+        name = next(iter(left))
+        near = closest(name, tools)
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(
+            f"{PLACE}.{name} is set, but {name} is none of the tools: {hint}"
+            f"actor_rollout_ref.rollout.tools has {', '.join(tools) or 'none'}."
+        )
+    return tools
+
+
+def _found(name: str) -> tuple[str, Maker]:
+    """(the name under which the tool's settings are given, its maker)."""
+    if name in TOOLS:
+        return name, _maker(TOOLS[name], name)
+    if is_place(name):
+        called = called_name(name)
+        return called, _maker(find_tool(name), called)
+    longer = [known for known in TOOLS if name and known.startswith(name)]
+    near = closest(name, TOOLS) or (longer[0] if len(longer) == 1 else None)
+    hint = f" Did you mean {near}?" if near else ""
+    raise UserError(
+        f"there is no tool {name!r}.{hint} Known: {', '.join(TOOLS)}.\n"
+        "  to do:  use one of these, or name your own: path/to/file.py:function"
+    )
+
+
+def _maker(source: Any, name: str) -> Maker:
+    def make(settings: Mapping[str, Any]) -> Tool:
+        if not inspect.isclass(source):
+            return FunctionTool(source, settings, name)
+        if not issubclass(source, Tool):
+            base = "posttrain.conversations.tools.base.Tool"
+            raise UserError(f"{source.__name__} is no tool: it must derive from {base}.")
+        tool = source(**taken(name, source, settings))
+        tool.secrets = tool.secrets or secrets_of(settings)
+        return tool
+
+    return make
+
+
+register_tool("calculator")(calculator)
+register_tool("python")(PythonTool)
+register_tool("search")(SearchTool)

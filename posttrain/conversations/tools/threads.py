@@ -1,0 +1,55 @@
+"""Calls of plain functions, each in a daemon thread of its own, so that one that hangs holds up nobody.
+
+A call that is given up leaves its thread behind; too many of these, all alive, and further calls are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from posttrain.conversations.tools.base import ToolFault
+
+MOST_HUNG = 200
+
+
+class Threads:
+    """Runs functions for one tool."""
+
+    def __init__(self) -> None:
+        self.hung: set[threading.Thread] = set()
+
+    async def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns or raises; cancelled, it is left to itself."""
+        self.hung = {thread for thread in self.hung if thread.is_alive()}
+        if len(self.hung) >= MOST_HUNG:
+            raise ToolFault(f"It does not answer any more: {len(self.hung)} earlier calls of it hang.")
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if future.done():  # given up meanwhile
+                return
+            future.set_result(result) if error is None else future.set_exception(error)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as raised:  # exit() in a tool ends its call, not the run
+                error = raised if isinstance(raised, Exception) else RuntimeError(f"it raised {type(raised).__name__}")
+                if isinstance(raised, StopIteration):
+                    error = RuntimeError("it raised StopIteration")  # which no future takes
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, result, error)
+
+        thread = threading.Thread(target=work, name=f"tool {getattr(function, '__name__', '')}", daemon=True)
+        thread.start()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.hung.add(thread)
+            raise

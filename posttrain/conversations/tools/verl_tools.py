@@ -1,0 +1,176 @@
+"""Tools written for verl: classes with `create`, `execute`, `calc_reward` and `release`, named in a YAML file.
+
+tools:
+  - class_name: my_package.my_tool.MyTool
+    config: {type: native, ...}
+    tool_schema: {type: function, function: {name: my_tool, ...}}
+
+One instance of the class serves all conversations; `create` opens one and `release` closes it, as verl calls them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Hashable, Mapping
+from importlib import import_module
+from typing import Any
+from uuid import uuid4
+
+from posttrain.conversations.tools.answers import redacted
+from posttrain.conversations.tools.base import Tool, ToolAnswer
+from posttrain.conversations.tools.finding import find_tool, listed_in
+from posttrain.conversations.tools.settings import secrets_of
+from posttrain.errors import UserError, first_line
+
+_OURS = {"SearchTool": "search", "SandboxFusionTool": "python"}
+"""Classes that come with verl itself, and the tools here that do the same."""
+_METHODS = ("create", "execute", "release")
+
+
+class VerlTool(Tool):
+    """One tool of verl's kind."""
+
+    def __init__(self, inner: Any, schema: dict[str, Any], config: Mapping[str, Any]) -> None:
+        self.name, self.schema, self.secrets = schema["function"]["name"], schema, secrets_of(config)
+        self._inner, self._instances = inner, dict[Hashable, str]()
+        self._as_text = _takes_text(inner.execute)
+        self._rewards = _own_reward(type(inner))
+
+    async def open(self, conversation: Hashable, **given: Any) -> None:
+        kwargs = dict(given)
+        if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(self._inner.create).parameters.values()):
+            kwargs.setdefault("create_kwargs", dict(given))  # newer tools look for them here
+        made = await self._inner.create(uuid4().hex, **kwargs)
+        self._instances[conversation] = made[0] if isinstance(made, tuple) else made
+
+    async def call(self, conversation: Hashable, arguments: dict[str, Any]) -> ToolAnswer:
+        if conversation not in self._instances:
+            await self.open(conversation)
+        parameters = json.dumps(arguments) if self._as_text else arguments
+        said = await self._inner.execute(self._instances[conversation], parameters)
+        response, reward, metrics = said if isinstance(said, tuple) else (said, 0.0, {})
+        return ToolAnswer(_text(response), reward=float(reward or 0.0), metrics=_numbers(metrics))
+
+    async def reward(self, conversation: Hashable) -> float:
+        if not self._rewards or conversation not in self._instances:
+            return 0.0
+        return float(await self._inner.calc_reward(self._instances[conversation]) or 0.0)
+
+    async def close(self, conversation: Hashable) -> None:
+        instance = self._instances.pop(conversation, None)
+        if instance is not None:
+            await self._inner.release(instance)
+
+
+def read_tools(path: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Tool]:
+    """The tools of a YAML file, by name; `settings` of one are laid over its `config`. UserError in words."""
+    entries = _resolved(listed_in(path, "tools"), path).get("tools")
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"the file of tools {path} has no list `tools`.")
+    made: dict[str, Tool] = {}
+    for place, entry in enumerate(entries):
+        tool = _made(entry, f"tools[{place}] of {path}", settings)
+        if tool.name in made:
+            raise UserError(f"two tools of {path} are called {tool.name}: a model could not tell them apart.")
+        made[tool.name] = tool
+    return made
+
+
+def _resolved(tree: Any, path: str) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(tree, dict):
+        raise UserError(f"the file of tools {path} has no list `tools`.")
+    try:  # ${oc.env:KEY} and the like
+        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # pyright: ignore
+    except OmegaConfBaseException as error:
+        raise UserError(f"the file of tools {path}: {first_line(error)}") from None
+
+
+def _made(entry: Any, where: str, settings: Mapping[str, Mapping[str, Any]]) -> Tool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+        raise UserError(f"{where} has no class_name.")
+    config, schema, name = dict(entry.get("config") or {}), entry.get("tool_schema"), entry["class_name"]
+    if config.get("type", "native") != "native":
+        raise UserError(f"{where} is of type {config['type']!r}; only `native` tools are run here.")
+    if schema is not None and not _is_schema(schema):
+        raise UserError(f"the tool_schema of {where} is none: it needs function.name and function.parameters.")
+    kind = _class(name, where)
+
+    def made(more: Mapping[str, Any]) -> VerlTool:
+        full = config | dict(more)
+        try:
+            inner = kind(config=full, tool_schema=_validated(schema))
+            own = schema or _plain(inner.get_openai_tool_schema())
+        except Exception as error:
+            words = redacted(f"{type(error).__name__}: {first_line(error)}", secrets_of(full))
+            raise UserError(f"{where}: {name} cannot be made: {words}") from None
+        if not _is_schema(own):
+            raise UserError(f"{where} has no tool_schema, and {name} gives none.\n  to do:  write its tool_schema")
+        return VerlTool(inner, own, full)
+
+    if schema is not None:
+        return made(settings.get(schema["function"]["name"]) or {})
+    tool = made({})  # only now is it known what it is called
+    return made(settings[tool.name]) if settings.get(tool.name) else tool
+
+
+def _class(name: str, where: str) -> Any:
+    try:
+        kind = find_tool(name)
+    except UserError as error:
+        last = name.rpartition(".")[2]
+        hint = f'; tools=["{_OURS[last]}"] has the same here' if name.startswith("verl.") and last in _OURS else ""
+        raise UserError(f"{where}: {error}{hint}") from error
+    missing = [one for one in _METHODS if not inspect.iscoroutinefunction(getattr(kind, one, None))]
+    if missing or not inspect.isclass(kind):
+        raise UserError(f"{where}: {name} is no tool of verl's kind: it has no `async def {(missing or _METHODS)[0]}`.")
+    return kind
+
+
+def _validated(schema: Any) -> Any:
+    """verl's own object for a schema, where the package is there; it has been imported with the class."""
+    try:
+        return import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema) if schema else None
+    except ImportError:
+        return schema
+
+
+def _plain(schema: Any) -> Any:
+    return schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else schema
+
+
+def _is_schema(schema: Any) -> bool:
+    function = schema.get("function") if isinstance(schema, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _takes_text(execute: Any) -> bool:
+    """Whether `execute` takes its parameters as JSON text, as in early versions of verl."""
+    parameters = list(inspect.signature(execute).parameters.values())
+    return len(parameters) > 1 and parameters[1].annotation in (str, "str")
+
+
+def _own_reward(kind: type) -> bool:
+    owner = next((one for one in kind.__mro__ if "calc_reward" in vars(one)), None)
+    return owner is not None and owner.__name__ != "BaseTool"
+
+
+def _text(response: Any) -> str:
+    """The words of a ToolResponse; what else it holds is named, because models here read text alone."""
+    if isinstance(response, str):
+        return response
+    text = getattr(response, "text", None) or ""
+    for kind in ("image", "video"):
+        left = getattr(response, kind, None)
+        if left:
+            text += f"\n[{len(left)} {kind}{'s' if len(left) > 1 else ''} left out]"
+    return text.lstrip("\n")
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {str(k): float(v) for k, v in items if isinstance(v, int | float) and math.isfinite(v)}

@@ -1,0 +1,134 @@
+"""Which ranks hold what: the sizes of tensor, pipeline and expert parallelism, and the process groups of this rank.
+
+Ranks are numbered as in Megatron-Core: neighbours share the matrices of a layer (tensor), then come copies with other
+rows (data), then the stages of the pipeline. Experts are distributed over the tensor and data ranks of a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from posttrain.config.megatron import SECTION, megatron_settings
+from posttrain.config.train_engines import RL, EngineKeys
+from posttrain.engine.base import EngineLayout
+from posttrain.engine.ranks import RanksError, world_size
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Into how many parts a model is cut: the matrices of a layer, its layers, its experts."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    keys: EngineKeys = field(default=RL, compare=False)
+    """Where they were set, for error messages."""
+
+    @classmethod
+    def of(cls, layout: EngineLayout) -> ParallelSizes:
+        own = megatron_settings(layout.own)
+        return cls(own.tensor_parallel_size, own.pipeline_parallel_size, own.expert_parallel_size, layout.keys)
+
+    @property
+    def key(self) -> str:
+        """The settings that these sizes are."""
+        return f"{self.keys.section}.{SECTION}"
+
+    def words(self) -> str:
+        return f"tensor {self.tensor}, pipeline {self.pipeline}, expert {self.expert}"
+
+
+def check_sizes(sizes: ParallelSizes, ranks: int) -> None:
+    """Rejects sizes that do not divide the ranks."""
+    together = sizes.tensor * sizes.pipeline
+    if ranks % together:
+        raise RanksError(
+            f"{sizes.key}: tensor_parallel_size={sizes.tensor} x pipeline_parallel_size={sizes.pipeline} = {together} "
+            f"ranks hold one copy of the model, but the run has {ranks}, which is no multiple of it; set sizes whose "
+            "product divides trainer.n_gpus_per_node x trainer.nnodes"
+        )
+    stage = ranks // sizes.pipeline
+    if stage % sizes.expert:
+        raise RanksError(
+            f"{sizes.key}.expert_parallel_size={sizes.expert}: experts are dealt out over the {stage} ranks of a "
+            f"pipeline stage ({ranks} ranks / pipeline_parallel_size={sizes.pipeline}), which is no multiple of it; "
+            f"set a size that divides {stage}"
+        )
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The process groups of this rank."""
+
+    sizes: ParallelSizes
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    """The ranks with the same weights, which compute other rows."""
+    expert: dist.ProcessGroup
+    expert_data: dist.ProcessGroup
+    """The ranks with the same experts."""
+    ends: dist.ProcessGroup | None
+    """The first and the last stage, which both hold a tied embedding; None on other stages."""
+
+    @property
+    def stage(self) -> int:
+        return self.pipeline.rank()
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.sizes.pipeline - 1
+
+
+_grouped: tuple[ParallelSizes, Any] | None = None
+"""The sizes and the ranks that this process has groups for: Megatron-Core keeps one set of groups per process."""
+
+
+def join_groups(sizes: ParallelSizes, device: torch.device) -> RankGroups:
+    """Groups the ranks of this run; all of them must call it in the same order. A single process is a group of one."""
+    from posttrain.engine.megatron.package import parallel_state
+
+    if not dist.is_initialized():
+        # Megatron-Core wants process groups even of a single process; a store in memory opens no port for them.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30))
+    check_sizes(sizes, world_size())
+    state: Any = parallel_state()
+    global _grouped
+    if _grouped != (sizes, dist.group.WORLD):  # this process may have served another run before
+        leave_groups()
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=1,
+        )
+        _grouped = sizes, dist.group.WORLD
+    return RankGroups(
+        sizes,
+        tensor=state.get_tensor_model_parallel_group(),
+        pipeline=state.get_pipeline_model_parallel_group(),
+        data=state.get_data_parallel_group(),
+        expert=state.get_expert_model_parallel_group(),
+        expert_data=state.get_expert_data_parallel_group(),
+        ends=state.get_embedding_group(check_initialized=False),
+    )
+
+
+def leave_groups() -> None:
+    """Drop the groups, so that the ranks can be grouped in another way."""
+    from posttrain.engine.megatron.package import parallel_state
+
+    global _grouped
+    parallel_state().destroy_model_parallel()
+    _grouped = None

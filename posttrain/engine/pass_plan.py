@@ -1,0 +1,222 @@
+"""Which rows of a batch are computed together: units that share a prompt, passes that fit a token budget, ranks.
+
+Planned from token counts alone, on the driver or on a rank; `packing.py` turns a planned pass into tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+
+from posttrain.engine.facts import EngineFacts
+from posttrain.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rows that are computed together: responses to one prompt that share it, or a single row.
+
+    `sources[i]` is the row (counted within the unit) whose tokens serve the i-th: itself, or one whose response begins
+    with all that is computed of the i-th.
+    """
+
+    rows: list[int]
+    sources: list[int]
+    tokens: int
+
+
+def plan_units(
+    data: DataProto,
+    *,
+    share: bool,
+    width: int = 0,
+    all_pairs: bool = True,
+    joining: float = 0.0,
+    max_rows: int | None = None,
+    token_budget: int | None = None,
+) -> list[Unit]:
+    """Units of the batch, as `packed_units` packs them; none has more rows or tokens than a pass may have, unless it is
+    a single row.
+
+    Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
+
+    The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
+    pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
+    token saw of its prompt and of its response, at the cost of `joining` tokens per token.
+    """
+    computed = _computed(data)
+    units: list[Unit] = []
+    for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
+        for part in _parts(rows, computed, max_rows, token_budget):
+            together = _unit(part, computed)
+            apart = [_unit([row], computed) for row in together.rows] if all_pairs or joining else []
+            if all_pairs:
+                dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+            else:
+                dearer = joining > 0 and together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
+            units += apart if dearer else [together]
+    return units
+
+
+def _parts(
+    rows: list[int], computed: list[tuple[int, bytes]], max_rows: int | None, token_budget: int | None
+) -> list[list[int]]:
+    """The rows of a group, cut where a unit would be larger than a pass."""
+    parts: list[list[int]] = []
+    tokens = 0
+    for row in rows:
+        prompt, response = computed[row][0], len(computed[row][1]) // 8
+        too_many = token_budget is not None and tokens + response > token_budget
+        if not parts or too_many or len(parts[-1]) == max_rows:
+            parts.append([])
+            tokens = prompt
+        parts[-1].append(row)
+        tokens += response
+    return parts
+
+
+def plan_passes(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
+    """The units of each forward pass over a batch that one process computes alone."""
+    if facts.pairs:
+        return passes_of_pairs(plan_pairs(data, facts), facts)
+    units = units_for(facts, data, facts.max_rows)
+    return plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows)
+
+
+def plan_pairs(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
+    """By pair, the units that its two rows, which follow each other, are computed in: one where they share a beginning
+    and that is cheaper."""
+    costs = {"width": facts.width, "all_pairs": facts.all_pairs, "joining": facts.joining}
+    pairs = []
+    for first in range(0, len(data), 2):
+        units = plan_units(data[[first, first + 1]], share=facts.shares_prompts, **costs)
+        pairs.append([replace(unit, rows=[first + row for row in unit.rows]) for unit in units])
+    return pairs
+
+
+def passes_of_pairs(pairs: list[list[Unit]], facts: EngineFacts) -> list[list[Unit]]:
+    """The units of each pass, both rows of a pair always in the same one; `facts.max_rows` counts pairs."""
+    whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
+    passes = plan_micro_batches(whole, token_budget=facts.token_budget, max_rows=facts.max_rows)
+    return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
+
+
+def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list[Unit]:
+    """Units of the batch for an engine of which this is known, each of `max_rows` rows at most."""
+    return plan_units(
+        data,
+        share=facts.shares_prompts,
+        width=facts.width,
+        all_pairs=facts.all_pairs,
+        joining=facts.joining,
+        max_rows=max_rows,
+        token_budget=facts.token_budget,
+    )
+
+
+def _computed(data: DataProto) -> list[tuple[int, bytes]]:
+    """By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes."""
+    width = data.batch["responses"].shape[1]
+    mask = data.batch["attention_mask"].cpu()
+    prompts, responses = mask[:, :-width].sum(-1).tolist(), mask[:, -width:].sum(-1).tolist()
+    ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
+    return [(p, row[: max(0, r - 1)].tobytes()) for p, r, row in zip(prompts, responses, ids, strict=True)]
+
+
+def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
+    """These rows as a unit. In the order of their bytes a response stands before those that begin with it."""
+    # Sorted from the largest bytes down, a response follows the one that it is the beginning of, if there is one.
+    sources, tokens, longest = [0] * len(rows), computed[rows[0]][0], b""
+    source = -1
+    for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]][1], -place), reverse=True):
+        response = computed[rows[place]][1]
+        if source < 0 or not longest.startswith(response):
+            source, longest = place, response
+            tokens += len(response) // 8
+        sources[place] = source
+    return Unit(rows, sources, tokens)
+
+
+def _cost(tokens: int, width: int) -> int:
+    """Arithmetic of one layer over a sequence, in units of 4 x width: 24 x width^2 per token, 4 x width per pair."""
+    return tokens * (6 * width + tokens)
+
+
+def _equal_prompts(data: DataProto) -> list[list[int]]:
+    """Rows grouped by equal prompts, in order of their first row."""
+    width = data.batch["input_ids"].shape[1] - data.batch["responses"].shape[1]
+    real = data.batch["attention_mask"][:, :width].bool()
+    ids = data.batch["input_ids"][:, :width].masked_fill(~real, -1).cpu().numpy()
+    groups: dict[bytes, list[int]] = {}
+    for row in range(len(data)):
+        groups.setdefault(ids[row].tobytes(), []).append(row)
+    return list(groups.values())
+
+
+def plan_micro_batches(units: list[Unit], *, token_budget: int, max_rows: int | None = None) -> list[list[Unit]]:
+    """Units of each forward pass: large ones first, filled up to the budget, at least one unit each."""
+    # Large ones first also makes the first pass the largest: if memory does not suffice, it shows at once.
+    plan: list[list[Unit]] = []
+    used, rows = 0, 0
+    for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.rows[0])):
+        size = len(unit.rows)
+        if not plan or used + unit.tokens > token_budget or (max_rows is not None and rows + size > max_rows):
+            plan.append([])
+            used, rows = 0, 0
+        plan[-1].append(unit)
+        used, rows = used + unit.tokens, rows + size
+    return plan
+
+
+@dataclass
+class RankPart:
+    """A rank's rows of the batch, and its passes over them: units of rows counted within the part. In a pass without
+    units the rank only takes part in what its pass shares with others."""
+
+    rows: list[int]
+    passes: list[list[Unit]]
+
+
+def plan_ranks(data: DataProto, facts: EngineFacts, ranks: int) -> list[RankPart]:
+    """Each rank's part, in equally many passes: FSDP2 gathers weights in every one of them, so that a rank with fewer
+    would leave the others waiting for ever. Rows that share a prompt, or are a pair, stay together."""
+    bundles = plan_pairs(data, facts) if facts.pairs else [[unit] for unit in _units(data, facts, ranks)]
+    parts = [_part(own, facts) for own in _distributed(bundles, ranks)]
+    most = max(len(part.passes) for part in parts)
+    for part in parts:
+        part.passes += [[] for _ in range(most - len(part.passes))]
+    return parts
+
+
+def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
+    """Units of the batch; small enough that every rank can have one."""
+    rows = min(facts.max_rows or len(data), max(1, math.ceil(len(data) / ranks)))
+    # Whole groups first; only if there are fewer of them than ranks are they split, which computes prompts twice.
+    for limit in (facts.max_rows, rows):
+        units = units_for(facts, data, limit)
+        if len(units) >= ranks:
+            break
+    return units
+
+
+def _distributed(bundles: list[list[Unit]], ranks: int) -> list[list[list[Unit]]]:
+    """By rank: large bundles first, each to the rank with the fewest tokens so far."""
+    fewest = [(0, rank) for rank in range(ranks)]
+    chosen: list[list[list[Unit]]] = [[] for _ in range(ranks)]
+    sizes = [(sum(unit.tokens for unit in bundle), bundle) for bundle in bundles]
+    for size, bundle in sorted(sizes, key=lambda sized: (-sized[0], sized[1][0].rows[0])):
+        tokens, rank = heapq.heappop(fewest)
+        chosen[rank].append(bundle)
+        heapq.heappush(fewest, (tokens + size, rank))
+    return chosen
+
+
+def _part(bundles: list[list[Unit]], facts: EngineFacts) -> RankPart:
+    rows = sorted(row for bundle in bundles for unit in bundle for row in unit.rows)
+    place = {row: number for number, row in enumerate(rows)}
+    own = [[replace(unit, rows=[place[row] for row in unit.rows]) for unit in bundle] for bundle in bundles]
+    if facts.pairs:
+        return RankPart(rows, passes_of_pairs(own, facts))
+    units = [unit for bundle in own for unit in bundle]
+    return RankPart(rows, plan_micro_batches(units, token_budget=facts.token_budget, max_rows=facts.max_rows))

@@ -1,0 +1,43 @@
+"""From a configuration to a train engine: the layout that it asks for, and the registered class that builds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.config.schema import lookup
+from posttrain.config.train_engines import EngineKeys, train_engine
+from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
+from posttrain.engine.heads import Head
+from posttrain.engine.ranks import world_size
+
+
+def layout_of(config: Any, keys: EngineKeys, role: str) -> EngineLayout:
+    """How the model of a role is held; all roles of a run have the engine of `keys.strategy`."""
+    section, sizes = lookup(config, keys.section), keys.roles[role]
+    own = train_engine(section.strategy, keys).own_settings
+    return EngineLayout(
+        section.strategy,
+        keys,
+        lookup(config, sizes.fsdp_size),
+        lookup(config, sizes.sequence_size),
+        getattr(section, own) if own else {},
+    )
+
+
+def engine_class(layout: EngineLayout) -> type[TrainEngine]:
+    return train_engine(layout.strategy, layout.keys).load("engine")
+
+
+def loading_device(layout: EngineLayout, device: torch.device) -> torch.device:
+    """Where a model is loaded to: engines that hold a part of it take that part from host memory."""
+    in_parts = world_size() > 1 or train_engine(layout.strategy, layout.keys).loads_on_host
+    return torch.device("cpu") if in_parts else device
+
+
+def build_train_engine(
+    module: torch.nn.Module, settings: EngineSettings, layout: EngineLayout, head: Head | None = None
+) -> TrainEngine:
+    """The engine of `layout.strategy` over a loaded model."""
+    return engine_class(layout).create(module, settings, layout, head)

@@ -1,0 +1,261 @@
+"""The passes of a call: rows packed, computed forward and backward, one optimizer step, and progress while it lasts.
+
+Every engine has a `PassRunner` and gives it a `Stage`: the part of the model that this rank holds, and what must be
+open while it computes. A model in one piece is a pipeline of one stage.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain import pulse
+from posttrain.engine.base import EngineSettings, LossFn, Passes, TrainEngine
+from posttrain.engine.facts import EngineFacts
+from posttrain.engine.heads import Head
+from posttrain.engine.layer_progress import LayerProgress
+from posttrain.engine.optim import Optimizer
+from posttrain.engine.packing import Rows, dummy_rows, packed_units, padded_rows
+from posttrain.engine.pass_plan import Unit, plan_passes
+from posttrain.engine.pipeline import Pipeline
+from posttrain.engine.ranks import world_size
+from posttrain.engine.state import EngineState
+from posttrain.protocol import DataProto
+
+
+class Stage(ABC):
+    """The part of a model that this rank holds."""
+
+    module: torch.nn.Module
+    pipeline = Pipeline()
+
+    @abstractmethod
+    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> Any:
+        """Outputs of the head by name; from a stage before the last, hidden states for the next one."""
+
+    @abstractmethod
+    def computing(self, rows: Rows) -> AbstractContextManager[None]:
+        """Open while a pass over these rows goes forward or backward."""
+
+    def around_passes(self, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Open over all passes of a call; with an optimizer they make gradients for it."""
+        return nullcontext()
+
+    def prepare_rows(self, rows: Rows) -> Rows:
+        """Rows as this stage takes them: ranks that share a model may have to predict something in every pass."""
+        return rows
+
+    def before_backward(self, *, last: bool) -> None:  # noqa: B027  (most engines have nothing to do)
+        """A pass with gradient begins; `last` of its call."""
+
+
+class _Call:
+    """The passes of one call over a batch. Rows are packed when they are first asked for: on a GPU the host packs the
+    next pass while the device still computes the one before."""
+
+    def __init__(self, runner: PassRunner, data: DataProto, passes: Passes) -> None:
+        self.runner, self.passes = runner, passes
+        self.order = [row for units in passes for unit in units for row in unit.rows]
+        self.data = data[self.order]
+        """The rows in the order in which they are computed: those of a pass lie together."""
+        self.spans: list[slice] = []
+        for units in passes:
+            start = self.spans[-1].stop if self.spans else 0
+            self.spans.append(slice(start, start + sum(len(unit.rows) for unit in units)))
+        self._packed: dict[int, Rows] = {}
+
+    def rows(self, number: int) -> Rows:
+        if number not in self._packed:
+            self._packed[number] = self.runner.pack(self.data[self.spans[number]], self.passes[number])
+        return self._packed[number]
+
+    def tokens(self, number: int) -> int:
+        return self.rows(number).input_ids.shape[1]
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Inside, passes count into the progress that is shown."""
+        with pulse.work("rows", len(self.order)) as self._work:
+            try:
+                yield
+            finally:
+                if self.runner.progress is not None:
+                    self.runner.progress.end()
+
+    def begin(self, number: int) -> Rows:
+        """The rows of a pass that begins."""
+        if self.runner.progress is not None:
+            self.runner.progress.begin(self._work, self._size(number))
+        return self.rows(number)
+
+    def end(self, number: int) -> None:
+        """A pass was computed; its packed rows are freed."""
+        del self._packed[number]
+        self._work.advance(self._size(number), sum(unit.tokens for unit in self.passes[number]))
+
+    def _size(self, number: int) -> int:
+        return self.spans[number].stop - self.spans[number].start
+
+
+class PassRunner:
+    """Computes batches pass by pass; shared by all engines."""
+
+    def __init__(
+        self, stage: Stage, head: Head, facts: EngineFacts, settings: EngineSettings, optimizer: Optimizer | None
+    ) -> None:
+        self.stage, self.head, self.facts, self.settings = stage, head, facts, settings
+        self.optimizer = optimizer
+        alone = world_size() == 1 and settings.device.type == "cpu"
+        self.progress = LayerProgress(stage.module) if alone else None
+        """Counts layers inside a pass, where one process computes on a CPU; None counts whole passes."""
+
+    def plan(self, data: DataProto) -> Passes:
+        """The passes over a batch that this process computes alone."""
+        return plan_passes(data, self.facts)
+
+    def pack(self, micro: DataProto, units: list[Unit]) -> Rows:
+        """The input of a pass; without units one that counts nothing."""
+        device, packed = self.settings.device, self.facts.packed
+        if not units:
+            return dummy_rows(device, packed=packed)
+        return self.stage.prepare_rows(packed_units(micro, units, device) if packed else padded_rows(micro, device))
+
+    @torch.no_grad()
+    def compute(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:
+        """Outputs of the head for all rows, on the host; without gradient."""
+        stage, pipeline = self.stage, self.stage.pipeline
+        stage.module.eval()
+        call = _Call(self, data, self.plan(data) if passes is None else passes)
+        parts: dict[str, list[torch.Tensor]] = {}
+
+        def forward(number: int, arrived: torch.Tensor | None) -> torch.Tensor | None:
+            rows = call.begin(number)
+            with stage.computing(rows):
+                out = stage.forward(rows, arrived, temperature)
+                found = self.head.per_row(rows, out) if pipeline.is_last and call.passes[number] else {}
+            for name, part in found.items():
+                parts.setdefault(name, []).append(part)
+            call.end(number)
+            return None if pipeline.is_last else out
+
+        with stage.around_passes(None), call.counted():
+            pipeline.forward_only(len(call.passes), call.tokens, forward)
+        if not call.order:
+            return {}
+        place = torch.empty(len(data), dtype=torch.long)
+        place[call.order] = torch.arange(len(call.order))
+        # The device is waited for once, here: a copy to the host after every pass would leave it idle between them.
+        return {name: values.cpu()[place] for name, values in self._on_all_stages(parts, data).items()}
+
+    def _on_all_stages(self, parts: dict[str, list[torch.Tensor]], data: DataProto) -> dict[str, torch.Tensor]:
+        """What the last stage found, on all of them."""
+        pipeline = self.stage.pipeline
+        if pipeline.is_last:
+            found = {name: torch.cat(part) for name, part in parts.items()}
+        else:
+            wide = torch.promote_types(self.facts.dtype, torch.float32)
+            empty = {"dtype": wide, "device": self.settings.device}
+            found = {name: torch.empty(self.head.shape(data), **empty) for name in self.head.outputs}
+        for values in found.values():
+            pipeline.share_from_last(values)
+        return found
+
+    def gradients(self, data: DataProto, loss: LossFn, temperature: float = 1.0, passes: Passes | None = None) -> bool:
+        """Add up the gradients of a whole mini-batch, one micro-batch at a time; gives whether every share of the loss
+        was finite."""
+        stage, pipeline, optimizer = self.stage, self.stage.pipeline, self.optimizer
+        assert optimizer is not None, "a frozen engine has no backward pass"
+        stage.module.eval()  # training mode would switch dropout on, and RL compares passes over the same tokens
+        call = _Call(self, data, self.plan(data) if passes is None else passes)
+        on_device = call.data[:].to(self.settings.device)  # one copy for all passes
+        finite = torch.ones((), dtype=torch.bool, device=self.settings.device)  # read once, after the last pass
+        under_way: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+
+        def forward(number: int, arrived: torch.Tensor | None) -> torch.Tensor:
+            nonlocal finite
+            stage.before_backward(last=number == len(call.passes) - 1)
+            rows = call.begin(number)
+            if arrived is not None:
+                arrived.requires_grad_(True)  # its gradient goes back to the stage before
+            with stage.computing(rows):
+                out = stage.forward(rows, arrived, temperature)
+                if pipeline.is_last:
+                    found = self.head.per_row(rows, out)
+                    if call.passes[number]:
+                        out = loss(on_device[call.spans[number]], found)
+                    else:  # a gradient of zero: ranks that share the model all go backward
+                        out = 0.0 * sum(part.sum() for part in found.values())
+                    assert isinstance(out, torch.Tensor)
+                    finite = finite & torch.isfinite(out.detach())
+            under_way[number] = arrived, out
+            return out
+
+        def backward(number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+            arrived, out = under_way.pop(number)
+            with stage.computing(call.rows(number)):
+                torch.autograd.backward(out, gradient)
+            optimizer.gather_gradients()
+            call.end(number)
+            return None if arrived is None else arrived.grad
+
+        with stage.around_passes(optimizer), call.counted():
+            pipeline.forward_and_backward(len(call.passes), call.tokens, forward, backward)
+        optimizer.reduce_gradients()
+        return bool(finite)
+
+    def update(self, data: DataProto, loss: LossFn, temperature: float, passes: Passes | None) -> dict[str, float]:
+        """One optimizer step; a loss or gradient that is not finite changes nothing and is reported."""
+        optimizer = self.optimizer
+        assert optimizer is not None, "a frozen engine cannot be updated"
+        if not self.gradients(data, loss, temperature, passes):
+            for master in optimizer.masters:
+                if master.grad is not None:
+                    # Other ranks may have finite losses. The norm over all ranks tells them: every one of them skips.
+                    master.grad.fill_(float("nan"))
+        return optimizer.step(grad_clip=self.settings.grad_clip, total_steps=self.settings.total_steps)
+
+    def trial_pass(self, data: DataProto, loss: LossFn, passes: Passes | None) -> None:
+        """Gradients that are thrown away."""
+        self.gradients(data, loss, passes=passes)
+        assert self.optimizer is not None
+        self.optimizer.clear_gradients()
+
+
+class ComposedEngine(TrainEngine):
+    """An engine that is made of a pass runner and the state that it trains; what is left to say is about weights."""
+
+    runner: PassRunner
+    state: EngineState
+
+    def facts(self) -> EngineFacts:
+        return self.runner.facts
+
+    def compute(
+        self, data: DataProto, *, temperature: float = 1.0, passes: Passes | None = None
+    ) -> dict[str, torch.Tensor]:
+        return self.runner.compute(data, temperature, passes)
+
+    def update(
+        self, data: DataProto, loss: LossFn, *, temperature: float = 1.0, passes: Passes | None = None
+    ) -> dict[str, float]:
+        return self.runner.update(data, loss, temperature, passes)
+
+    def trial_pass(self, data: DataProto, loss: LossFn, *, passes: Passes | None = None) -> None:
+        self.runner.trial_pass(data, loss, passes)
+
+    def save(self, folder: Path) -> None:
+        self.state.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.state.load(folder)
+
+    def offload(self) -> None:
+        self.state.offload()
+
+    def onload(self, *, optimizer: bool = False) -> None:
+        self.state.onload(optimizer=optimizer)

@@ -1,0 +1,144 @@
+"""The torch train engine. Alone, a process holds the whole model; several cut it over themselves by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.engine.base import EngineLayout, EngineSettings
+from posttrain.engine.export import export_from_ranks, whole_state
+from posttrain.engine.facts import facts_of
+from posttrain.engine.heads import Head, head_of
+from posttrain.engine.optim import Optimizer
+from posttrain.engine.packing import Rows, with_a_prediction
+from posttrain.engine.ranks import check_heads, group_ranks
+from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
+from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
+from posttrain.engine.state import EngineState
+from posttrain.kernels.packed_attention import packed_rows
+from posttrain.kernels.sequence_parallel import shared_sequence
+from posttrain.models.fused_layer import join_weights
+from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
+from posttrain.models.recompute import recompute_layers
+from posttrain.models.unchanged import weights_unchanged
+from posttrain.models.ways import way_of
+
+
+class TorchStage(Stage):
+    """The whole model, or this rank's shard of every weight."""
+
+    def __init__(self, module: torch.nn.Module, head: Head, settings: EngineSettings, *, packed: bool) -> None:
+        self.module, self.head, self.settings, self.ranks = module, head, settings, settings.ranks
+        self.forward_pass = head.torch_pass(module, packed=packed)
+        if self.ranks is not None:
+            shard(self.forward_pass, module, self.ranks)
+        else:  # q, k and v of a layer side by side in memory are one product; FSDP2 would move them apart again
+            join_weights(module)
+
+    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> dict[str, torch.Tensor]:
+        return self.forward_pass(*self.head.inputs(rows, temperature))
+
+    @contextmanager
+    def computing(self, rows: Rows) -> Iterator[None]:
+        with packed_rows(rows.layout), shared_sequence(self.ranks.sequence if self.ranks else None):
+            yield
+
+    @contextmanager
+    def around_passes(self, optimizer: Optimizer | None) -> Iterator[None]:
+        if self.ranks is not None:  # every pass gathers the weights anew, so that nothing made from them can be kept
+            yield
+            if optimizer is None:
+                drop_whole_weights(self.forward_pass)
+            return
+        with weights_unchanged():  # what layers derive from their weights is kept over the passes of a call
+            if optimizer is not None and self.settings.device.type == "cuda":
+                optimizer.open_sums()
+            yield
+
+    def prepare_rows(self, rows: Rows) -> Rows:
+        return rows if self.ranks is None else with_a_prediction(rows)
+
+    def before_backward(self, *, last: bool) -> None:
+        if self.ranks is not None:
+            last_backward(self.forward_pass, last)
+
+
+class TorchEngine(ComposedEngine):
+    """A module, its optimizer (unless frozen), and packed passes over batches."""
+
+    def __init__(self, module: torch.nn.Module, settings: EngineSettings, head: Head | None = None) -> None:
+        self.module, self.settings, head = module, settings, head or head_of(module)
+        way = way_of(module)
+        packed = settings.pack and way.packed
+        alone = not packed and not way.padded  # such a model gives other numbers beside padding
+        facts = facts_of(
+            module,
+            packed=packed,
+            share_prompts=settings.share_prompts,
+            token_budget=settings.token_budget,
+            max_rows=1 if alone else settings.max_rows,
+            sequence_parallel=settings.ranks.sequence_size if settings.ranks else 1,
+            pairs=head.pairs,
+        )
+        check_heads(module.config, facts.sequence_parallel, packed=packed)
+        if settings.optim is None:
+            module.requires_grad_(False)
+        self.stage = TorchStage(module, head, settings, packed=packed)
+        trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+        self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
+        if settings.gradient_checkpointing and self.optimizer is not None:
+            recompute_layers(module)
+        self.runner = PassRunner(self.stage, head, facts, settings, self.optimizer)
+        # A sharded model is moved with the pass around it: that gathers the weights outside the layers, and would go
+        # on with those where they were.
+        movable = module if settings.ranks is None else self.stage.forward_pass
+        self.state = EngineState(
+            settings, self.optimizer, self._saved_weights, movable, together=settings.ranks is not None
+        )
+        self.offload()
+
+    @classmethod
+    def create(
+        cls, module: torch.nn.Module, settings: EngineSettings, layout: EngineLayout, head: Head | None = None
+    ) -> TorchEngine:
+        ranks = group_ranks(settings.device, fsdp_size=layout.fsdp_size, sequence_size=layout.sequence_size)
+        return cls(module, replace(settings, ranks=ranks), head)
+
+    @classmethod
+    def check_model(cls, config: Any, layout: EngineLayout, *, ranks: int, packed: bool) -> None:
+        check_heads(config, layout.sequence_size, packed=packed)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+    def base_only(self) -> AbstractContextManager[None]:
+        return base_only(self.module)
+
+    def live_model(self) -> torch.nn.Module | None:
+        return self.module if self.settings.ranks is None else None
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.settings.ranks is not None:
+            yield from whole_state(self.module, self.stage.forward_pass)
+            return
+        state = merged_state(self.module) if has_adapters(self.module) else self.module.state_dict()
+        yield from state.items()
+
+    def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
+        if self.settings.ranks is not None:
+            with self.on_device():  # ranks gather weights on their devices: NCCL takes none in host memory
+                export_from_ranks(self.module, self.stage.forward_pass, folder, adapter, merged=merged)
+        else:
+            save_model(self.module, folder, adapter, merged=merged)
+
+    def _saved_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """With adapters only they are saved: the base does not change."""
+        adapters_only = has_adapters(self.module)
+        return [(name, w) for name, w in self.module.named_parameters() if w.requires_grad or not adapters_only]
+
+
+FSDPEngine = TorchEngine
+"""The name that verl's users know."""

@@ -1,0 +1,48 @@
+"""Import paths that users' files may still have, for modules that have moved.
+
+`from posttrain.rollout.tools.base import Tool` in a user's file gives the module `posttrain.conversations.tools.base`
+itself, so that classes and registries are the same ones. A finder does this rather than files at the old places: those
+would make a package import one that is above it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED = {
+    "posttrain.rollout.agents": "posttrain.conversations",
+    "posttrain.rollout.agents.registry": "posttrain.conversations.agents",
+    "posttrain.rollout.tools": "posttrain.conversations.tools",
+}
+"""Old name -> new name; modules below it move along."""
+
+
+class _MovedModules:
+    """Finds the new module under an old name."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if new_name(name) else None  # pyright: ignore
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(new_name(spec.name) or spec.name)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state  # Python has set the old name's; the module keeps its own
+
+
+def new_name(name: str) -> str | None:
+    """Where a module is now; None for one that has not moved."""
+    old = max((one for one in MOVED if f"{name}.".startswith(f"{one}.")), key=len, default=None)
+    return None if old is None else MOVED[old] + name[len(old) :]
+
+
+def install() -> None:
+    """First of all finders: Python's own would load a second copy of a module below a package that has moved."""
+    sys.meta_path.insert(0, _MovedModules())

@@ -1,1 +1,0 @@
-"""Agents: conversations that a user's own function leads, above any rollout engine."""

@@ -1,1 +1,0 @@
-"""Several turns: a model calls tools while it answers, and reads what they say."""

@@ -1,0 +1,150 @@
+"""RunWriter: what every kind of run writes: settings, metrics, status, checkpoints, a progress bar, timings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.checkpoint.manager import CheckpointManager, WriteRole
+from posttrain.checkpoint.rng import capture_rng
+from posttrain.config.loggers import installed
+from posttrain.controller.profiling import StagePeaks
+from posttrain.tracking.background import Background, Every
+from posttrain.tracking.loggers import open_loggers, read_metrics
+from posttrain.tracking.origin import write_origin
+from posttrain.tracking.progress import Progress, say
+from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
+from posttrain.tracking.status import FRESH_S, NAME, write_status
+from posttrain.trainer.run.memory import named_stage
+from posttrain.trainer.run.traces import StepTraces
+
+
+class RunWriter:
+    """Writes one run. `start` it before the first step; `total_steps` is the run's length."""
+
+    def __init__(self, config: Any, run: RunDirectory, total_steps: int, *, stored_config: Any) -> None:
+        self.stored_config = stored_config.to_dict()
+        self.config, self.run, self.total_steps = config, run, total_steps
+        self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
+        self.history: list[dict[str, Any]] = []
+        self.timing: dict[str, float] = {}
+        self.peaks = StagePeaks()
+        """Of this process; of the workers' where these are others."""
+        self.traces = StepTraces(config.trainer.profile_steps, run.path)
+        self.spans: list[list[Any]] = []
+        """[stage, when it began, its seconds] of this step."""
+        self.worker_spans: Callable[[], list[list[Any]]] = list
+        """The same of the workers, with who it was; empty where they are in this process."""
+        self.behind = Background("samples")
+        self._stack, self._linked = ExitStack(), False
+
+    def start(self, step: int) -> None:
+        """Open loggers and the bar; `step` steps are done already, what lies beyond them is cut off."""
+        self.step = step
+        self.traces.check(step + 1, self.total_steps)
+        self.run.truncate_after(step if step else -1)  # steps after the checkpoint are made again, bit-for-bit
+        if step and step >= self.total_steps:
+            self._nothing_left(step)
+        else:
+            self.run.write_config(self.stored_config)
+            write_origin(self.run.path, step)
+        self.history = (
+            [line for line in read_metrics(self.run.metrics) if line["step"] > 0] if self.run.metrics.exists() else []
+        )
+        first = step + 1 if step else 0
+        names = installed(self.config.trainer.logger)  # the others were noted when the settings were read
+        self.loggers = open_loggers(names, self.run, self.stored_config, first_step=first, say=say, clock=time.time)
+        self._stack.callback(self.loggers.close)
+        self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
+        write_status(self.run.path, "running", step, self.total_steps)
+        self._stack.callback(Every(FRESH_S, self._keep_fresh).close)
+
+    def _nothing_left(self, step: int) -> None:
+        """All steps were made before. The settings on the disk stay those that made them, whatever is asked for now."""
+        if not getattr(self.config.trainer, "val_only", False):
+            say(
+                f"Nothing is left to train: {step} steps are done, and {self.total_steps} are asked for. For more, "
+                "raise trainer.total_training_steps or trainer.total_epochs; for a new run, give another "
+                "trainer.experiment_name."
+            )
+        self.total_steps = step
+
+    def _keep_fresh(self) -> None:
+        with suppress(OSError):  # a full disk is reported where something that matters is written
+            write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
+
+    def wait_until_written(self) -> None:
+        """Wait until everything of the steps so far is on the disk; what could not be written is raised here."""
+        self.behind.wait()
+
+    def close(self, status: str) -> None:
+        try:
+            self.behind.wait()
+        except Exception as error:  # a good end has waited already; otherwise the error that ended the run matters more
+            say(f"{self.run.samples}: the last samples could not be written: {error}.")
+        try:
+            self._stack.close()  # the status is kept fresh until here
+        finally:
+            try:
+                write_status(self.run.path, status, self.step, self.total_steps)
+            except OSError as error:  # a full disk: what ended the run matters more
+                say(f"{self.run.path / NAME} could not be written: {error}.")
+
+    def showing(self, name: str) -> AbstractContextManager[None]:
+        """Inside, the console and `status.json` name this stage; a run that was not started has neither."""
+        return self.progress.stage(name) if hasattr(self, "progress") else nullcontext()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Names a stage and adds its time to this step's timings."""
+        started, at = time.perf_counter(), time.time()
+        self.peaks.begin()
+        try:
+            with self.showing(name), named_stage(name), self.traces.stage(name):
+                yield
+        finally:
+            spent = time.perf_counter() - started
+            self.peaks.end(name)
+            self.timing[name] = self.timing.get(name, 0.0) + spent
+            self.spans.append([name, round(at, 4), round(spent, 4)])
+
+    def write_timeline(self, step: int) -> None:
+        """When the stages of this step began and how long they took."""
+        append_line(self.run.path / TIMELINE, {"step": step, "stages": [*self.spans, *self.worker_spans()]})
+        self.spans = []
+
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Mapping[str, torch.Tensor] | WriteRole],
+        state: dict[str, Any],
+        export: Callable[[Path], None] | None,
+    ) -> Path:
+        """An atomic checkpoint of step `step`; a run that continues from it has all that came before."""
+        with self.showing("saving"):
+            # Samples are written behind the loop. A checkpoint promises everything up to its step, so they come first.
+            self.wait_until_written()
+            path = self.checkpoints.save(
+                step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
+            )
+        say(f"saved {path}")
+        if not self._linked:
+            self._linked = True
+            self.run.link_as_newest()
+        return path
+
+    def _metric(self, step: int) -> float | None:
+        """The number of this step by which the best checkpoint is chosen, largest best; None if it has none."""
+        return None
+
+    def say_best(self, words: Callable[[float], str]) -> None:
+        """Name the best checkpoint; `words` shows its number."""
+        best = self.checkpoints.best()
+        if best is not None:
+            say(f"best checkpoint by validation: global_step_{best[0]} ({words(best[1])})")

@@ -1,0 +1,129 @@
+"""Worker groups as the loop calls them, by role and with types: `group.update_actor(batch)` is checked by pyright.
+
+A class lists the methods of its role's workers; types, dispatch and documentation are those of the workers' own
+methods. A method of a worker class of the user's own is called in the same way, without types.
+
+Policy and rollout may share their workers (`ColocatedGroup`) or have workers of their own (`DisaggregatedGroup`); the
+loop calls both in the same way. `WeightCarrier` moves weights from the workers that train to those that generate.
+"""
+
+from __future__ import annotations
+
+from posttrain.controller.group import Future, RoleGroup, WorkerGroup
+from posttrain.workers.buckets import SyncError
+from posttrain.workers.fsdp_workers import (
+    ActorRefWorker,
+    ActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+    RolloutWorker,
+)
+from posttrain.workers.policy import PolicyCalls
+from posttrain.workers.probe import compare_scores
+from posttrain.workers.reference import ReferenceCalls
+from posttrain.workers.rollout import RolloutCalls
+
+
+class PolicyGroup(RoleGroup, PolicyCalls, ReferenceCalls):
+    """Policy and reference, without rollout."""
+
+    init_model = ActorRefWorker.init_model
+    notes = ActorRefWorker.notes
+
+
+class RolloutGroup(RoleGroup, RolloutCalls):
+    """The workers that generate, whatever else they do."""
+
+    init_model = RolloutWorker.init_model
+
+
+class CriticGroup(RoleGroup):
+    """The value model."""
+
+    init_model = CriticWorker.init_model
+    notes = CriticWorker.notes
+    lora_state = CriticWorker.lora_state
+    save = CriticWorker.save
+    load = CriticWorker.load
+    compute_values = CriticWorker.compute_values
+    update_critic = CriticWorker.update_critic
+
+
+class RewardModelGroup(RoleGroup):
+    """The reward model."""
+
+    init_model = RewardModelWorker.init_model
+    notes = RewardModelWorker.notes
+    check_prompt = RewardModelWorker.check_prompt
+    compute_rm_score = RewardModelWorker.compute_rm_score
+
+
+class ColocatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
+    """Policy, reference and rollout on the same workers."""
+
+    init_model = ActorRolloutRefWorker.init_model
+    sync_weights = ActorRolloutRefWorker.sync_weights
+    notes = ActorRolloutRefWorker.notes
+
+
+class WeightCarrier:
+    """Moves weights through the object store: rank 0 of the training workers puts each bucket there once, and every
+    rollout worker reads it while the next one is gathered. So the store holds two buckets at most."""
+
+    def __init__(self, training: PolicyGroup, rollout: RolloutGroup) -> None:
+        self.training, self.rollout = training, rollout
+
+    def carry(self, version: int) -> list[int]:
+        """All weights, as they are now; gives the checksum of all that reached each worker."""
+        taking: Future[list[int]] | None = None
+        last, first = False, True
+        while not last:
+            parts = [self.training.next_bucket.on(rank, first) for rank in range(self.training.world_size)]
+            was_last = self.training.was_last_bucket.on(0)
+            for part in parts[1:]:
+                part.result()  # other ranks only help to gather: they give nothing but errors
+            if taking is not None:
+                taking.result()  # two buckets at most are in the store
+            taking = self.rollout.take_bucket.hand_over(parts[0], version)
+            last, first = was_last.result(), False
+        assert taking is not None
+        return taking.result()
+
+
+class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
+    """Policy and reference on the workers of `training`, rollout on others."""
+
+    def __init__(self, training: PolicyGroup, rollout: RolloutGroup) -> None:
+        super().__init__(training.group)
+        self.training, self.rollout = training, rollout
+        self.carrier = WeightCarrier(training, rollout)
+
+    def group_of(self, name: str) -> WorkerGroup:
+        """A method of the workers that have it."""
+        try:
+            self.training.group.marked(name)
+        except AttributeError:
+            return self.rollout.group
+        return self.training.group
+
+    def init_model(self) -> None:
+        """Load the models of both, side by side, and have the rollout take the policy's weights, with proof."""
+        for loading in (self.training.init_model.later(), self.rollout.init_model.later()):
+            loading.result()
+        self.sync_weights(0)
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Hand the new weights over, and prove that all rollout workers have the same ones and compute with them."""
+        sums = self.carrier.carry(version)
+        if len(set(sums)) > 1:
+            raise SyncError(f"rollout workers were given different weights: checksums {', '.join(map(str, sums))}")
+        scores = self.rollout.rollout_scores.later()
+        ours, dtype = self.training.probe_scores(), self.training.engine_facts.once().dtype
+        found = [compare_scores(ours, theirs, dtype, self.training.lost_weights) for theirs in scores.result()]
+        return {"sync/checksum": float(sums[0]), "sync/probe_max": max(part["sync/probe_max"] for part in found)}
+
+    def notes(self) -> list[str]:
+        return [*self.training.notes(), *self.rollout.rollout_notes(self.training.vocabulary())]
+
+
+ActorRolloutGroup = ColocatedGroup | DisaggregatedGroup

@@ -1,0 +1,128 @@
+"""Groups by role: their calls are typed, so that pyright finds wrong ones in the loop, and go to the right workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from textbook import CPU
+
+from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
+from posttrain.controller.group import RoleGroup
+from posttrain.controller.pool import LocalWorkerGroup
+from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
+
+ROOT = Path(__file__).parents[2]
+LOOP = ROOT / "posttrain" / "trainer" / "ppo" / "ray_trainer.py"
+PLANTED = {
+    "as_it_is": ("", ""),
+    "wrong_type": ("actor_rollout_wg.sync_weights(step)", "actor_rollout_wg.sync_weights(batch)"),
+    "one_too_many": ("actor_rollout_wg.compute_ref_log_prob(batch)", "actor_rollout_wg.compute_ref_log_prob(batch, 1)"),
+    "none_at_all": ("critic_wg.update_critic(batch)", "critic_wg.update_critic()"),
+    "misspelt": ("actor_rollout_wg.compute_log_prob(batch)", "actor_rollout_wg.compute_logprob(batch)"),
+    "wrong_result": ("actor_rollout_wg.token_stats().items()", "actor_rollout_wg.notes().items()"),
+}
+
+
+class Part:
+    config = None
+
+    @register(to_all)
+    def doubled(self, number: int) -> int:
+        return 2 * number
+
+
+class PartCalls:
+    doubled = delegate(Part.doubled, to="part")
+
+
+class Whole(PartCalls):
+    """Has a part, and passes calls on to it."""
+
+    config = None
+
+    def __init__(self) -> None:
+        self.part = Part()
+
+
+class Own(Whole):
+    """A class of the user's: another mark on a method, and one method more."""
+
+    @register(to_all, all_of)
+    def doubled(self, number: int) -> int:
+        return super().doubled(number) + 1
+
+    @register(to_first)
+    def further(self) -> str:
+        return "called"
+
+    def unmarked(self) -> None:
+        pass
+
+
+class Plain(Own):
+    """Overrides a method without a mark."""
+
+    def doubled(self, number: int) -> int:
+        return -number
+
+
+class WholeGroup(RoleGroup, PartCalls):
+    pass
+
+
+def test_a_worker_that_is_made_of_parts_passes_calls_on_by_itself_and_through_its_group():
+    group = WholeGroup(LocalWorkerGroup(Whole()))
+    assert Whole().doubled(4) == 8 and group.doubled(4) == 8
+    assert group.doubled.later(5).result() == 10 and group.doubled.on(0, 6).result() == 12
+
+
+def test_a_group_calls_a_users_class_by_its_own_marks_and_finds_methods_that_its_role_does_not_list():
+    group = WholeGroup(LocalWorkerGroup(Own()))
+    assert group.doubled(4) == [9]
+    assert group.further() == "called"  # pyright: ignore
+    assert WholeGroup(LocalWorkerGroup(Plain())).doubled(4) == [-4]  # joined as the overridden method is
+    for name in ("unmarked", "absent"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(group, name)
+    with pytest.raises(TypeError, match="by place; give number without names"):
+        group.doubled(number=4)
+
+
+def test_disaggregated_calls_go_to_the_workers_that_have_the_method():
+    class Trains:
+        config = device = CPU
+
+        @register(to_first)
+        def vocabulary(self) -> int:
+            return 7
+
+    class Generates:
+        config = CPU
+
+        @register(to_first)
+        def rollout_engine(self) -> str:
+            return "an engine"
+
+    pair = DisaggregatedGroup(PolicyGroup(LocalWorkerGroup(Trains())), RolloutGroup(LocalWorkerGroup(Generates())))
+    assert (pair.vocabulary(), pair.rollout_engine()) == (7, "an engine")
+
+
+def test_wrong_calls_that_are_planted_in_the_loop_are_found_and_the_loop_itself_has_none(tmp_path):
+    pytest.importorskip("pyright")
+    source = LOOP.read_text()
+    for name, (right, wrong) in PLANTED.items():
+        assert right in source
+        (tmp_path / f"{name}.py").write_text(source.replace(right, wrong) if right else source)
+    settings = {"include": ["."], "extraPaths": [str(ROOT)], "pythonVersion": "3.11", "typeCheckingMode": "basic"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "-p", str(tmp_path)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    errors = [problem for problem in found["generalDiagnostics"] if problem["severity"] == "error"]
+    lines = {Path(problem["file"]).stem: problem["range"]["start"]["line"] for problem in errors}
+    assert lines.keys() == PLANTED.keys() - {"as_it_is"}
+    for name, line in lines.items():
+        assert PLANTED[name][1] in source.replace(*PLANTED[name]).splitlines()[line]
