@@ -45,11 +45,13 @@ EMBEDDED_SIZES = (
 
 PRESETS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "preset/embedded": ("The small task that posttrain makes itself: minutes on a CPU, nothing to download.", EMBEDDED),
-    **{
-        f"algorithm/{name}": preset
-        for declaration in (*ADV_ESTIMATORS.values(), *POLICY_LOSSES.values())
-        if declaration.is_built_in
-        for name, preset in declaration.presets.items()
-    },
+    **dict(
+        sorted(
+            (f"algorithm/{name}", preset)
+            for declaration in (*ADV_ESTIMATORS.values(), *POLICY_LOSSES.values())
+            if declaration.is_built_in
+            for name, preset in declaration.presets.items()
+        )
+    ),
 }
 """Group file -> (sentence, values by canonical key)."""

@@ -17,20 +17,16 @@ from posttrain.conversations.chat import Chat
 from posttrain.conversations.environments import is_environment, play
 from posttrain.conversations.tools.finding import find_named, is_place, listed_in
 from posttrain.errors import UserError, first_line
+from posttrain.registry import Registry
 
 Made = TypeVar("Made", bound=Callable[..., Any])
-AGENTS: dict[str, Any] = {}
+AGENTS: Registry[Any] = Registry("agent")
 """Name -> the function or class that leads a conversation."""
 
 
 def register_agent(name: str) -> Callable[[Made], Made]:
     """Registers an `async def` function, a class with `async def run`, or an environment, under a name."""
-
-    def add(source: Made) -> Made:
-        AGENTS[name] = source
-        return source
-
-    return add
+    return AGENTS.register(name)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def test_settings_beside_a_preset_have_a_reason_and_change_something():
 
 def test_only_names_known_algorithms():
     assert [row.name for row in choose("gspo, ppo,grpo")] == ["grpo", "gspo", "ppo"]
-    with pytest.raises(UserError, match=r"--only names dpo; known: grpo, drgrpo"):
+    with pytest.raises(UserError, match=r"--only names dpo; known: cispo, dapo"):
         choose("dpo,grpo")
     with pytest.raises(UserError, match="--only names nothing"):
         choose(" ,")

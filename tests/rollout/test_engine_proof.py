@@ -50,7 +50,8 @@ def test_an_engine_built_from_a_folder_answers_as_one_built_from_the_model(model
 
 
 def test_a_registered_engine_is_built_by_its_name_and_where_it_cannot_serve_hf_does(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(engines, "ENGINES", {"hf": engines.ENGINES["hf"]})
+    for name in ("native", "vllm", "sglang"):
+        monkeypatch.delitem(engines.ENGINES, name)
     asked = []
 
     @engines.register_engine("mine")
