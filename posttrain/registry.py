@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from posttrain.errors import UserError
 
 T = TypeVar("T")
+F = TypeVar("F")
 REGISTRIES: dict[str, Registry[Any]] = {}
 """Those of the modules that are imported so far, by their kind."""
 _ROOT = Path(__file__).parent
@@ -49,12 +50,12 @@ class Registry(MutableMapping[str, T]):
         self._entries: dict[str, T] = {}
         self._is_loaded = not package
 
-    def register(self, name: str | Enum) -> Callable[[T], T]:
+    def register(self, name: str | Enum) -> Callable[[F], F]:
         """Decorator: stores what it decorates under `name`, and gives it back unchanged."""
         self.check_name(name)
 
-        def decorate(entry: T) -> T:
-            self.add(name, entry)
+        def decorate(entry: F) -> F:
+            self.add(name, cast(Any, entry))  # the decorated thing keeps its own type
             return entry
 
         return decorate

@@ -1,22 +1,28 @@
-"""Tests that can fail: each one-line change below must make the test beside it fail.
+"""Tests that can fail: each mutant of the product must make the tests beside it fail.
 
-    python scripts/mutants.py                     every mutant; prints a table, exit status 1 if one survives
-    python scripts/mutants.py --only grad_clip    those that name this setting, loss, file or test
-    python scripts/mutants.py --untried           those that docs/mutants.md does not show as caught
-    python scripts/mutants.py --write             and each verdict goes into the table of docs/mutants.md as it comes
-    python scripts/mutants.py --anew --write      the same with an empty table; stopped, `--untried --write` goes on
-    python scripts/mutants.py --check             only: is every line still there?
+    python scripts/mutants.py                     every mutant; prints what was caught, exit status 1 if one survives
+    python scripts/mutants.py --only grad_clip    those that name this setting, loss, function or test
+    python scripts/mutants.py --untried           those that are not in scripts/mutants/caught.txt
+    python scripts/mutants.py --write             and keep caught.txt up to date
+    python scripts/mutants.py --check             only: does every mutant still have its place and its tests?
 
-The mutants are in `scripts/mutants/*.toml`: `of` names what the change breaks (a setting, with `sft:` or `rm:` before
-those of the supervised trainers; `loss X`, `estimator X`, or a sentence), `line` is a piece of `file` that stands there
-exactly once, `becomes` what replaces it, and `test` must notice. Each is applied in a temporary copy of the tree. Torch
-and transformers are imported once; every test runs in a fork of that process, so a mutant costs what its test costs.
+There are two kinds of mutants. docs/mutants.md shows how to add one.
+
+- `scripts/mutants/settings.toml`: a setting is ignored. Everything in `posttrain` outside of `posttrain/config` reads
+  its default; `scripts/mutants/ignore` does that without changing a line.
+- the other `scripts/mutants/*.toml`: a piece of code is replaced in a temporary copy of the tree. It is named by its
+  function and its tokens, so it may move and be laid out anew.
+
+Torch and transformers are imported once. Every test runs in a fork of that process, so a mutant costs what its tests
+cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import json
 import os
 import re
 import shutil
@@ -26,15 +32,27 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from code_places import NoPlaceError, find, index
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
-TABLE = ROOT / "docs" / "mutants.md"
-MARK = "<!-- made by scripts/mutants.py -->"
+SETTINGS = "settings"
+SAME = "read_by_the_same_code"
+CAUGHT = LISTS / "caught.txt"
+IGNORE = Path("scripts", "mutants", "ignore")
 SECONDS = 300
+TREES = {
+    "": "posttrain.config.root:PPOConfig",
+    "sft": "posttrain.config.sft:SFTConfig",
+    "rm": "posttrain.config.reward_trainer:RewardTrainerConfig",
+}
+"""The class that holds all settings, by the prefix of a setting's name."""
 WITHOUT = {
     ".strategy": "a name: `fsdp` and `fsdp2` are one engine",
     ".n_gpus_per_node": "several workers: refused, or tested with them",
@@ -47,35 +65,77 @@ FAILED = 1  # pytest's exit status when tests ran and some failed; a file that c
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change. `room` is the list that it stands in."""
+    """What `name` says is broken, and the tests each of which must fail. `listed` is the file that it stands in."""
 
-    of: tuple[str, ...]
-    file: str
-    line: str
+    name: str
+    tests: tuple[str, ...]
+    listed: str
+
+    def problem(self, files: dict[str, list[Path]], root: Path = ROOT) -> str | None:
+        """Why this mutant cannot be tried any more, if so."""
+        missing = [test for test in self.tests if not _test_exists(test, root)]
+        return f"{self.listed}.toml, {self.name}: there is no test {', '.join(missing)}" if missing else None
+
+    def covers(self) -> set[str]:
+        """The names of settings, losses and so on of which this is a mutant."""
+        return {self.name}
+
+    @contextlib.contextmanager
+    def applied(self, tree: Path) -> Iterator[dict[str, str]]:
+        """Inside, `tree` has this mutant; gives the environment variables that belong to it."""
+        yield {}
+
+
+@dataclass(frozen=True)
+class IgnoredSetting(Mutant):
+    """The run reads the default of a setting, or `value`. The same code reads the settings `others`."""
+
+    value: tuple[Any, ...] = ()
+    others: tuple[str, ...] = ()
+
+    def covers(self) -> set[str]:
+        return {self.name, *self.others}
+
+    @contextlib.contextmanager
+    def applied(self, tree: Path) -> Iterator[dict[str, str]]:
+        prefix, _, key = self.name.rpartition(":")
+        setting = {"root": TREES[prefix], "key": key} | ({"value": self.value[0]} if self.value else {})
+        yield {"POSTTRAIN_MUTANT": json.dumps(setting)}
+
+
+@dataclass(frozen=True)
+class ChangedCode(Mutant):
+    """The tokens of `code` in the function `inside` are replaced."""
+
+    breaks: tuple[str, ...]
+    inside: str
+    code: str
     becomes: str
-    test: str
-    room: str = ""
 
-    def row(self) -> str:
-        """Its row of the table, but for the verdict."""
-        names = ", ".join(f"`{name}`" for name in self.of)
-        file, test = self.file.removeprefix("posttrain/"), self.test.removeprefix("tests/")
-        return f"| {names} | `{file}` | {_code(self.line)} -> {_code(self.becomes)} | `{test}`"
+    def problem(self, files: dict[str, list[Path]], root: Path = ROOT) -> str | None:
+        try:
+            find(files, self.inside, self.code)
+        except NoPlaceError as error:
+            return f"{self.listed}.toml, {self.name}: {error}"
+        return super().problem(files, root)
 
-    def problem(self, root: Path = ROOT) -> str | None:
-        """Why this mutant cannot be applied to the tree any more, if so."""
-        path, where = root / self.file, f"{self.room}.toml, {', '.join(self.of)}"
-        text = path.read_text() if path.exists() else ""
-        count = text.count(self.line)
-        if count != 1:
-            what = "this line is no longer there" if count == 0 else f"this line is there {count} times"
-            return f"{where}: {self.file}: {what}: {self.line!r}"
-        name, _, function = self.test.partition("::")
-        if not (root / name).exists() or not re.search(
-            rf"^def {function.partition('[')[0]}\(", _text(root / name), re.M
-        ):
-            return f"{where}: there is no test {self.test}"
-        return None
+    def covers(self) -> set[str]:
+        return {self.name, *self.breaks}
+
+    @contextlib.contextmanager
+    def applied(self, tree: Path) -> Iterator[dict[str, str]]:
+        place = find(index(tree / "posttrain"), self.inside, self.code)
+        plain = place.file.read_text()
+        place.file.write_text(place.replaced(self.becomes))
+        try:
+            yield {}
+        finally:
+            place.file.write_text(plain)
+
+
+def _test_exists(test: str, root: Path) -> bool:
+    file, _, function = test.partition("::")
+    return re.search(rf"^def {function.partition('[')[0]}\(", _text(root / file), re.M) is not None
 
 
 def _text(path: Path) -> str:
@@ -83,17 +143,52 @@ def _text(path: Path) -> str:
 
 
 def read_mutants(folder: Path = LISTS) -> list[Mutant]:
-    """All mutants, in the order of the files."""
-    found = []
+    """All mutants, in the order of the files; each has a name of its own."""
+    found: list[Mutant] = []
     for path in sorted(folder.glob("*.toml")):
-        for entry in tomllib.loads(path.read_text())["mutant"]:
-            found.append(Mutant(**{**entry, "of": tuple(entry["of"])}, room=path.stem))
+        entries = tomllib.loads(path.read_text())
+        if path.stem == SETTINGS:
+            same = entries.pop(SAME, {})
+            found += [_ignored(name, entry, same) for name, entry in entries.items()]
+            if unknown := same.values() - entries.keys():
+                raise ValueError(f"{path}, {SAME}: there is no mutant of {', '.join(sorted(unknown))}")
+        else:
+            found += [_changed(entry, path.stem) for entry in entries["mutant"]]
+    twice = [name for name, count in Counter(mutant.name for mutant in found).items() if count > 1]
+    if twice:
+        raise ValueError(f"{folder}: several mutants have the same name: {', '.join(twice)}")
     return found
+
+
+def _ignored(name: str, entry: str | list[str] | dict[str, Any], same: dict[str, str]) -> IgnoredSetting:
+    settings = entry if isinstance(entry, dict) else {"tests": entry}
+    tests = settings["tests"]
+    value = (settings["value"],) if "value" in settings else ()
+    others = tuple(other for other, one in same.items() if one == name)
+    return IgnoredSetting(name, (tests,) if isinstance(tests, str) else tuple(tests), SETTINGS, value, others)
+
+
+def _changed(entry: dict[str, Any], listed: str) -> ChangedCode:
+    first, *others = [entry["breaks"]] if isinstance(entry["breaks"], str) else entry["breaks"]
+    code = (entry["inside"], entry["code"], entry["becomes"])
+    return ChangedCode(first, (entry["test"],), listed, tuple(others), *code)
+
+
+def load_root(prefix: str) -> type:
+    """The class that holds the settings of this prefix."""
+    module, _, name = TREES[prefix].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def problems(mutants: Iterable[Mutant]) -> list[str]:
+    """What keeps mutants from being tried."""
+    files = index(ROOT / "posttrain")
+    return [problem for mutant in mutants if (problem := mutant.problem(files))]
 
 
 def uncovered(keys: Iterable[str], mutants: Iterable[Mutant]) -> list[str]:
     """The settings (with the prefix of their trainer) that no mutant names and that have no reason to have none."""
-    named = {name for mutant in mutants for name in mutant.of}
+    named = {name for mutant in mutants for name in mutant.covers()}
     return [key for key in keys if key not in named and not any(piece in f".{key}" for piece in WITHOUT)]
 
 
@@ -111,12 +206,12 @@ def copied_tree() -> Iterator[Path]:
         yield Path(name)
 
 
-def run_test(tree: Path, test: str, log: Path) -> int | None:
+def run_test(tree: Path, test: str, log: Path, environment: dict[str, str]) -> int | None:
     """pytest's exit status for one test in `tree`, in a fork of this process; None if it did not end in time."""
     child = os.fork()
     if child == 0:
         os.setsid()
-        _run_here(tree, test, log)
+        _run_here(tree, test, log, environment)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -128,7 +223,7 @@ def run_test(tree: Path, test: str, log: Path) -> int | None:
     return None
 
 
-def _run_here(tree: Path, test: str, log: Path) -> None:
+def _run_here(tree: Path, test: str, log: Path, environment: dict[str, str]) -> None:
     """The child's part: never returns."""
     import pytest
 
@@ -141,6 +236,10 @@ def _run_here(tree: Path, test: str, log: Path) -> None:
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         sys.dont_write_bytecode = True
+        if environment:  # processes that the test starts import sitecustomize by themselves
+            os.environ.update(environment, PYTHONPATH=os.pathsep.join((str(tree / IGNORE), str(tree))))
+            sys.path.insert(0, str(tree / IGNORE))
+            importlib.import_module("sitecustomize")
         status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short", test]))
         sys.stdout.flush()
     finally:
@@ -155,36 +254,24 @@ def preload() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401 (lazy modules)
 
 
-def try_all(mutants: list[Mutant], *, write: bool = False) -> list[tuple[Mutant, str]]:
-    """Each mutant and what became of it: `caught`, or why not; with `write` the page knows it at once."""
-    results: list[tuple[Mutant, str]] = []
+def try_all(mutants: list[Mutant], *, write: bool = False) -> dict[str, str]:
+    """What became of each mutant, by name: `caught`, or why not."""
+    verdicts: dict[str, str] = {}
     with copied_tree() as tree, tempfile.TemporaryDirectory() as logs:
-        log = Path(logs) / "log"
         for number, mutant in enumerate(mutants, 1):
             started = time.monotonic()
-            verdict = _try(mutant, tree, log)
-            results.append((mutant, verdict))
+            for test in mutant.tests:
+                with mutant.applied(tree) as environment:
+                    verdict = _verdict(run_test(tree, test, log := Path(logs) / "log", environment))
+                if verdict != "caught":
+                    print(f"    {verdict}: {test}\n    " + "\n    ".join(_text(log).splitlines()[-8:]), flush=True)
+                    break
+            verdicts[mutant.name] = verdict
+            seconds = time.monotonic() - started
+            print(f"{number}/{len(mutants)} {seconds:5.1f} s  {verdict:<10} {mutant.name}", flush=True)
             if write:
-                write_page(results[-1:])
-            took = time.monotonic() - started
-            print(f"{number}/{len(mutants)} {took:5.1f} s  {verdict:<10} {', '.join(mutant.of)}", flush=True)
-            if verdict != "caught":
-                print(f"    {mutant.file}: {mutant.line!r} -> {mutant.becomes!r}\n    {mutant.test}", flush=True)
-                print("    " + "\n    ".join(_text(log).splitlines()[-8:]), flush=True)
-    return results
-
-
-def _try(mutant: Mutant, tree: Path, log: Path) -> str:
-    """What becomes of one mutant; the tree is as before when it is done."""
-    path = tree / mutant.file
-    plain = path.read_text()
-    if plain.count(mutant.line) != 1:
-        return "line gone"
-    path.write_text(plain.replace(mutant.line, mutant.becomes))
-    try:
-        return _verdict(run_test(tree, mutant.test, log))
-    finally:
-        path.write_text(plain)
+                write_caught(verdicts)
+    return verdicts
 
 
 def _verdict(status: int | None) -> str:
@@ -193,81 +280,53 @@ def _verdict(status: int | None) -> str:
     return {0: "SURVIVED", FAILED: "caught"}.get(status, f"not run (pytest {status})")
 
 
-def pass_unchanged(mutants: list[Mutant]) -> bool:
-    """Whether all the tests pass on the tree as it is: a test that fails anyway catches nothing."""
+def tests_that_fail(mutants: list[Mutant]) -> list[str]:
+    """The tests that fail on the tree as it is: such a test catches nothing."""
+    failed = []
     with copied_tree() as tree, tempfile.TemporaryDirectory() as logs:
-        log = Path(logs) / "log"
-        for test in dict.fromkeys(mutant.test for mutant in mutants):
-            if run_test(tree, test, log) != 0:
-                print(f"{test} does not pass on the tree as it is:\n{log.read_text()[-3000:]}")
-                return False
-    return True
+        for test in dict.fromkeys(test for mutant in mutants for test in mutant.tests):
+            if run_test(tree, test, log := Path(logs) / "log", {}) != 0:
+                print(f"{test} does not pass on the tree as it is:\n{_text(log)[-3000:]}")
+                failed.append(test)
+    return failed
 
 
-def known_verdicts(page: str) -> dict[str, str]:
-    """What the page says of each mutant, by the rest of its row."""
-    rows = [line for line in page.splitlines() if line.startswith("| ") and line.count(" | ") == 4]
-    return {line.rpartition(" | ")[0]: line.rpartition(" | ")[2].removesuffix(" |") for line in rows}
+def read_caught() -> list[str]:
+    """The names of the mutants that were caught when they were last tried."""
+    return _text(CAUGHT).splitlines()
 
 
-def table(mutants: list[Mutant], verdicts: Mapping[str, str]) -> str:
-    """The table of docs/mutants.md; `verdicts` by `Mutant.row`."""
-    caught = sum(verdicts.get(mutant.row()) == "caught" for mutant in mutants)
-    lines = [f"{len(mutants)} mutants, {caught} caught.", ""]
-    for room in dict.fromkeys(mutant.room for mutant in mutants):
-        lines += [f"## {room.replace('_', ' ')}", "", "| breaks | in | by | test | |", "|---|---|---|---|---|"]
-        rows = [mutant.row() for mutant in mutants if mutant.room == room]
-        lines += [*(f"{row} | {verdicts.get(row, 'not tried')} |" for row in rows), ""]
-    lines += ["## Settings without a mutant", ""]
-    lines += [f"- `{piece.strip('.')}`: {reason}" for piece, reason in WITHOUT.items()]
-    return "\n".join(lines) + "\n"
-
-
-def write_page(results: list[tuple[Mutant, str]], *, forget: bool = False) -> None:
-    """The page anew: these verdicts, and unless they are to be forgotten those of mutants that did not change."""
-    head, mark, old = TABLE.read_text().partition(MARK)
-    known = {} if forget else known_verdicts(old)
-    verdicts = known | {mutant.row(): verdict for mutant, verdict in results}
-    TABLE.write_text(f"{head}{mark}\n\n{table(read_mutants(), verdicts)}")
-
-
-def _code(text: str) -> str:
-    short = re.sub(r"\s+", " ", text).strip()
-    return f"`{short.replace('|', '&#124;')}`" if short else "nothing"
+def write_caught(verdicts: dict[str, str]) -> None:
+    """Take these verdicts into the list, in the order of the mutants; names that are gone are left out."""
+    caught = {*read_caught(), *verdicts} - {name for name, verdict in verdicts.items() if verdict != "caught"}
+    CAUGHT.write_text("".join(f"{mutant.name}\n" for mutant in read_mutants() if mutant.name in caught))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", action="append", default=[], help="text of a setting, loss, file or test")
-    parser.add_argument("--untried", action="store_true", help="those that docs/mutants.md does not show as caught")
-    parser.add_argument("--anew", action="store_true", help="with --write: forget what docs/mutants.md says first")
-    parser.add_argument("--check", action="store_true", help="only whether every line is still there")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/mutants.md")
+    parser.add_argument("--only", action="append", default=[], help="text of a setting, loss, function, file or test")
+    parser.add_argument("--untried", action="store_true", help="those that are not in scripts/mutants/caught.txt")
+    parser.add_argument("--check", action="store_true", help="only whether every mutant has its place and its tests")
+    parser.add_argument("--write", action="store_true", help="write what was caught into scripts/mutants/caught.txt")
     options = parser.parse_args()
     mutants = read_mutants()
-    problems = [problem for mutant in mutants if (problem := mutant.problem())]
-    if problems:
-        print("\n".join(problems))
+    if wrong := problems(mutants):
+        print("\n".join(wrong))
         return 2
     if options.check:
-        print(f"{len(mutants)} mutants: every line is there.")
+        print(f"{len(mutants)} mutants: all have their place and their tests.")
         return 0
     for wanted in options.only:
-        mutants = [
-            mutant for mutant in mutants if wanted in " ".join((*mutant.of, mutant.file, mutant.test, mutant.room))
-        ]
+        mutants = [mutant for mutant in mutants if wanted in repr(mutant)]
     if options.untried:
-        verdicts = known_verdicts(TABLE.read_text())
-        mutants = [mutant for mutant in mutants if verdicts.get(mutant.row()) != "caught"]
-    if options.anew and options.write:
-        write_page([], forget=True)
+        mutants = [mutant for mutant in mutants if mutant.name not in read_caught()]
     preload()
-    if not pass_unchanged(mutants):
+    if tests_that_fail(mutants):
         return 2
-    results = try_all(mutants, write=options.write)
-    survivors = [mutant for mutant, verdict in results if verdict != "caught"]
-    print(f"{len(results)} mutants, {len(results) - len(survivors)} caught.")
-    return 1 if survivors else 0
+    verdicts = try_all(mutants, write=options.write)
+    caught = sum(verdict == "caught" for verdict in verdicts.values())
+    print(f"{len(verdicts)} mutants, {caught} caught.")
+    return 0 if caught == len(verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -155,25 +155,14 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _registered_names_are_gone_after_a_test() -> Iterator[None]:
-    """Estimators, losses, samplers, engines, tools and scorers of a test's own are nobody else's."""
-    places = {
-        "posttrain.algorithms.registry": ("ADV_ESTIMATORS", "POLICY_LOSSES"),
-        "posttrain.data.sampler": ("SAMPLERS",),
-        "posttrain.rollout.engines": ("ENGINES",),
-        "posttrain.conversations.tools.registry": ("TOOLS",),
-        "posttrain.rewards.scorers": ("SCORERS", "ALIASES"),
-    }
-    before = {
-        (module, name): dict(getattr(sys.modules[module], name))
-        for module, names in places.items()
-        if module in sys.modules
-        for name in names
-    }
+    """Estimators, losses, samplers, engines, tools, agents and scorers of a test's own are nobody else's."""
+    from posttrain.registry import REGISTRIES
+
+    before = {kind: dict(registry) for kind, registry in REGISTRIES.items()}
     yield
     if "posttrain.external" in sys.modules:
         sys.modules["posttrain.external"]._loaded.clear()  # files register again
-    for (module, name), entries in before.items():
-        registry = getattr(sys.modules[module], name)
-        if registry != entries:
-            registry.clear()
-            registry.update(entries)
+    for kind, entries in before.items():
+        if REGISTRIES[kind] != entries:
+            REGISTRIES[kind].clear()
+            REGISTRIES[kind].update(entries)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from posttrain.algorithms.common import AlgorithmError, read_setting
 from posttrain.registry import Registry, name_of
@@ -112,62 +112,16 @@ POLICY_LOSSES: Registry[LossDeclaration] = Registry(
 )
 
 
-def register_adv_est(
-    name_or_enum: str | Enum,
-    *,
-    settings: type | None = None,
-    reads: tuple[str, ...] | None = None,
-    metrics: Mapping[str, str] | None = None,
-    presets: Mapping[str, Preset] | None = None,
-    compares_group: bool = False,
-    needs_critic: bool = False,
-    needs_greedy_baseline: bool = False,
-    needs_sum_pi_squared: bool = False,
-    reads_reward_parts: bool = False,
-    kl_belongs_in_loss: bool = False,
-) -> Callable[[F], F]:
-    """Decorator: makes a function selectable by `algorithm.adv_estimator=NAME`; see `EstimatorDeclaration`."""
-
-    def declare(name: str, function: F) -> EstimatorDeclaration:
-        return EstimatorDeclaration(
-            name,
-            function,
-            settings,
-            reads,
-            metrics or {},
-            presets or {},
-            compares_group=compares_group,
-            needs_critic=needs_critic,
-            needs_greedy_baseline=needs_greedy_baseline,
-            needs_sum_pi_squared=needs_sum_pi_squared,
-            reads_reward_parts=reads_reward_parts,
-            kl_belongs_in_loss=kl_belongs_in_loss,
-        )
-
-    return _register(ADV_ESTIMATORS, name_or_enum, declare)
+def register_adv_est(name_or_enum: str | Enum, **facts: Any) -> Callable[[F], F]:
+    """Decorator: makes a function selectable by `algorithm.adv_estimator=NAME`. `facts` are fields of
+    `EstimatorDeclaration`."""
+    return _register(ADV_ESTIMATORS, EstimatorDeclaration, name_or_enum, facts)
 
 
-def register_policy_loss(
-    name: str | Enum,
-    *,
-    settings: type | None = None,
-    reads: tuple[str, ...] | None = None,
-    metrics: Mapping[str, str] | None = None,
-    presets: Mapping[str, Preset] | None = None,
-    prepare: Callable[..., dict[str, Any]] | None = None,
-    loss_agg_mode: str | None = None,
-    clips_ratio: bool = False,
-) -> Callable[[F], F]:
-    """Decorator: makes a function selectable by `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`; see
-    `LossDeclaration`."""
-
-    def declare(name: str, function: F) -> LossDeclaration:
-        facts = (settings, reads, metrics or {}, presets or {})
-        return LossDeclaration(
-            name, function, *facts, prepare=prepare, loss_agg_mode=loss_agg_mode, clips_ratio=clips_ratio
-        )
-
-    return _register(POLICY_LOSSES, name, declare)
+def register_policy_loss(name: str | Enum, **facts: Any) -> Callable[[F], F]:
+    """Decorator: makes a function selectable by `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`. `facts` are
+    fields of `LossDeclaration`."""
+    return _register(POLICY_LOSSES, LossDeclaration, name, facts)
 
 
 def get_adv_estimator(name_or_enum: str | Enum) -> EstimatorDeclaration:
@@ -195,7 +149,7 @@ def own_settings(kind: type[S], config: Any, section: str = "") -> S:
 
     A run's settings are checked before it starts. This check is for those who call an algorithm from Python.
     """
-    fields = {one.name: one for one in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    fields = {one.name: one for one in dataclasses.fields(cast(Any, kind))}
     values = {name: value for name in fields if (value := read_setting(config, name, None)) is not None}
     for name, value in values.items():
         limits = range_of(fields[name])
@@ -204,11 +158,13 @@ def own_settings(kind: type[S], config: Any, section: str = "") -> S:
     return kind(**values)
 
 
-def _register(registry: Registry[D], name: str | Enum, declare: Callable[[str, F], D]) -> Callable[[F], F]:
+def _register(
+    registry: Registry[D], kind: Callable[..., D], name: str | Enum, facts: Mapping[str, Any]
+) -> Callable[[F], F]:
     registry.check_name(name)
 
     def decorate(function: F) -> F:
-        registry.add(name, declare(name_of(name), function))
+        registry.add(name, kind(name_of(name), function, **facts))
         return function
 
     return decorate

@@ -80,9 +80,9 @@ class _Section:
         """Name -> type of the fields that were added."""
         added: dict[str, Any] = {}
         for kind in declared:
-            hints, sentences = typing.get_type_hints(kind), _sentences(kind)
+            hints = typing.get_type_hints(kind)
             for field in dataclasses.fields(kind):
-                setattr(self.section, field.name, _copied(field, sentence=sentences.get(field.name, "")))
+                setattr(self.section, field.name, _copied(field, declared_by=kind))
                 added[field.name] = hints[field.name]
         return added
 
@@ -117,11 +117,13 @@ def _copied(field: dataclasses.Field[Any], **more: Any) -> Any:
     return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
 
 
-def _sentences(kind: type) -> Mapping[str, str]:
+def declared_sentence(field: dataclasses.Field[Any]) -> str:
+    """The sentence under a field of an algorithm's settings class; read when it is asked for, as it costs a parse."""
+    kind = field.metadata.get("declared_by")
     try:
-        return sentences_of(kind)
+        return "" if kind is None else sentences_of(kind).get(field.name, "")
     except (OSError, TypeError):  # a class typed into a notebook has no file
-        return {}
+        return ""
 
 
 def load_own_algorithms(given: Mapping[str, Any], unknown: Iterable[str], folder: Path) -> None:

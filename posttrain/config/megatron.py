@@ -110,7 +110,7 @@ def _sizes(checked: Checked, key: str, settings: MegatronSettings) -> Iterator[F
 def _not_together(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
     """Settings that this engine cannot follow."""
     sharded = "it cuts weights by tensor_parallel_size and pipeline_parallel_size"
-    for role in keys.roles:
+    for role in keys.roles.values():
         model = lookup(checked.config, role.model)
         odd = {
             f"{role.model}.lora_rank": (model.lora_rank > 0, "adapters are not built for it"),
@@ -134,7 +134,7 @@ def check_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) -> Iterat
     if not is_installed():
         what = f"`{keys.strategy}=megatron`: the package megatron-core is not installed in this environment."
         yield Problem(what, resolved.where(keys.strategy), install_words(keys.strategy))
-    for key in (f"{role.model}.path" for role in keys.roles):
+    for key in (f"{role.model}.path" for role in keys.roles.values()):
         name = resolved.value(key)
         kind = None if name in (None, "embedded") else model_type_of(str(name), cwd)
         if kind is not None and kind not in MODEL_TYPES:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from posttrain.config.base import Section
-from posttrain.config.declared import placed_settings
+from posttrain.config.declared import declared_sentence, placed_settings
 from posttrain.config.docs import sentences_of
 from posttrain.settings import Range, choices_of, range_of
 
@@ -71,7 +71,7 @@ def _walk(section: Section, prefix: str) -> list[Leaf]:
         if isinstance(value, Section):
             found += _walk(value, key + ".")
         else:
-            sentence = sentences.get(field.name) or field.metadata.get("sentence", "")
+            sentence = sentences.get(field.name) or declared_sentence(field)
             takes = range_of(field), choices_of(field)
             found.append(Leaf(key, hints[field.name], value, sentence, *takes))
     return found

@@ -42,7 +42,7 @@ class EngineKeys:
     """Where a tree of settings chooses its train engine."""
 
     section: str
-    roles: tuple[RoleKeys, ...]
+    roles: dict[str, RoleKeys]
     """The models that the engine trains, the main one first."""
 
     @property
@@ -51,20 +51,20 @@ class EngineKeys:
 
     @property
     def model(self) -> str:
-        return self.roles[0].model
+        return next(iter(self.roles.values())).model
 
 
 _ACTOR = "actor_rollout_ref.actor"
 RL = EngineKeys(
     _ACTOR,
-    (
-        RoleKeys(
+    {
+        "actor": RoleKeys(
             "actor_rollout_ref.model", f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.fsdp_size"
         ),
-        RoleKeys("critic.model", "critic.ulysses_sequence_parallel_size", "critic.fsdp_config.fsdp_size"),
-    ),
+        "critic": RoleKeys("critic.model", "critic.ulysses_sequence_parallel_size", "critic.fsdp_config.fsdp_size"),
+    },
 )
-SUPERVISED = EngineKeys("fsdp", (RoleKeys("model", "fsdp.ulysses_sequence_parallel_size", "fsdp.fsdp_size"),))
+SUPERVISED = EngineKeys("fsdp", {"model": RoleKeys("model", "fsdp.ulysses_sequence_parallel_size", "fsdp.fsdp_size")})
 
 
 @dataclass(frozen=True)

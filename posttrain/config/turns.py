@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
@@ -14,7 +15,9 @@ from posttrain.config.free_dict import Fault, settings_of, typed_entry
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 SIDES = ("left", "middle", "right")
-FORMATS = ("hermes", "llama3_json")
+_FORMATS = Path(__file__).parents[1] / "conversations" / "formats"
+FORMATS = tuple(sorted(file.stem for file in _FORMATS.glob("*.py") if file.stem not in ("__init__", "base")))
+"""A format of tool calls is a file; its package is above this one, and is not imported."""
 
 
 @dataclass(frozen=True)

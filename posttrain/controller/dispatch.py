@@ -39,7 +39,7 @@ class SameArguments:
 
 to_all = SameArguments(every_rank=True)
 to_first = SameArguments(every_rank=False)
-"""To rank 0 alone: what all of them would answer alike."""
+"""To rank 0 alone: for questions that every rank would answer in the same way."""
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------

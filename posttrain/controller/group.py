@@ -4,8 +4,9 @@ A group finds a method by its name in the worker class and reads from its mark (
 spread over the ranks and how results are joined. `LocalWorkerGroup` and `RayWorkerGroup` differ in how one rank is
 called; what a role answers, with types, stands in `workers/groups.py`.
 
-Ranks may act as one, a team: where a method's mark says so (`register(..., team=...)`), whoever calls it sees as many
-ranks as there are teams. Data is spread over these, `group.method.on(number)` asks a team, and each gives one answer.
+Neighbouring ranks may form a team, such as the ranks that hold one rollout engine together. For a method whose mark
+says so (`register(..., team=...)`) a team counts as one rank: data is spread over teams, `group.method.on(number)`
+calls a team, and each team gives one answer.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class WorkerGroup(ABC):
     """`group.method(...)` waits for the result; `group.method.later(...)` gives a Future; `group.method.on(rank, ...)`
     asks one rank (or team, where several act as one), and gives a Future."""
 
+    worker_class: type
     world_size: int
     overlaps: bool
     """Whether workers go on while the caller does something else."""
@@ -58,10 +60,6 @@ class WorkerGroup(ABC):
     """The settings that the workers were made with."""
     meanwhile: Callable[[Future[Any]], None] | None = None
     """What the caller does while it waits for a result; it comes back when that is there, or earlier."""
-
-    @abstractmethod
-    def _method(self, name: str) -> Any:
-        """The worker class's function of that name; AttributeError if it has none."""
 
     @abstractmethod
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
@@ -79,11 +77,12 @@ class WorkerGroup(ABC):
         return self._send(rank, name, (answer.result(), *arguments))
 
     def marked(self, name: str) -> Any:
-        """A method of the worker class that can be called through the group."""
-        method = self._method(name)
-        if not hasattr(method, "spread"):
-            raise AttributeError(f"{name} is not marked for dispatch")
-        return method
+        """A method of the worker class that can be called through the group. One that overrides it without a mark of
+        its own is called as the overridden one is marked."""
+        for kind in self.worker_class.__mro__:
+            if hasattr(vars(kind).get(name), "spread"):
+                return vars(kind)[name]
+        raise AttributeError(f"{self.worker_class.__name__}.{name} is not marked for dispatch")
 
     def start(self, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Begin a call on the ranks that its mark says."""
@@ -186,16 +185,13 @@ class RoleGroup:
 
 
 class Teams(WorkerGroup):
-    """A group in which every `size` neighbouring ranks act as one: they are given the same, in the same order, so that
-    they can wait for each other. The answer of a team is that of its first rank, or the first error of any."""
+    """A group in which every `size` neighbouring ranks count as one. All ranks of a team get the same calls in the same
+    order, because they meet in collectives. A team's answer is that of its first rank, or the first error of any."""
 
     def __init__(self, group: WorkerGroup, size: int) -> None:
         assert group.world_size % size == 0, f"{group.world_size} ranks are no teams of {size}"
-        self.group, self.size = group, size
+        self.group, self.size, self.worker_class = group, size, group.worker_class
         self.world_size, self.config, self.overlaps = group.world_size // size, group.config, group.overlaps
-
-    def _method(self, name: str) -> Any:
-        return self.group._method(name)
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         ranks = range(rank * self.size, (rank + 1) * self.size)

@@ -100,10 +100,7 @@ class LocalWorkerGroup(WorkerGroup):
     overlaps = False
 
     def __init__(self, worker: Any) -> None:
-        self.worker, self.config = worker, worker.config
-
-    def _method(self, name: str) -> Any:
-        return getattr(type(self.worker), name)
+        self.worker, self.worker_class, self.config = worker, type(worker), worker.config
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         return Finished(getattr(self.worker, name), *arguments)

@@ -62,9 +62,6 @@ class RayWorkerGroup(WorkerGroup):
         self.role, self.worker_class, self.config, self.hosts, self.watch = role, worker, config, hosts, watch
         self.world_size = len(hosts)
 
-    def _method(self, name: str) -> Any:
-        return getattr(self.worker_class, name)
-
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         return self._future(self._start(rank, name, arguments))
 

@@ -76,7 +76,7 @@ class RayNode:
                     files = [os.readlink(fd) for fd in Path("/proc", name, "fd").iterdir()]
                     if any(file.startswith(self.folder + "/") for file in files):
                         yield name
-            except OSError:  # it is gone, or somebody else's
+            except OSError:  # the process is gone, or belongs to another user
                 continue
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class RayNode:
 
 
 PORT = 6379
-"""Of a head that the other machines are told of by hand."""
+"""Of a head whose address the user types on the other machines."""
 _OF_A_NODE = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 _OF_A_HEAD = ("include_dashboard", "dashboard_host", "dashboard_port")
 

@@ -25,11 +25,13 @@ from posttrain.controller.wire import pack
 
 
 class RayWorkers(Workers):
-    """`ranks` processes, each with its share of its machine's cores, or with a GPU of its own. They live in a Ray that
-    is started for them, or in `cluster`, which they leave running; on the command's machine, or equally many on each of
-    several. Each of them calls `prepare` first. `rollout` further ones, alike, have the rollout to themselves: each is
-    alone, and knows no other rank; or they know each other, where `teams` of them act as one. A process that is stopped
-    for longer than `stopped_s` seconds ends the run; what one that died has printed is written to `logs`."""
+    """`ranks` processes, each with a GPU or a share of its machine's cores, equally many on each machine.
+
+    They live in a Ray that is started for them, or in `cluster`, which they leave running. Each calls `prepare` first.
+    `rollout` further processes only generate (disaggregated rollout). Each of these is a world of one rank, unless
+    `teams` of them hold one engine. A process that is stopped for longer than `stopped_s` seconds ends the run; the
+    last output of one that died is written to `logs`.
+    """
 
     def __init__(
         self,

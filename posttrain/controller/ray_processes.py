@@ -69,9 +69,9 @@ class Watched:
 
     def close(self) -> None:
         """End what was started. A process that cannot be killed (it waits inside the kernel, for a disk or a driver) is
-        left to the watcher, which goes on trying: the run that has ended does not wait with it."""
+        left to the watcher, which keeps trying; the finished run does not wait for it."""
         assert self._watcher.stdin is not None
         self._watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._watcher.wait(CLOSE_S) != 0:  # somebody has killed it: another one does its work
+            if self._watcher.wait(CLOSE_S) != 0:  # the watcher itself was killed: start another
                 self._watch(subprocess.DEVNULL).wait(CLOSE_S)

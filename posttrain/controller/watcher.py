@@ -36,7 +36,7 @@ def found(mark: bytes, folder: str) -> Iterator[int]:
             try:
                 if is_rays(f"/proc/{name}", mark, folder):
                     yield int(name)
-            except OSError:  # it is gone, or somebody else's
+            except OSError:  # the process is gone, or belongs to another user
                 pass
 
 

@@ -11,9 +11,9 @@ async def play(chat, row):
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from posttrain.config.turns import TurnSettings
 from posttrain.conversations.conversation import ChatError, Conversation, Limits
@@ -38,12 +38,8 @@ class Generate:
     kept: bool
 
 
-class Port(Protocol):
-    """How an agent reaches the engine and the tools: awaited, wherever the agent runs (`runner.py`)."""
-
-    def generate(self, wanted: Generate) -> Awaitable[Output]: ...
-
-    def call_tools(self, calls: list[ToolCall]) -> Awaitable[list[ToolAnswer]]: ...
+Ask = Callable[[Generate | list[ToolCall]], Awaitable[Any]]
+"""How an agent asks for a turn (an Output) or for tool calls (their ToolAnswers), wherever it runs (`runner.py`)."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +56,13 @@ class Chat:
     """One conversation. `messages` and `prompt_ids` are its row's prompt, `facts` what reward functions find in
     `extra_info`, `seed` a number of its own for random choices of the agent, `tools` the schemas of the run's tools."""
 
-    def __init__(self, conversation: Conversation, messages: Sequence[Any], setup: Setup, port: Port) -> None:
+    def __init__(self, conversation: Conversation, messages: Sequence[Any], setup: Setup, ask: Ask) -> None:
         self.messages, self.facts = [dict(one) for one in messages], dict[str, Any]()
         self.seed, self.validate = conversation.seed, bool(conversation.how.get("validate"))
         self.tokenizer, self.limits, self.tools = setup.template.tokenizer, setup.limits, list(setup.schemas)
         self.last: Output | None = None
         """The model's last turn: `token_ids`, `log_probs`, `finish_reason`."""
-        self._conversation, self._port = conversation, port
+        self._conversation, self._ask = conversation, ask
         self._template, self._settings = setup.template, setup.settings
         self._messages: list[dict[str, Any]] = []
         self._ids: list[int] = []
@@ -171,7 +167,7 @@ class Chat:
         if not self.tools:
             raise ChatError("chat.call: the run has no tools (rollout.multi_turn.enable=True, rollout.tools=[...])")
         call = ToolCall(tool, arguments)
-        (answer,) = await self._port.call_tools([call])
+        (answer,) = await self._ask([call])
         self._conversation.add_call(call, answer)
         return answer.text
 
@@ -191,7 +187,7 @@ class Chat:
         """Runs these calls and tells the model an answer to each, in order. Calls that cannot be read, or are more than
         max_parallel_calls, are answered with the reason."""
         most = self._settings.max_parallel_calls
-        answers = iter(await self._port.call_tools([call for call in calls[:most] if isinstance(call, ToolCall)]))
+        answers = iter(await self._ask([call for call in calls[:most] if isinstance(call, ToolCall)]))
         for number, call in enumerate(calls):
             if number >= most:
                 self.tell(f"Only {most} call(s) in a turn are answered; this one was not.", role="tool")
@@ -212,9 +208,9 @@ class Chat:
         if self._generating:
             raise ChatError("the model's turn is still under way: one at a time is awaited in a conversation")
         self._generating = True  # and stays so where the await is cancelled: what the model wrote is not known then
-        self.last = await self._port.generate(wanted)
-        self._generating = False
-        return self.last
+        output: Output = await self._ask(wanted)
+        self.last, self._generating = output, False
+        return output
 
     def _observation_ids(self) -> list[int]:
         """What was told since the model's last turn, as tokens."""

@@ -7,7 +7,7 @@ tokens than those that are trained.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -233,11 +233,3 @@ class TurnRequest:
         sampling = replace(sampling, max_tokens=self.max_tokens, stop=(*sampling.stop, *self.stop))
         engine.submit(Request(self.id, self.prompt_ids, sampling, self.seed, self.parent, keep=True))
         latest[self.key] = self.id
-
-
-def group_by_rank(conversations: Iterable[tuple[int, Key]]) -> dict[int, list[Key]]:
-    """Conversations by the rank that holds their KV caches."""
-    found: dict[int, list[Key]] = {}
-    for rank, key in conversations:
-        found.setdefault(rank, []).append(key)
-    return found

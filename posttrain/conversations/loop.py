@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Chat, Generate, Setup
-from posttrain.conversations.conversation import Conversation, Key, TurnRequest, group_by_rank
+from posttrain.conversations.conversation import Conversation, Key, TurnRequest
 from posttrain.conversations.runner import Ended, Event, Runner
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import combine_seeds
@@ -34,7 +34,7 @@ class ConversationLoop:
         self._generating: dict[Key, Generate] = {}
         self._events: dict[Any, Event] = {}
         """What agents did that was not processed yet."""
-        self._ended: list[tuple[int, Key]] = []
+        self._ended: dict[int, list[Key]] = {}
         self.records: dict[Key, Conversation] = {}
         """Of whole responses, until the caller pops them."""
 
@@ -60,8 +60,8 @@ class ConversationLoop:
         """Starts a conversation. True: its first turn is a plain response to its prompt, for the caller to submit."""
         agent, own = self.agents(row), {**row, "uid": key[0], "sample": key[1]}
         conversation = self._open[key] = Conversation(key, list(prompt_ids), seed, how, rank)
-        port = self.runner.port(key, inline=agent.inline)
-        chat = self._chats[key] = Chat(conversation, own.get("raw_prompt") or (), self.setup, port)
+        ask = self.runner.ask(key, inline=agent.inline)
+        chat = self._chats[key] = Chat(conversation, own.get("raw_prompt") or (), self.setup, ask)
         self.runner.tools.open(key, tool_arguments(row.get("extra_info")))
         first = self.runner.start(key, lambda: agent.lead(chat, own), inline=agent.inline)
         if isinstance(first, Generate) and not first.stop:
@@ -136,7 +136,7 @@ class ConversationLoop:
         conversation.reward += tools.reward(key)
         tools.close_conversation(key)
         if conversation.requests:
-            self._ended.append((conversation.rank, key))
+            self._ended.setdefault(conversation.rank, []).append(key)
         if not conversation.length and ended.error is None:
             conversation.error = "it ended before the model had said anything"
         self.records[key] = conversation
@@ -147,8 +147,8 @@ class ConversationLoop:
 
     def ended(self) -> dict[int, list[Key]]:
         """By rank, conversations that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return group_by_rank(ended)
+        ended, self._ended = self._ended, {}
+        return ended
 
 
 def tool_arguments(info: Any) -> dict[str, Any]:

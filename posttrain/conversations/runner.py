@@ -16,6 +16,7 @@ to a turn at once, and a response without tool calls can go to the rewards while
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 import types
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.conversations.chat import ChatFull, Generate, Port
+from posttrain.conversations.chat import Ask, ChatFull, Generate
 from posttrain.conversations.tools.answers import words_of
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.conversations.tools.lane import Lane
@@ -36,6 +37,7 @@ from posttrain.texts import well_formed
 
 _CHECK_S, _REACT_S = 0.1, 0.5
 _QUEUED, _RUNNING, _CALLING, _GENERATING, _ENDED = "queued", "running", "calling", "generating", "ended"
+BLOCKED = "another conversation blocks the event loop: an agent awaits what takes time (`await asyncio.to_thread(...)`)"
 
 
 @dataclass(frozen=True)
@@ -68,26 +70,28 @@ class Runner:
 
     def __init__(self, tools: ToolRunner, timeout_s: float) -> None:
         self.tools, self.timeout_s = tools, timeout_s
-        self._changed = threading.Condition()
-        self._work: dict[Hashable, _Work] = {}
+        self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]]]]()
+        """What happened in other threads: events of agents, and tool answers for inline ones."""
         self._inline: dict[Hashable, Coroutine[Any, Any, Any]] = {}
-        self._calling: dict[Hashable, Future[list[ToolAnswer]]] = {}
-        """Tool calls of inline agents."""
-        self._events: dict[Hashable, Event] = {}
+        self._calls = 0
+        """Of inline agents, under way."""
+        self._work: dict[Hashable, _Work] = {}
+        self._lock = threading.Lock()
+        """Of the states of work, which the agents' thread and the caller's change."""
         self._moved = time.monotonic()
         self._lane = Lane("agents")
 
     # -- called by the driver -------------------------------------------------------------------------------------
-    def port(self, key: Hashable, *, inline: bool) -> Port:
-        """How the agent of a conversation reaches the engine and the tools."""
-        return _InlinePort() if inline else _LoopPort(self, key)
+    def ask(self, key: Hashable, *, inline: bool) -> Ask:
+        """How the agent of a conversation asks for a turn of the model, or for tool calls."""
+        return _yield if inline else lambda wanted: self._ask(key, wanted)
 
     def start(self, key: Hashable, lead: Callable[[], Coroutine[Any, Any, Any]], *, inline: bool) -> Event | None:
         """Starts the agent's coroutine; gives what it wants first, if it is inline."""
         if inline:
             self._inline[key] = lead()
             return self._step(key, None)
-        with self._changed:
+        with self._lock:
             work = self._work[key] = _Work(key, self._lane)
             self._moved = time.monotonic()
         self._lane.start(self._run(work, lead))
@@ -101,7 +105,7 @@ class Runner:
         work = self._work.get(key)
         if work is None or work.turn is None:
             return None
-        with self._changed:
+        with self._lock:
             work.state, self._moved = _QUEUED, time.monotonic()
         future, work.turn = work.turn, None
         _call_in(work.lane, lambda: future.done() or future.set_result(output))
@@ -114,28 +118,31 @@ class Runner:
         """What has happened since, by conversation."""
         self._check_deadlines()
         found = dict[Hashable, Event]()
-        for key in [key for key, answers in self._calling.items() if answers.done()]:
-            event = self._step(key, self._calling.pop(key).result())
-            if event is not None:
-                found[key] = event
-        with self._changed:
-            found |= self._events
-            self._events = {}
+        while not self._news.empty():
+            self._take(found)
         return found
 
     def wait(self) -> dict[Hashable, Event]:
         """As `poll`, but at least one event if an agent is at work."""
         while not (found := self.poll()):
-            with self._changed:
+            with self._lock:
                 # Nothing comes from an agent that waits for the model before it is given its turn.
                 working = any(work.state in (_QUEUED, _RUNNING, _CALLING) for work in self._work.values())
-                if not working and not self._calling and not self._events:
-                    return {}
-                self._changed.wait_for(self._has_news, _CHECK_S)
+            if not working and not self._calls and self._news.empty():
+                break
+            with suppress(queue.Empty):
+                self._take(found, _CHECK_S)
+            if found:
+                return found | self.poll()
         return found
 
-    def _has_news(self) -> bool:
-        return bool(self._events) or any(answers.done() for answers in self._calling.values())
+    def _take(self, found: dict[Hashable, Event], timeout_s: float = 0.0) -> None:
+        key, event = self._news.get(timeout=timeout_s)
+        if isinstance(event, Future):
+            self._calls -= 1
+            event = self._step(key, event.result())
+        if event is not None:
+            found[key] = event
 
     def close(self) -> None:
         """Agents that are still at work are cancelled; those that hang are left alone."""
@@ -151,7 +158,7 @@ class Runner:
 
     # -- inline agents, in the driver's thread --------------------------------------------------------------------
     def _step(self, key: Hashable, value: Any) -> Event | None:
-        """Resumes the coroutine with what it awaited. It yields requests instead of futures (`_InlinePort`)."""
+        """Resumes the coroutine with what it awaited. It yields what it wants (`_yield`), not a future."""
         try:
             wanted = self._inline[key].send(value)
         except (StopIteration, ChatFull) as end:
@@ -159,13 +166,9 @@ class Runner:
             return Ended(getattr(end, "value", None))
         if isinstance(wanted, Generate):
             return wanted
-        self._calling[key] = answers = self.tools.answer(key, wanted)
-        answers.add_done_callback(lambda _: self._notify())
+        self._calls += 1
+        self.tools.answer(key, wanted).add_done_callback(lambda answers: self._news.put((key, answers)))
         return None
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # -- other agents, in the event loop --------------------------------------------------------------------------
     async def _run(self, work: _Work, lead: Callable[[], Awaitable[Any]]) -> None:
@@ -183,50 +186,38 @@ class Runner:
             ended = Ended(error=f"it raised {type(error).__name__}")
         self._report(work, _ENDED, ended)
 
-    async def _generate(self, key: Hashable, wanted: Generate) -> Output:
-        work = self._work_of(key)
-        work.turn = turn = asyncio.get_running_loop().create_future()
-        self._report(work, _GENERATING, wanted)
-        try:
-            return await turn
-        finally:
-            self._set_running(work)
-
-    async def _call_tools(self, key: Hashable, calls: list[ToolCall]) -> list[ToolAnswer]:
-        work = self._work_of(key)
-        with self._changed:
-            work.state = _CALLING if work.state == _RUNNING else work.state
-        try:
-            return await asyncio.wrap_future(self.tools.answer(key, calls))
-        finally:
-            self._set_running(work)
-
-    def _work_of(self, key: Hashable) -> _Work:
+    async def _ask(self, key: Hashable, wanted: Generate | list[ToolCall]) -> Any:
         work = self._work.get(key)
-        if work is None or work.state == _ENDED:
+        if work is None:
             raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
-        return work
+        try:
+            if isinstance(wanted, Generate):
+                work.turn = turn = asyncio.get_running_loop().create_future()
+                self._report(work, _GENERATING, wanted)
+                return await turn
+            self._report(work, _CALLING)
+            return await asyncio.wrap_future(self.tools.answer(key, wanted))
+        finally:
+            self._set_running(work)
 
     def _set_running(self, work: _Work) -> None:
-        with self._changed:
-            if work.state != _ENDED:
-                work.state, work.since = _RUNNING, time.monotonic()
-                self._moved = work.since
+        self._report(work, _RUNNING)
+        work.since = time.monotonic()
 
-    def _report(self, work: _Work, state: str, event: Event) -> None:
-        with self._changed:
+    def _report(self, work: _Work, state: str, event: Event | None = None) -> None:
+        with self._lock:
             if work.state == _ENDED:
                 return  # given up meanwhile
             work.state, self._moved = state, time.monotonic()
-            self._events[work.key] = event
             if state == _ENDED:
                 del self._work[work.key]
-            self._changed.notify_all()
+        if event is not None:
+            self._news.put((work.key, event))
 
     # -- deadlines ------------------------------------------------------------------------------------------------
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             works = list(self._work.values())
             late = [work for work in works if work.state == _RUNNING and now - work.since > self.timeout_s]
             queued = [work for work in works if work.state == _QUEUED]
@@ -234,7 +225,10 @@ class Runner:
             # agent's own time, such as a callback, blocks it.
             stuck = bool(queued) and not late and now - self._moved > self.timeout_s
         for work in late:
-            self._fail(work, f"it took longer than {self.timeout_s:g} seconds between two turns (agent.timeout_s)")
+            limit = f"{self.timeout_s:g} seconds between two turns (agent.timeout_s)"
+            self._report(work, _ENDED, Ended(error=f"it took longer than {limit}"))
+            if work.task is not None:
+                _call_in(work.lane, work.task.cancel)
         for lane in {work.lane for work in late}:
             if _is_blocked_by([work for work in late if work.lane is lane]):
                 self._give_up(lane)
@@ -242,46 +236,21 @@ class Runner:
             for lane in {work.lane for work in queued}:
                 self._give_up(lane)
 
-    def _fail(self, work: _Work, words: str) -> None:
-        self._report(work, _ENDED, Ended(error=words))
-        if work.task is not None:
-            _call_in(work.lane, work.task.cancel)
-
     def _give_up(self, lane: Lane) -> None:
         """Abandons an event loop that is blocked, with the conversations in it."""
         if lane is self._lane:
             self._lane = Lane("agents")
-        with self._changed:
+        with self._lock:
             lost = [work for work in self._work.values() if work.lane is lane]
         for work in lost:
             self._report(work, _ENDED, Ended(error=BLOCKED))
         _call_in(lane, lane.loop.stop)
 
 
-class _InlinePort:
-    """Yields each request to whoever steps the coroutine, and returns what it is resumed with."""
-
-    @types.coroutine
-    def generate(self, wanted: Generate) -> Generator[Generate, Output, Output]:
-        return (yield wanted)
-
-    @types.coroutine
-    def call_tools(self, calls: list[ToolCall]) -> Generator[list[ToolCall], list[ToolAnswer], list[ToolAnswer]]:
-        return (yield calls)
-
-
-@dataclass(frozen=True)
-class _LoopPort:
-    """Awaits in the event loop of the agents."""
-
-    runner: Runner
-    key: Hashable
-
-    def generate(self, wanted: Generate) -> Awaitable[Output]:
-        return self.runner._generate(self.key, wanted)
-
-    def call_tools(self, calls: list[ToolCall]) -> Awaitable[list[ToolAnswer]]:
-        return self.runner._call_tools(self.key, calls)
+@types.coroutine
+def _yield(wanted: Generate | list[ToolCall]) -> Generator[Any, Any, Any]:
+    """Awaits in an inline agent: yields to the driver, and returns what it is resumed with."""
+    return (yield wanted)
 
 
 def _call_in(lane: Lane, what: Callable[[], Any]) -> None:
@@ -300,7 +269,6 @@ def _is_blocked_by(late: list[_Work]) -> bool:
 
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent.parent))
-BLOCKED = "another conversation blocks the event loop: an agent awaits what takes time (`await asyncio.to_thread(...)`)"
 
 
 def _place(error: BaseException) -> str:

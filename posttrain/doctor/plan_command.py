@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
@@ -17,7 +18,7 @@ from posttrain.config.supervised_tree import command_tree
 from posttrain.config.train_engines import RL as RL_KEYS
 from posttrain.config.train_engines import SUPERVISED, train_engine
 from posttrain.config.tree import Tree
-from posttrain.engine.registry import EngineLayout, critic_layout, engine_class, policy_layout, supervised_layout
+from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import resolve_arguments
 from posttrain.models import cut
@@ -96,8 +97,8 @@ def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner)
     """Raise the error that the run itself would raise: a plan of a run that is rejected is of no use."""
     config = resolved.config
     if not isinstance(config, PPOConfig):
-        packed, ranks = config.model.use_remove_padding, workers_of(config)
-        planner.count(config, device, ROLE, _check_model, supervised_layout(config), ranks, packed)
+        layout = layout_of(config, SUPERVISED, "model")
+        planner.count(config, device, ROLE, partial(_check_model, config, layout, config.model.use_remove_padding))
         return
     if problems := check_on_any_machine(resolved):
         raise ConfigError(problems)
@@ -105,14 +106,14 @@ def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner)
     planner.count(config, device, "actor", _ActorChecks(config))
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
     if estimator.needs_critic:
-        packed, ranks = config.critic.model.use_remove_padding, workers_of(config)
-        planner.count(config, device, "critic", _check_model, critic_layout(config), ranks, packed)
+        layout, packed = layout_of(config, RL_KEYS, "critic"), config.critic.model.use_remove_padding
+        planner.count(config, device, "critic", partial(_check_model, config, layout, packed))
     if estimator.compares_group:
         check_group_size(config, resolved.explicit)
 
 
-def _check_model(module: Any, layout: EngineLayout, ranks: int, packed: bool) -> None:
-    engine_class(layout).check_model(module.config, layout, ranks=ranks, packed=packed)
+def _check_model(config: Any, layout: EngineLayout, packed: bool, module: Any) -> None:
+    engine_class(layout).check_model(module.config, layout, ranks=workers_of(config), packed=packed)
 
 
 class _ActorChecks:
@@ -124,7 +125,7 @@ class _ActorChecks:
     def __call__(self, module: Any) -> None:
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
         packed = self.config.actor_rollout_ref.model.use_remove_padding
-        _check_model(module, policy_layout(self.config), workers_of(self.config), packed)
+        _check_model(self.config, layout_of(self.config, RL_KEYS, "actor"), packed, module)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
             check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
             cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)

@@ -32,7 +32,7 @@ def _copies(modules: Named) -> dict[str, torch.Tensor]:
     from peft.tuners.lora import LoraLayer
 
     adapted = {name: module for name, module in modules if isinstance(module, LoraLayer)}
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}  # by identity, which holds here: all modules of the part are alive
     found: dict[str, torch.Tensor] = {}
     for name, module in modules:
         if ".lora_" in f".{name}":

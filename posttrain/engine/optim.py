@@ -48,6 +48,7 @@ class Optimizer:
             weight if weight.dtype in (torch.float32, torch.float64) else torch.nn.Parameter(weight.detach().float())
             for weight in self.weights
         ]
+        # Norms and biases are not decayed, as is usual for transformers.
         decayed = [master for master in self.masters if master.ndim >= 2]
         plain = [master for master in self.masters if master.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -74,6 +75,7 @@ class Optimizer:
         sums, grads = [], []
         for weight, master in zip(self.weights, self.masters, strict=True):
             total = added_sum(weight)
+            # A sum that products made is the master's gradient itself; a gradient from elsewhere is added to it.
             if total is not None and master.grad is not total:
                 master.grad = total if master.grad is None else total.add_(master.grad)
             if master is weight or weight.grad is None:
@@ -85,6 +87,7 @@ class Optimizer:
                 grads.append(weight.grad)
             weight.grad = None
         if sums:
+            # One kernel for many tensors: hundreds of small additions would cost more in launches than in arithmetic.
             torch._foreach_add_(sums, grads)  # pyright: ignore
 
     def reduce_gradients(self) -> None:
@@ -102,7 +105,7 @@ class Optimizer:
             self._follow_masters()
             self.adam.step()
             self._write_back()
-        self.steps_done += 1
+        self.steps_done += 1  # a skipped step counts, too: the learning rate follows the run's plan
         self.clear_gradients()
         return {"grad_norm": float(norm), "lr": rate, "skipped": float(not finite)}
 

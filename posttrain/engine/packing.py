@@ -50,6 +50,7 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     whatever it makes of masks and positions."""
     ids_BS, mask_BS, _, real_BR = _tensors(data)
     rows, width = real_BR.shape
+    # Prompts arrive padded on the left: a stable sort by the mask moves the real tokens of each row to its start.
     order_BS = mask_BS.long().argsort(dim=1, descending=True, stable=True)
     length_B = mask_BS.sum(-1)
     longest = int(length_B.max())
@@ -57,6 +58,7 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     kept_BL = torch.arange(longest) < length_B[:, None]
     prompt_B = length_B - real_BR.sum(-1)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
+    # The state before a token predicts it, and cumsum counts from 1: hence the 2.
     predict_N = row_N * longest + prompt_B[row_N] + real_BR.long().cumsum(-1)[real_BR] - 2
     labels, slots = ids_BS[:, -width:][real_BR], row_N * width + col_N
     position_BL = torch.arange(longest).expand(rows, -1)
@@ -80,16 +82,22 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     row_B = torch.arange(rows)
     number_B = row_B - leader_B + 1  # of a response among those that share its prompt
     source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources])
+    # Which tokens are computed: a prompt with the first of its responses only, a response unless another one serves
+    # it, and no response's last token.
     kept_BS = mask_BS.clone()
     kept_BS[:, :start] &= (number_B == 1)[:, None]
     kept_BS[:, start:] &= (source_B == row_B)[:, None]
     length_B = real_BR.sum(-1)
     answered = (length_B > 0).nonzero().squeeze(1)
     kept_BS[answered, start + length_B[answered] - 1] = False
+    # Where each token lies in the pack; of one that is not computed, the place of the last computed one before it.
     place_BS = (kept_BS.flatten().long().cumsum(0) - 1).view_as(ids_BS)
     prompt_end_B = place_BS[leader_B, start - 1]
+    # The place that predicts each response token: the prompt's end for the first, else the token before it.
     before_BR = torch.cat([prompt_end_B[:, None], place_BS[source_B, start:-1]], -1)
     row_N, col_N = real_BR.nonzero(as_tuple=True)
+    # Responses that share a prompt are one sequence, in which segment 0 is the prompt: a token attends to that and to
+    # its own segment. Without sharing every sequence has one row, and attention needs no segments.
     segment_T = None
     if len(units) < rows:
         segment_BS = torch.zeros_like(ids_BS)
@@ -99,10 +107,12 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units)), sizes), kept_BS.sum(-1))
     position_T = position_BS[kept_BS]
     predict_N = before_BR[real_BR]
+    # The last layer need only compute the states that are read.
     layout = PackedLayout(
         lengths.tolist(), device, segment_T=segment_T, position_T=position_T, wanted_T=predict_N.unique()
     )
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
+    # Rows read off the same tokens often ask for the same prediction: the vocabulary is computed once for each.
     pairs = (predict_N, labels, None)
     if len(labels) and bool((source_B != row_B).any()):
         pairs = _distinct(predict_N, labels)

@@ -126,6 +126,7 @@ def _computed(data: DataProto) -> list[tuple[int, bytes]]:
 
 def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
     """These rows as a unit. In the order of their bytes a response stands before those that begin with it."""
+    # Sorted from the largest bytes down, a response follows the one that it is the beginning of, if there is one.
     sources, tokens, longest = [0] * len(rows), computed[rows[0]][0], b""
     source = -1
     for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]][1], -place), reverse=True):
@@ -155,6 +156,7 @@ def _equal_prompts(data: DataProto) -> list[list[int]]:
 
 def plan_micro_batches(units: list[Unit], *, token_budget: int, max_rows: int | None = None) -> list[list[Unit]]:
     """Units of each forward pass: large ones first, filled up to the budget, at least one unit each."""
+    # Large ones first also makes the first pass the largest: if memory does not suffice, it shows at once.
     plan: list[list[Unit]] = []
     used, rows = 0, 0
     for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.rows[0])):
@@ -190,6 +192,7 @@ def plan_ranks(data: DataProto, facts: EngineFacts, ranks: int) -> list[RankPart
 def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
     """Units of the batch; small enough that every rank can have one."""
     rows = min(facts.max_rows or len(data), max(1, math.ceil(len(data) / ranks)))
+    # Whole groups first; only if there are fewer of them than ranks are they split, which computes prompts twice.
     for limit in (facts.max_rows, rows):
         units = units_for(facts, data, limit)
         if len(units) >= ranks:

@@ -65,6 +65,7 @@ class Pipeline:
             (torch.empty(tokens() if tokens else 0, 1, self.width, dtype=self.dtype, device=self.device), peer)
             for tokens, peer in wanted
         ]
+        # All sends and receives of a moment in one batch: two stages that each send first would wait for each other.
         operations = [
             dist.P2POp(dist.isend, tensor.detach().contiguous(), group=self.group, group_peer=peer)
             for tensor, peer in sent
@@ -96,6 +97,7 @@ class Pipeline:
         arrived = self.exchange(tokens_from_before=partial(tokens, lead)) if lead < count else None
         for number in range(lead, count):
             out, done = forward(number, arrived), number - lead
+            # Sent forward and received back in one exchange: in the steady state neighbours do the opposite at once.
             gradient = backward(done, self.exchange(ahead=out, tokens_from_after=partial(tokens, done)))
             following = partial(tokens, number + 1) if number + 1 < count else None
             arrived = self.exchange(back=gradient, tokens_from_before=following)

@@ -6,34 +6,24 @@ from typing import Any
 
 import torch
 
-from posttrain.config.root import PPOConfig
-from posttrain.config.train_engines import RL, SUPERVISED, EngineKeys, train_engine
+from posttrain.config.schema import lookup
+from posttrain.config.train_engines import EngineKeys, train_engine
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head
 from posttrain.engine.ranks import world_size
 
 
-def policy_layout(config: PPOConfig) -> EngineLayout:
-    """Of the policy and its reference."""
-    actor = config.actor_rollout_ref.actor
-    return _layout(RL, actor, actor.fsdp_config.fsdp_size, actor.ulysses_sequence_parallel_size)
-
-
-def critic_layout(config: PPOConfig) -> EngineLayout:
-    """Of the critic, which has the actor's engine."""
-    critic = config.critic
-    sizes = critic.fsdp_config.fsdp_size, critic.ulysses_sequence_parallel_size
-    return _layout(RL, config.actor_rollout_ref.actor, *sizes)
-
-
-def supervised_layout(config: Any) -> EngineLayout:
-    """Of a run of supervised training, or of a reward model."""
-    return _layout(SUPERVISED, config.fsdp, config.fsdp.fsdp_size, config.fsdp.ulysses_sequence_parallel_size)
-
-
-def _layout(keys: EngineKeys, section: Any, fsdp_size: int, sequence_size: int) -> EngineLayout:
+def layout_of(config: Any, keys: EngineKeys, role: str) -> EngineLayout:
+    """How the model of a role is held; all roles of a run have the engine of `keys.strategy`."""
+    section, sizes = lookup(config, keys.section), keys.roles[role]
     own = train_engine(section.strategy, keys).own_settings
-    return EngineLayout(section.strategy, keys, fsdp_size, sequence_size, getattr(section, own) if own else {})
+    return EngineLayout(
+        section.strategy,
+        keys,
+        lookup(config, sizes.fsdp_size),
+        lookup(config, sizes.sequence_size),
+        getattr(section, own) if own else {},
+    )
 
 
 def engine_class(layout: EngineLayout) -> type[TrainEngine]:

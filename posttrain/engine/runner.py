@@ -23,6 +23,7 @@ from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, dummy_rows, packed_units, padded_rows
 from posttrain.engine.pass_plan import Unit, plan_passes
 from posttrain.engine.pipeline import Pipeline
+from posttrain.engine.ranks import world_size
 from posttrain.engine.state import EngineState
 from posttrain.protocol import DataProto
 
@@ -45,8 +46,8 @@ class Stage(ABC):
         """Open over all passes of a call; with an optimizer they make gradients for it."""
         return nullcontext()
 
-    def packed(self, rows: Rows) -> Rows:
-        """Rows of this rank, which may have to agree with other ranks about what they ask for."""
+    def prepare_rows(self, rows: Rows) -> Rows:
+        """Rows as this stage takes them: ranks that share a model may have to predict something in every pass."""
         return rows
 
     def before_backward(self, *, last: bool) -> None:  # noqa: B027  (most engines have nothing to do)
@@ -104,21 +105,14 @@ class _Call:
 class PassRunner:
     """Computes batches pass by pass; shared by all engines."""
 
-    progress: LayerProgress | None
-    """Counts layers inside a pass, where one process computes on a CPU; None counts whole passes."""
-
     def __init__(
-        self,
-        stage: Stage,
-        head: Head,
-        facts: EngineFacts,
-        settings: EngineSettings,
-        optimizer: Optimizer | None,
-        *,
-        progress: LayerProgress | None = None,
+        self, stage: Stage, head: Head, facts: EngineFacts, settings: EngineSettings, optimizer: Optimizer | None
     ) -> None:
         self.stage, self.head, self.facts, self.settings = stage, head, facts, settings
-        self.optimizer, self.progress = optimizer, progress
+        self.optimizer = optimizer
+        alone = world_size() == 1 and settings.device.type == "cpu"
+        self.progress = LayerProgress(stage.module) if alone else None
+        """Counts layers inside a pass, where one process computes on a CPU; None counts whole passes."""
 
     def plan(self, data: DataProto) -> Passes:
         """The passes over a batch that this process computes alone."""
@@ -129,7 +123,7 @@ class PassRunner:
         device, packed = self.settings.device, self.facts.packed
         if not units:
             return dummy_rows(device, packed=packed)
-        return self.stage.packed(packed_units(micro, units, device) if packed else padded_rows(micro, device))
+        return self.stage.prepare_rows(packed_units(micro, units, device) if packed else padded_rows(micro, device))
 
     @torch.no_grad()
     def compute(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:

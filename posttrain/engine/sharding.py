@@ -33,10 +33,12 @@ def shard(forward_pass: torch.nn.Module, model: torch.nn.Module, ranks: Ranks) -
         policy = MixedPrecisionPolicy(reduce_dtype=None, cast_forward_inputs=False)
     else:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    held = {weight for weight in model.parameters() if not weight.is_floating_point()}  # 4 bits: on every rank
+    # Packed 4-bit weights cannot be split along a dimension, and they are small: every rank keeps them whole.
+    held = {weight for weight in model.parameters() if not weight.is_floating_point()}
     for part in (*_layers(decoder_of(model)), forward_pass):
         if dtype is not None:
             _widen(part)
+        # `fully_shard` of the pass comes last: it takes only the weights that no layer has taken.
         fully_shard(part, mesh=ranks.mesh, mp_policy=policy, ignored_params=_of(part, held))
     for part in sharded_parts(forward_pass):
         part.set_force_sum_reduction_for_comms(True)  # token weights come from all ranks' rows: gradients are summed

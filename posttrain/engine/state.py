@@ -37,6 +37,8 @@ class EngineState:
 
         Trained weights are there in the optimizer's precision.
         """
+        # The optimizer's masters replace low-precision weights under the same names: they are what training goes on
+        # from, and the weights are rounded from them.
         weights = {f"model.{name}": weight.detach() for name, weight in self.weights()}
         return {**weights, **(self.optimizer.state() if self.optimizer else {})}
 
@@ -55,6 +57,7 @@ class EngineState:
         if self.settings.optimizer_offload and self.optimizer:
             self.optimizer.move("cpu")
 
+    # Moments are only needed in the update, so that they come back by request: a pass without gradient has their room.
     def onload(self, *, optimizer: bool = False) -> None:
         if self.settings.param_offload:
             self.movable.to(self.settings.device)

@@ -14,7 +14,6 @@ from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.layer_progress import LayerProgress
 from posttrain.engine.optim import Optimizer
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
@@ -38,7 +37,7 @@ class TorchStage(Stage):
         self.forward_pass = head.torch_pass(module, packed=packed)
         if self.ranks is not None:
             shard(self.forward_pass, module, self.ranks)
-        else:
+        else:  # q, k and v of a layer side by side in memory are one product; FSDP2 would move them apart again
             join_weights(module)
 
     def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> dict[str, torch.Tensor]:
@@ -51,17 +50,17 @@ class TorchStage(Stage):
 
     @contextmanager
     def around_passes(self, optimizer: Optimizer | None) -> Iterator[None]:
-        if self.ranks is not None:  # they gather the weights anew in each pass
+        if self.ranks is not None:  # every pass gathers the weights anew, so that nothing made from them can be kept
             yield
             if optimizer is None:
                 drop_whole_weights(self.forward_pass)
             return
-        with weights_unchanged():
+        with weights_unchanged():  # what layers derive from their weights is kept over the passes of a call
             if optimizer is not None and self.settings.device.type == "cuda":
                 optimizer.open_sums()
             yield
 
-    def packed(self, rows: Rows) -> Rows:
+    def prepare_rows(self, rows: Rows) -> Rows:
         return rows if self.ranks is None else with_a_prediction(rows)
 
     def before_backward(self, *, last: bool) -> None:
@@ -87,7 +86,6 @@ class TorchEngine(ComposedEngine):
             pairs=head.pairs,
         )
         check_heads(module.config, facts.sequence_parallel, packed=packed)
-        progress = LayerProgress(module) if settings.ranks is None and settings.device.type == "cpu" else None
         if settings.optim is None:
             module.requires_grad_(False)
         self.stage = TorchStage(module, head, settings, packed=packed)
@@ -95,7 +93,7 @@ class TorchEngine(ComposedEngine):
         self.optimizer = Optimizer(trained, settings.optim) if settings.optim is not None else None
         if settings.gradient_checkpointing and self.optimizer is not None:
             recompute_layers(module)
-        self.runner = PassRunner(self.stage, head, facts, settings, self.optimizer, progress=progress)
+        self.runner = PassRunner(self.stage, head, facts, settings, self.optimizer)
         # A sharded model is moved with the pass around it: that gathers the weights outside the layers, and would go
         # on with those where they were.
         movable = module if settings.ranks is None else self.stage.forward_pass

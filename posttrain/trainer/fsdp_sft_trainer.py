@@ -31,7 +31,7 @@ def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None
     with waiting():
         from posttrain.data.supervised import SFTDataset
         from posttrain.trainer.supervised.runner import run_supervised
-        from posttrain.trainer.supervised.sft_task import SFTTask
+        from posttrain.trainer.supervised.tasks import SFTTask
 
     return run_supervised(
         resolved,

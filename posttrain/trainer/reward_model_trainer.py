@@ -31,8 +31,8 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
     with waiting():
         from posttrain.data.pairs import PairDataset
         from posttrain.trainer.embedded import embedded_pairs
-        from posttrain.trainer.supervised.pair_task import PairTask
         from posttrain.trainer.supervised.runner import run_supervised
+        from posttrain.trainer.supervised.tasks import PairTask
 
     return run_supervised(
         resolved,

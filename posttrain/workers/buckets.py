@@ -56,6 +56,7 @@ def in_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True
     gather the weights have nothing to send."""
     bucket, size = Bucket(first=True), 0
     for name, tensor in weights:
+        # Cut by sizes alone, never by contents: all ranks gather together and must stop at the same tensor.
         if size and size + tensor.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = Bucket(), 0

@@ -1,4 +1,4 @@
-"""What all workers with a train engine answer alike: facts, checkpoints, and a folder to load elsewhere."""
+"""What all workers with a train engine have in common: facts, checkpoints, and an exported folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.engine.ranks import this_rank
 
 
 class EngineWorker:
-    """A role whose weights an engine holds; `adapters` is what a checkpoint says of them and their base."""
+    """A role with a train engine; `adapters` is what a checkpoint says of LoRA adapters and their base."""
 
     config: Any
     engine: TrainEngine

@@ -10,8 +10,7 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import largest, register, to_all, to_first
 from posttrain.controller.group import Calls, WorkerGroup
-from posttrain.engine.base import Passes
-from posttrain.engine.fsdp import FSDPEngine
+from posttrain.engine.base import Passes, TrainEngine
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
@@ -68,7 +67,7 @@ class ActorRefWorker(PolicyCalls, ReferenceCalls):
         self.with_reference = reference
 
     @property
-    def engine(self) -> FSDPEngine:
+    def engine(self) -> TrainEngine:
         """That trains the policy."""
         return self.policy.engine
 

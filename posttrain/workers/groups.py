@@ -4,8 +4,7 @@ A class lists the methods of its role's workers; types, dispatch and documentati
 methods. A method of a worker class of the user's own is called in the same way, without types.
 
 Policy and rollout may share their workers (`ColocatedGroup`) or have workers of their own (`DisaggregatedGroup`); the
-loop calls both alike. Weights go from the workers that train to those that generate in `WeightCarrier`, which alone
-knows how they travel.
+loop calls both in the same way. `WeightCarrier` moves weights from the workers that train to those that generate.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class ColocatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
 
 
 class WeightCarrier:
-    """Through the store that the workers share: rank 0 of those that train puts a bucket there, once, and every worker
-    that generates reads it, while the next is gathered. So no more than two buckets lie there."""
+    """Moves weights through the object store: rank 0 of the training workers puts each bucket there once, and every
+    rollout worker reads it while the next one is gathered. So the store holds two buckets at most."""
 
     def __init__(self, training: PolicyGroup, rollout: RolloutGroup) -> None:
         self.training, self.rollout = training, rollout
@@ -114,7 +113,7 @@ class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
         self.sync_weights(0)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hand the new weights over, and prove that all who generate have the same ones and compute with them."""
+        """Hand the new weights over, and prove that all rollout workers have the same ones and compute with them."""
         sums = self.carrier.carry(version)
         if len(set(sums)) > 1:
             raise SyncError(f"rollout workers were given different weights: checksums {', '.join(map(str, sums))}")

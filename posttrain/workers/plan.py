@@ -76,7 +76,7 @@ def _spans_of_groups(uids: list[Any], groups: int) -> list[tuple[int, int]]:
 
 def shuffle_rows(data: DataProto, seed: int, epoch: int) -> DataProto:
     """The rows in an order that depends on the seed, the step and the pass."""
-    # From the seed, the step and the pass alone, not from a generator's state: a resumed run shuffles alike.
+    # From the seed, the step and the pass alone, not from a generator's state: a resumed run shuffles the same way.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
     return data[torch.randperm(len(data), generator=generator)]
 

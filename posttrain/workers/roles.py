@@ -9,8 +9,9 @@ import torch
 
 from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
+from posttrain.config.train_engines import RL
 from posttrain.engine.base import EngineSettings, TrainEngine
-from posttrain.engine.registry import build_train_engine, critic_layout, loading_device, policy_layout
+from posttrain.engine.registry import build_train_engine, layout_of, loading_device
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
 from posttrain.models.value import ValueModel
@@ -30,7 +31,7 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> T
     if model.lora_rank > 0:
         module = with_adapters(module, model)
     settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
-    return build_train_engine(module, settings, policy_layout(config))
+    return build_train_engine(module, settings, layout_of(config, RL, "actor"))
 
 
 def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:
@@ -38,7 +39,7 @@ def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     place = replace(actor.fsdp_config, param_offload=ref.fsdp_config.param_offload)
     settings = _settings(config, device, actor, None, place, 1)
-    return build_train_engine(_language_model(config, device), settings, policy_layout(config))
+    return build_train_engine(_language_model(config, device), settings, layout_of(config, RL, "actor"))
 
 
 def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> TrainEngine:
@@ -54,7 +55,7 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
     if checkpointing is None:
         checkpointing = settings.gradient_checkpointing
     settings = replace(settings, pack=critic.model.use_remove_padding, gradient_checkpointing=checkpointing)
-    return build_train_engine(module, settings, critic_layout(config))
+    return build_train_engine(module, settings, layout_of(config, RL, "critic"))
 
 
 def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
@@ -94,7 +95,8 @@ def _language_model(
     dtype = resolve_dtype(model.dtype, device)
     role = "actor_rollout_ref." if path is None else "critic."
     options: Any = {"path": path, "quantization": quantization, "headless": headless, "role": role}
-    return load_causal_lm(model, dtype=dtype, device=loading_device(policy_layout(config), device), **options)
+    device = loading_device(layout_of(config, RL, "actor"), device)
+    return load_causal_lm(model, dtype=dtype, device=device, **options)
 
 
 def _settings(

@@ -112,7 +112,7 @@ class RolloutWorker:
                 self.conversations[uid, sample] = (uid, sample)
 
     @register(to_all, team=engine_ranks)
-    def go_on(self, turns: Sequence[TurnRequest]) -> None:
+    def continue_conversations(self, turns: Sequence[TurnRequest]) -> None:
         """Queue turns of conversations; what the turn before left in the cache serves them."""
         if not self.awake:
             self.wake()
@@ -120,7 +120,7 @@ class RolloutWorker:
             turn.submit(self.engine, self._sampling_of(DataProto(meta_info=turn.how)), self.conversations)
 
     @register(to_all, team=engine_ranks)
-    def end(self, conversations: Sequence[Key]) -> None:
+    def end_conversations(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
         self.engine.release([self.conversations.pop(key) for key in conversations])
         self._rest()
@@ -196,7 +196,7 @@ class RolloutCalls:
     take_bucket = delegate(RolloutWorker.take_bucket, to="rollout")
     rollout_scores = delegate(RolloutWorker.rollout_scores, to="rollout")
     submit = delegate(RolloutWorker.submit, to="rollout")
-    go_on = delegate(RolloutWorker.go_on, to="rollout")
-    end = delegate(RolloutWorker.end, to="rollout")
+    continue_conversations = delegate(RolloutWorker.continue_conversations, to="rollout")
+    end_conversations = delegate(RolloutWorker.end_conversations, to="rollout")
     advance = delegate(RolloutWorker.advance, to="rollout")
     generate_sequences = delegate(RolloutWorker.generate_sequences, to="rollout")

@@ -13,10 +13,11 @@ import torch
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.lora import SCORE_HEADS
+from posttrain.config.train_engines import SUPERVISED
 from posttrain.controller.dispatch import Calls, register, to_all, to_first
 from posttrain.engine.base import EngineSettings, Passes, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
-from posttrain.engine.registry import build_train_engine, loading_device, supervised_layout
+from posttrain.engine.registry import build_train_engine, layout_of, loading_device
 from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
@@ -54,7 +55,7 @@ class SupervisedWorker(ExportingWorker):
     @register(to_all)
     def init_model(self) -> None:
         torch.manual_seed(self.config.trainer.seed)  # what is drawn, such as adapters, is the same on every rank
-        layout = supervised_layout(self.config)
+        layout = layout_of(self.config, SUPERVISED, "model")
         module = self.load_model(loading_device(layout, self.device))
         self.engine = build_train_engine(module, self._settings(), layout, self.head)
         self.adapters = lora_state(self.engine.facts(), self.config.model)

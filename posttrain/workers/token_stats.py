@@ -35,6 +35,7 @@ class TokenStats:
 
 def join_token_stats(results: list[Kept], calls: Calls) -> dict[str, torch.Tensor]:
     """`new_log_probs` and `entropy` of a batch's rows, each as of the first time that it was trained on."""
+    # Several passes train a row several times; only the first saw the weights that the samples are shown beside.
     kept = [part for result in results for part in reversed(result)]
     if not kept:
         return {}

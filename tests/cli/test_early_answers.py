@@ -16,7 +16,7 @@ from posttrain.data.supervised import look_at_row
 
 REACHED = 77
 WITHOUT_TORCH = f"""
-import sys
+import json, os, sys
 
 class Deny:
     def find_spec(self, name, path=None, target=None):
@@ -25,9 +25,27 @@ class Deny:
             raise SystemExit({REACHED})
 
 sys.meta_path.insert(0, Deny())
+import pyarrow.parquet
+import posttrain.config.load, posttrain.data.fields
 from posttrain.cli import main
-sys.exit(main(sys.argv[1:]))
+for line in sys.stdin:
+    folder, words = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.path.join(folder, "said"), os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        os.chdir(folder)
+        status = 1
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.stdout.flush()
+            os._exit(status or 0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+"""Runs each command in a fork, of a process that has imported what comes before torch."""
 GOOD = [{"prompt": f"{n} + 1 = ?", "ground_truth": str(n + 1), "response": str(n + 1)} for n in range(8)]
 PAIRS = [{"prompt": "1 + 1 = ?", "chosen": "2", "rejected": "3"}]
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
@@ -57,10 +75,18 @@ def desk(tmp_path):
     return tmp_path
 
 
-def answer(desk: Path, *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-c", WITHOUT_TORCH, *words]
-    done = subprocess.run(command, cwd=desk, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def answer():
+    """`answer(folder, *words)`: the exit status of the command in that folder, and what it printed."""
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+
+        def ask(desk: Path, *words: str) -> tuple[int, str]:
+            print(json.dumps([str(desk), words]), file=server.stdin, flush=True)
+            return int(server.stdout.readline()), (desk / "said").read_text()
+
+        yield ask
 
 
 SFT = ("sft", "model.path=embedded")
@@ -104,7 +130,7 @@ PAIR = ("reward-model", "model.path=embedded")
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
-def test_a_mistake_is_answered_without_torch(desk, words, said):
+def test_a_mistake_is_answered_without_torch(answer, desk, words, said):
     status, text = answer(desk, *words)
     assert status in (1, 2) and said in text, (status, text)
 
@@ -121,7 +147,7 @@ def test_a_mistake_is_answered_without_torch(desk, words, said):
     ],
     ids=lambda value: " ".join(value)[:60],
 )
-def test_what_is_right_goes_on_to_torch(desk, words):
+def test_what_is_right_goes_on_to_torch(answer, desk, words):
     status, text = answer(desk, *words)
     assert status == REACHED, (status, text)
 

@@ -77,20 +77,25 @@ def test_every_piece_of_a_runs_lines_is_explained():
             assert explain(piece), piece
 
 
-def said_in_source(call: str) -> set[str]:
-    """The first arguments of all calls of that name in the package."""
-    found = set()
+def said_in_source(*calls: str) -> dict[str, set[str]]:
+    """The texts that are first arguments of all calls of these names in the package."""
+    found: dict[str, set[str]] = {call: set() for call in calls}
     for path in (ROOT / "posttrain").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == call:
-                first = node.args[0] if node.args else None
-                found |= {first.value} if isinstance(first, ast.Constant) and isinstance(first.value, str) else set()
+        text = path.read_text()
+        if not any(f"{call}(" in text for call in calls):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                call, said = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0].value
+                if call in calls and isinstance(said, str):
+                    found[call].add(said)
     return found
 
 
 def test_every_stage_and_unit_that_the_live_row_can_show_is_explained():
-    stages = {name for call in ("stage", "showing", "named_stage") for name in said_in_source(call)} | set(STAGE_WORDS)
-    units = said_in_source("work")
+    said = said_in_source("stage", "showing", "named_stage", "work")
+    units = said.pop("work")
+    stages = set().union(*said.values(), STAGE_WORDS)
     assert {"gen", "update_actor", "validation", "update"} <= stages and {"responses", "rows", "scores"} <= units
     for word in {STAGE_WORDS.get(name, name) for name in stages} | units:
         assert explain(word), word

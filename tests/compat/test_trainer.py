@@ -96,11 +96,6 @@ def test_a_reward_manager_and_a_worker_of_ones_own_train_in_posttrains_loop(conf
             synced.append(version)
             return super().sync_weights(version)
 
-        sync_weights.spread, sync_weights.join = (
-            ActorRolloutRefWorker.sync_weights.spread,
-            ActorRolloutRefWorker.sync_weights.join,
-        )
-
     workers = {Role.ActorRollout: Watched}
     trainer = trainer_of(RayPPOTrainer, config, reward_fn=manager, role_worker_mapping=workers)
     trainer.init_workers()

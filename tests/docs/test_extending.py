@@ -62,7 +62,7 @@ def test_a_scorer_that_has_a_file_is_found_by_a_data_source():
     used = {inspect.getmodule(scorer).__name__ for scorer in SCORERS.values()}  # pyright: ignore
     having = [name for name in modules("rewards/scorers") if hasattr(importlib.import_module(name), "score")]
     forgotten = [name for name in having if name not in used]
-    assert not forgotten, f"add lines for {forgotten} to SCORERS in posttrain/rewards/scorers/__init__.py"
+    assert not forgotten, f'decorate `score` of {forgotten} with @register_scorer("DATA_SOURCE")'
 
 
 def test_a_recipe_that_has_a_file_is_in_the_table_and_known_to_the_hints():
@@ -86,8 +86,8 @@ def test_a_rollout_engine_that_has_a_file_can_be_named_and_passes_the_conformanc
     assert joined is not None
     for kind in kinds:
         name = kind.__module__.split(".")[2]  # posttrain.rollout.NAME...
-        assert name in choices.ROLLOUT_ENGINES, f"add {name!r} to ROLLOUT_ENGINES in posttrain/config/choices.py"
-        assert name in ENGINES, f"register a maker of {name!r} in posttrain/rollout/engines.py"
+        assert name in choices.ROLLOUT_ENGINES, f"register {name!r} in posttrain/rollout/engines.py"
+        assert name in ENGINES
         assert f'"{name}"' in joined[1], f"let {name!r} join ENGINES of tests/rollout/test_conformance.py"
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,14 +25,14 @@ def test_the_notebook_holds_no_outputs_and_its_links_lead_to_pages():
     assert len(links) >= 3 and all((NOTEBOOK.parent / link).exists() for link in links)
 
 
-def test_the_notebook_runs_and_its_three_runs_finish(tmp_path):
+def test_the_notebook_runs_and_its_three_runs_finish(tmp_path, forked):
     script = tmp_path / "notebook.py"
     text = "\n".join(cells("code"))
     assert "STEPS = 40" in text
-    script.write_text(text.replace("STEPS = 40", "STEPS = 2"), encoding="utf-8")
+    script.write_text(text.replace("STEPS = 40", "STEPS = 1"), encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(script)]
+    command = [forked.python, str(script)]
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.count("finished at step 2") == 3
+    assert ran.stdout.count("finished at step 1") == 3
     assert re.search(r"expected \d+  answered '", ran.stdout) and "mean reward" in ran.stdout

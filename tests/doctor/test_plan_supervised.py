@@ -21,8 +21,7 @@ from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan
 from posttrain.planning.remedies import find_remedies
 from posttrain.planning.supervised import SupervisedPlanner
 from posttrain.trainer.sft import sft_batch
-from posttrain.trainer.supervised.pair_task import PairTask, pair_batch
-from posttrain.trainer.supervised.sft_task import SFTTask
+from posttrain.trainer.supervised.tasks import PairTask, SFTTask, pair_batch
 
 CPU = Device("cpu", 16 * GIB, "the CPU")
 GPU = Device("cuda", 80 * GIB, "a GPU of 80 GiB")

@@ -66,6 +66,14 @@ def test_nobody_outside_the_engine_reaches_for_its_module():
     assert reaching == []
 
 
+def test_nothing_but_a_registration_asks_which_engine_was_chosen():
+    root = Path(posttrain.__file__).parent
+    own = {root / "config" / "megatron.py"}  # the checks that Megatron's registration names
+    files = [file for file in root.rglob("*.py") if file not in own and file.parent.name != "verl"]
+    asking = [str(file) for file in files if re.search(r"strategy\)* *[!=]= ", file.read_text())]
+    assert asking == []
+
+
 def test_answers_without_tokens_that_share_a_prompt_are_a_pass_like_any_other(make_engine):
     answers = [[], [], [5]]
     outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]

@@ -1,28 +1,26 @@
-"""The list of mutants stays true: their lines are there, every setting, loss and estimator has one, the page shows all.
+"""The list of mutants stays true: each has its place and its tests, and every setting, loss and estimator has one.
 
 Whether the named tests fail is tried by `python scripts/mutants.py`, which takes long.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("mutants_script", ROOT / "scripts" / "mutants.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(SCRIPTS))
+    import mutants
+
+    sys.path.remove(str(SCRIPTS))
+    return mutants
 
 
 @pytest.fixture(scope="module")
@@ -30,65 +28,63 @@ def mutants(script):
     return script.read_mutants()
 
 
-def test_every_line_is_still_there_exactly_once_and_every_test_too(mutants):
-    problems = [problem for mutant in mutants if (problem := mutant.problem())]
-    assert not problems, "\n" + "\n".join(problems)
-    assert all(mutant.line != mutant.becomes for mutant in mutants)
+def test_every_mutant_has_its_place_and_its_tests(script, mutants):
+    assert not (wrong := script.problems(mutants)), "\n" + "\n".join(wrong)
+    changed = [mutant for mutant in mutants if isinstance(mutant, script.ChangedCode)]
+    assert changed and all(mutant.code.strip() != mutant.becomes.strip() for mutant in changed)
 
 
-def test_a_line_that_moved_away_is_named(mutants):
-    gone = replace(mutants[0], line="a line that was rewritten")
-    assert "this line is no longer there: 'a line that was rewritten'" in gone.problem()
-    assert "this line is there" in replace(mutants[0], line="import ").problem()
-    assert "there is no test" in replace(mutants[0], test="tests/algorithms/test_losses.py::test_gone").problem()
+def test_a_place_or_a_test_that_is_gone_is_named(script, mutants):
+    first = next(mutant for mutant in mutants if isinstance(mutant, script.ChangedCode))
+    gone = [
+        replace(first, code="a line that was rewritten"),
+        replace(first, inside="gone"),
+        replace(first, tests=("tests/algorithms/test_losses.py::test_gone",)),
+    ]
+    code, inside, test = script.problems(gone)
+    assert "this code is no longer there: 'a line that was rewritten'" in code
+    assert f"{first.listed}.toml, {first.name}: nothing is named `gone` any more" in inside
+    assert "there is no test tests/algorithms/test_losses.py::test_gone" in test
 
 
-def test_a_verdict_goes_into_the_page_as_it_comes_and_the_others_stay_unless_they_are_to_be_forgotten(
-    script, mutants, tmp_path, monkeypatch
-):
-    page = tmp_path / "mutants.md"
-    page.write_text(f"# A page\n{script.MARK}\nold")
-    monkeypatch.setattr(script, "TABLE", page)
-    first, second = mutants[:2]
-    script.write_page([(first, "caught")])
-    script.write_page([(second, "SURVIVED")])
-    known = script.known_verdicts(page.read_text())
-    assert known[first.row()] == "caught" and known[second.row()] == "SURVIVED"
-    assert f"{len(mutants)} mutants, 1 caught." in page.read_text() and page.read_text().startswith("# A page")
-    script.write_page([], forget=True)
-    known = script.known_verdicts(page.read_text())
-    assert {known[mutant.row()] for mutant in mutants} == {"not tried"}
+def test_two_mutants_of_one_name_are_refused(script, tmp_path):
+    (tmp_path / "settings.toml").write_text('"a.b" = "tests/x.py::test_x"\n')
+    entry = '[[mutant]]\nbreaks = "a.b"\ninside = "f"\ncode = "x"\nbecomes = "y"\ntest = "tests/x.py::test_x"\n'
+    (tmp_path / "other.toml").write_text(entry)
+    with pytest.raises(ValueError, match=r"several mutants have the same name: a\.b"):
+        script.read_mutants(tmp_path)
+
+
+def test_what_was_caught_is_kept_in_the_order_of_the_mutants(script, mutants, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "CAUGHT", tmp_path / "caught.txt")
+    first, second, third = (mutant.name for mutant in mutants[:3])
+    script.write_caught({third: "caught", second: "caught", "a mutant that is gone": "caught"})
+    script.write_caught({first: "caught", second: "SURVIVED"})
+    assert script.read_caught() == [first, third]
 
 
 def test_every_setting_has_a_mutant_or_a_reason_to_have_none(script, mutants):
-    from posttrain.config.reward_trainer import RewardTrainerConfig
-    from posttrain.config.root import PPOConfig
     from posttrain.config.schema import leaves
-    from posttrain.config.sft import SFTConfig
 
-    trees = {"": PPOConfig, "sft:": SFTConfig, "rm:": RewardTrainerConfig}
-    keys = [prefix + key for prefix, root in trees.items() for key in leaves(root)]
+    roots = {f"{prefix}:" if prefix else "": script.load_root(prefix) for prefix in script.TREES}
+    keys = [prefix + key for prefix, root in roots.items() for key in leaves(root)]
     missing = script.uncovered(keys, mutants)
-    assert not missing, (
-        f"scripts/mutants/*.toml has no mutant of {', '.join(missing)}; add one with a test that sees it"
-    )
-    named = {name for mutant in mutants for name in mutant.of}
-    gone = {name for name in named if "." in name and " " not in name and not name.endswith("*")} - set(keys)
-    assert not gone, f"mutants name settings that there are not: {', '.join(sorted(gone))}"
+    assert not missing, f"scripts/mutants/settings.toml lacks {', '.join(missing)}; name a test that sees the setting"
+    named = {name for mutant in mutants if isinstance(mutant, script.IgnoredSetting) for name in mutant.covers()}
+    gone = named - set(keys)
+    assert not gone, f"scripts/mutants/settings.toml names settings that there are not: {', '.join(sorted(gone))}"
 
 
 def test_every_loss_estimator_aggregation_and_kl_type_has_a_mutant(mutants):
     from posttrain.algorithms import AGGREGATION_MODES, KL_TYPES
     from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
-    named = {name for mutant in mutants for name in mutant.of}
+    named = {name for mutant in mutants for name in mutant.covers()}
     wanted = {f"loss {name}" for name in POLICY_LOSSES} | {f"estimator {name}" for name in ADV_ESTIMATORS}
     wanted |= set(AGGREGATION_MODES) | {name for name in KL_TYPES if name[0] != "k" or name == "kl"}
     assert not wanted - named
 
 
-def test_the_page_shows_every_mutant_as_caught(script, mutants):
-    verdicts = script.known_verdicts(script.TABLE.read_text())
-    wrong = [f"{', '.join(mutant.of)}: {verdicts.get(mutant.row(), 'not tried')}" for mutant in mutants]
-    wrong = [line for line in wrong if not line.endswith(": caught")]
-    assert not wrong, "docs/mutants.md; `python scripts/mutants.py --only NAME --write` tries one:\n" + "\n".join(wrong)
+def test_every_mutant_was_caught_when_it_was_last_tried(script, mutants):
+    untried = [mutant.name for mutant in mutants if mutant.name not in script.read_caught()]
+    assert not untried, "`python scripts/mutants.py --untried --write` tries them:\n" + "\n".join(untried)

@@ -29,7 +29,7 @@ from posttrain.engine.megatron.package import part
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.models.loading import load_tokenizer
 from posttrain.trainer.sft import sft_batch
-from posttrain.trainer.supervised.pair_task import pair_batch
+from posttrain.trainer.supervised.tasks import pair_batch
 from posttrain.workers.supervised import PairWorker, SFTWorker, join_steps, planned_step
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -94,7 +94,8 @@ def whole_runs(kind: str, folder: Path, model: Path) -> dict[str, Any]:
     lines = {name: metrics_of(one.path) for name, one in found.items()}
     losses = {name: [line["train/loss"] for line in one if "train/loss" in line] for name, one in lines.items()}
     held_out = {name: [line["val/loss"] for line in one if "val/loss" in line] for name, one in lines.items()}
-    return {"losses": losses, "held_out": held_out, "resumed": same}
+    named = "Train engine: megatron-core" in (found["megatron"].path / "logs" / "run.log").read_text()
+    return {"losses": losses, "held_out": held_out, "resumed": same, "named": named}
 
 
 def run_rank(rank: int, ranks: int, folder: Path, model: Path) -> None:

@@ -18,7 +18,7 @@ from posttrain.engine.base import EngineSettings
 from posttrain.engine.heads import ScoreHead
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.scorer_loading import load_scorer
-from posttrain.trainer.supervised.pair_task import pair_batch
+from posttrain.trainer.supervised.tasks import pair_batch
 
 CPU = torch.device("cpu")
 USER = {"role": "user", "content": "2 + 2?"}

@@ -50,7 +50,7 @@ def test_the_folder_it_writes_loads_as_a_sequence_classifier_and_scores_as_the_r
 
 
 def test_a_trained_reward_model_can_be_trained_further_and_resumes_to_the_bit(tiny_model, tmp_path, monkeypatch):
-    from posttrain.trainer.supervised.pair_task import PairTask
+    from posttrain.trainer.supervised.tasks import PairTask
 
     first = reward_model(tiny_model, tmp_path / "first", trainer__export_hf="last")
     folder = first.path / "checkpoints" / "global_step_2" / "huggingface"

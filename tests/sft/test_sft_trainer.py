@@ -62,7 +62,7 @@ def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, tmp
 
 
 def test_a_run_with_adapters_that_failed_goes_on_to_the_bit(tiny_model, tmp_path, monkeypatch):
-    from posttrain.trainer.supervised.sft_task import SFTTask
+    from posttrain.trainer.supervised.tasks import SFTTask
 
     more = {**SIX, "model__lora_rank": 4, "trainer__val_before_train": False}
     straight = sft(tiny_model, tmp_path / "straight", **more)
@@ -167,7 +167,7 @@ def test_start_and_end_are_said_in_plain_words(tiny_model, tmp_path, capsys):
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tiny_model, tmp_path, monkeypatch):
-    from posttrain.trainer.supervised.sft_task import SFTTask
+    from posttrain.trainer.supervised.tasks import SFTTask
 
     plain = SFTTask.train_step
 

@@ -61,3 +61,4 @@ def test_whole_runs_train_validate_and_resume(folder, kind):
     assert found["held_out"]["megatron"] == pytest.approx(found["held_out"]["torch"], abs=1e-9)
     assert len(found["losses"]["torch"]) == 4 and len(found["held_out"]["torch"]) >= 2
     assert found["resumed"], "a resumed run is bitwise identical"
+    assert found["named"], "the run says what trains"

@@ -15,7 +15,7 @@ from posttrain.explain.pages import metric_text
 from posttrain.tracking import status
 from posttrain.tracking.status import stands, write_status
 from posttrain.trainer.fsdp_sft_trainer import run_sft
-from posttrain.trainer.run_writer import RunWriter
+from posttrain.trainer.run.writer import RunWriter
 
 
 @pytest.fixture

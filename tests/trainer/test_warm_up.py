@@ -30,7 +30,7 @@ def warm_up(tmp_path, monkeypatch):
 
 def test_all_rows_of_a_step_are_one_packed_pass_and_the_model_loads(warm_up):
     folder, (engine,) = warm_up()
-    assert engine.packed
+    assert engine.facts().packed
     assert engine.optimizer.steps_done == 8
     AutoModelForCausalLM.from_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(folder / "model")

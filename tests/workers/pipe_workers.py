@@ -84,9 +84,6 @@ class PipeGroup(WorkerGroup):
         self.role, self.worker_class, self.config, self.ranks = role, worker, config, ranks
         self.world_size = len(ranks)
 
-    def _method(self, name: str) -> Any:
-        return getattr(self.worker_class, name)
-
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> PipeFuture:
         process = self.ranks[rank]
         return PipeFuture(

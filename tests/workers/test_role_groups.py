@@ -63,6 +63,13 @@ class Own(Whole):
         pass
 
 
+class Plain(Own):
+    """Overrides a method without a mark."""
+
+    def doubled(self, number: int) -> int:
+        return -number
+
+
 class WholeGroup(RoleGroup, PartCalls):
     pass
 
@@ -77,6 +84,7 @@ def test_a_group_calls_a_users_class_by_its_own_marks_and_finds_methods_that_its
     group = WholeGroup(LocalWorkerGroup(Own()))
     assert group.doubled(4) == [9]
     assert group.further() == "called"  # pyright: ignore
+    assert WholeGroup(LocalWorkerGroup(Plain())).doubled(4) == [-4]  # joined as the overridden method is
     for name in ("unmarked", "absent"):
         with pytest.raises(AttributeError, match=name):
             getattr(group, name)

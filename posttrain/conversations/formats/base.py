@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow
 from posttrain.conversations.tools.base import ToolCall
+from posttrain.registry import Registry
 
 
 class Unreadable(ValueError):
@@ -15,7 +16,7 @@ class Unreadable(ValueError):
 
 
 class CallFormat(ABC):
-    """How one family of models writes tool calls."""
+    """How one family of models writes tool calls. Example: `FORMATS["hermes"].read(text)`."""
 
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of the settings: for models that do not end it behind a call themselves."""
@@ -27,6 +28,9 @@ class CallFormat(ABC):
     @abstractmethod
     def write(self, call: ToolCall) -> str:
         """A call as the model would write it."""
+
+
+FORMATS: Registry[CallFormat] = Registry("format of tool calls", package="posttrain.conversations.formats")
 
 
 def read_call(found: Any, key: str) -> ToolCall | Unreadable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 
-from posttrain.conversations.formats.base import CallFormat, Unreadable, no_object, read_call, write_call
+from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, no_object, read_call, write_call
 from posttrain.conversations.tools.base import ToolCall
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -24,6 +24,9 @@ class Hermes(CallFormat):
 
     def write(self, call: ToolCall) -> str:
         return f"<tool_call>\n{write_call(call, 'arguments')}\n</tool_call>"
+
+
+FORMATS.add("hermes", Hermes())
 
 
 def _read(text: str) -> ToolCall | Unreadable:

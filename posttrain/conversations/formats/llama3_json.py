@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from posttrain.conversations.formats.base import CallFormat, Unreadable, no_object, read_call, write_call
+from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, no_object, read_call, write_call
 from posttrain.conversations.tools.base import ToolCall
 
 _PYTHON_TAG, _CALL = "<|python_tag|>", re.compile(r'\{\s*"name"\s*:')
@@ -35,3 +35,6 @@ class Llama3Json(CallFormat):
 
     def write(self, call: ToolCall) -> str:
         return write_call(call, "parameters")
+
+
+FORMATS.add("llama3_json", Llama3Json())

@@ -19,7 +19,6 @@ from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.export import host_copies
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.layer_progress import LayerProgress
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
 from posttrain.engine.megatron.model import build, check_model
 from posttrain.engine.megatron.optim import MegatronOptimizer
@@ -79,9 +78,7 @@ class MegatronEngine(ComposedEngine):
             padding=padding,
             recompute=settings.gradient_checkpointing and settings.optim is not None,
         )
-        alone = world_size() == 1 and settings.device.type == "cpu"
-        progress = LayerProgress(self.module) if alone else None
-        self.runner = PassRunner(stage, self.head, facts, settings, self.optimizer, progress=progress)
+        self.runner = PassRunner(stage, self.head, facts, settings, self.optimizer)
         # Of a run with as many tensor ranks a checkpoint can be loaded; stages and expert ranks may be others, so that
         # it holds weights that this rank does not have.
         self.state = EngineState(

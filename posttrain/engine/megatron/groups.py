@@ -99,6 +99,7 @@ def join_groups(sizes: ParallelSizes, device: torch.device) -> RankGroups:
     from posttrain.engine.megatron.package import parallel_state
 
     if not dist.is_initialized():
+        # Megatron-Core wants process groups even of a single process; a store in memory opens no port for them.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30))
     check_sizes(sizes, world_size())

@@ -29,6 +29,8 @@ class _VocabularyParallelHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NE, dtype=wide)
         grad_weight = torch.zeros_like(weight_VE, dtype=wide)
         for c in ctx.chunks:
+            # With p = softmax(s): d log p(label)/ds = onehot - p, and d entropy/ds = -p (log p + entropy). Logits are
+            # computed again instead of kept: they are the largest tensor of a pass.
             log_p = _scores(hidden_NE[c], weight_VE, ctx.temperature).sub_(logsum_N[c, None])
             grad = log_p.exp() * -(grad_logp_N[c, None] + grad_entropy_N[c, None] * (log_p + entropy_N[c, None]))
             own = _own(labels_N[c], len(weight_VE))
@@ -36,7 +38,7 @@ class _VocabularyParallelHead(torch.autograd.Function):
             narrow = grad.div_(ctx.temperature).to(hidden_NE.dtype)
             grad_hidden[c] = (narrow @ weight_VE).to(wide)
             grad_weight += (narrow.T @ hidden_NE[c]).to(wide)
-        dist.all_reduce(grad_hidden, group=ctx.group)
+        dist.all_reduce(grad_hidden, group=ctx.group)  # each rank has the share of its part of the vocabulary
         return grad_hidden.to(hidden_NE.dtype), grad_weight.to(weight_VE.dtype), None, None, None, None
 
 
@@ -52,11 +54,13 @@ def _own(labels_N: torch.Tensor, tokens: int) -> torch.Tensor:
 def _statistics(hidden_NE, weight_VE, labels_N, temperature, group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scores = _scores(hidden_NE, weight_VE, temperature)
     highest_N = scores.amax(-1)
+    # The same maximum on all ranks keeps exp() in range and lets sums of powers simply be added.
     dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=group)
     powers = (scores - highest_N[:, None]).exp_()
     said_N = scores.gather(1, labels_N.clamp(0, len(weight_VE) - 1)[:, None]).squeeze(1) * _own(
         labels_N, len(weight_VE)
     )
+    # One message for three sums: latency, not size, is what a small message costs.
     sums = torch.stack([powers.sum(-1), (powers * scores).sum(-1), said_N])
     dist.all_reduce(sums, group=group)
     logsum_N = highest_N + sums[0].log()

@@ -91,6 +91,7 @@ def build(config: Any, groups: RankGroups, device: torch.device, dtype: torch.dt
     layer = specs.get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=query_norms, normalization="RMSNorm"
     )
+    # A specification names the class of each part of a layer, which is how attention is replaced.
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     with buffers_on(device):
         return (
@@ -127,11 +128,11 @@ def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype, query_norms
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        use_cpu_initialization=True,
+        use_cpu_initialization=True,  # weights are copied in; nothing random is needed
         perform_initialization=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # its kernel is in Apex
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         **_expert_settings(config, sizes),
@@ -148,7 +149,7 @@ def _expert_settings(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_pre_softmax": not normed,
         "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "none",  # its auxiliary loss would change the gradient of the RL loss
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": sizes.expert,
         "expert_tensor_parallel_size": 1,

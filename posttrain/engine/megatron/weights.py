@@ -87,11 +87,14 @@ def own_part(match: Match, theirs: Sequence[torch.Tensor], config: Any, groups: 
         return list(theirs[0].chunk(groups.expert.size())[groups.expert.rank()])
     if match.kind == "columns":
         return [theirs[0].chunk(size, 1)[rank]]
-    if match.kind == "gate_up":
+    if match.kind == "gate_up":  # a rank's part of the gate, then its part of the up projection
         return [torch.cat([weight.chunk(size)[rank] for weight in theirs])]
     if match.kind == "qkv":
+        # One group: the queries that share a key head, then that key head, then its value head. A rank holds whole
+        # groups, so that its attention needs nothing from other ranks.
         by_group = [weight.unflatten(0, (config.num_key_value_heads, -1)) for weight in theirs]
         return [torch.cat([weight.chunk(size)[rank] for weight in by_group], 1).flatten(0, 1)]
+    # The vocabulary need not be a multiple of the ranks: the last part is filled up with zeros, which no token reads.
     rows = -(-len(theirs[0]) // size)
     part = theirs[0][rank * rows : (rank + 1) * rows]
     return [torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])]
@@ -136,12 +139,12 @@ def exported(
     device: torch.device,
     head: Head,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all weights under their Hugging Face names, on every rank; all ranks must take all of them."""
+    """Copies of all weights under their Hugging Face names, on every rank; all ranks must iterate to the end."""
     dtype = next(iter(weights.values())).dtype
     for stage in range(groups.sizes.pipeline):
         for match in stage_matches(config, groups, stage, head, shapes):
             if match.ours == ("output_layer.weight",) and config.tie_word_embeddings:
-                continue
+                continue  # the copy of the embedding on the last stage; it is sent with the first one's
             if groups.stage == stage:
                 found = whole_weights(match, [weights[name].detach() for name in match.ours], shapes, config, groups)
             else:

@@ -1,4 +1,4 @@
-"""Built-in scorers, found by a row's `data_source`. A registry is a plain dict: `SCORERS["mine"] = score` adds one.
+"""Built-in scorers, one per file, found by a row's `data_source`. `SCORERS["mine"] = score` adds one of your own.
 
 A scorer is `score(solution_str, ground_truth, extra_info) -> float | dict`; ours give `{"score": ..., "pred": answer}`.
 """
@@ -7,41 +7,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
-from posttrain.rewards.scorers import classification, code, gsm8k, math, math_reasoning, qa
+from posttrain.registry import Registry
 from posttrain.rewards.types import RewardError
 
 Scorer = Callable[[str, Any, Any], "float | dict[str, Any]"]
+F = TypeVar("F", bound=Callable[..., Any])
 
-SCORERS: dict[str, Scorer] = {
-    "math_reasoning": math_reasoning.score,
-    "gsm8k": gsm8k.score,
-    "math": math.score,
-    "qa": qa.score,
-    "trivia": qa.score,
-    "classification": classification.score,
-    "code": code.score,
-    "code_generation": code.score,
-}
+SCORERS: Registry[Scorer] = Registry("scorer", package="posttrain.rewards.scorers")
+"""Data source -> scorer."""
+ALIASES: dict[str, str] = {}
+"""Data sets by the last part of their hub name (`HuggingFaceH4/MATH-500`), in lower case -> the data source."""
 
-ALIASES = {
-    "math-500": "math",
-    "math500": "math",
-    "math-lighteval": "math",
-    "hendrycks_math": "math",
-    "competition_math": "math",
-    "trivia_qa": "trivia",
-    "triviaqa": "trivia",
-    **dict.fromkeys(("nq", "nq_open", "natural_questions", "hotpotqa", "hotpot_qa"), "qa"),
-    "banking77": "classification",
-    **dict.fromkeys(
-        ("humaneval", "openai_humaneval", "humanevalplus", "mbpp", "mbppplus", "apps", "codecontests", "code_contests"),
-        "code",
-    ),
-    **dict.fromkeys(("taco", "codeforces", "livecodebench", "kodcode", "kodcode-v1"), "code"),
-}
-"""Data sets by the last part of their hub name (`HuggingFaceH4/MATH-500`), in lower case."""
+
+def register_scorer(source: str, *, data_sets: Iterable[str] = ()) -> Callable[[F], F]:
+    """Decorator: the scorer of a data source, and of these data sets (see `ALIASES`)."""
+    ALIASES.update(dict.fromkeys(data_sets, source))
+    return SCORERS.register(source)
+
 
 NO_SCORER = "no built-in scorer for data source"
 

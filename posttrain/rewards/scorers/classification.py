@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from posttrain.rewards.scorers import register_scorer
 from posttrain.rewards.scorers.qa import accepted_answers, contains_words, final_text, normal_text
 
 
+@register_scorer("classification", data_sets=("banking77",))
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
     """1.0 or 0.0 and the label that was named as `pred` (empty when none of the known labels was)."""
     text, _ = final_text(solution_str)

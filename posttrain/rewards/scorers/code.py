@@ -15,6 +15,7 @@ import zlib
 from typing import Any
 
 from posttrain.config.sandbox import SandboxConfig
+from posttrain.rewards.scorers import register_scorer
 from posttrain.rewards.scorers.code_compare import same_text, same_value
 from posttrain.rewards.scorers.code_tests import Tests, read_tests
 from posttrain.rewards.scorers.code_text import complete, extract_program
@@ -44,6 +45,14 @@ def close() -> None:
     _sandbox = None
 
 
+DATA_SETS = (
+    *("humaneval", "openai_humaneval", "humanevalplus", "mbpp", "mbppplus", "apps", "codecontests", "code_contests"),
+    *("taco", "codeforces", "livecodebench", "kodcode", "kodcode-v1"),
+)
+
+
+@register_scorer("code_generation")
+@register_scorer("code", data_sets=DATA_SETS)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
     """The score, `tests_passed` (the share), and why it is not 1 as `failure`; `pred` tells programs apart."""
     tests = read_tests(ground_truth)

@@ -11,11 +11,12 @@ from typing import Any
 
 from posttrain.rewards.answers import result_of
 from posttrain.rewards.numbers import find_numbers
-from posttrain.rewards.scorers import math_reasoning
+from posttrain.rewards.scorers import math_reasoning, register_scorer
 
 _MARKED = re.compile(r"####\s*+(?:(?:the\s++)?answer\s*+(?:(?:is|:)\s*+)?)?([-+−$\d.][^\n]*+)", re.IGNORECASE)
 
 
+@register_scorer("gsm8k")
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
     """1.0 or 0.0 and the number that was read as `pred` (empty when there was none)."""
     marked = _MARKED.findall(solution_str)

@@ -16,6 +16,7 @@ from typing import Any
 
 from posttrain.rewards.answers import REMARK, final_expression
 from posttrain.rewards.numbers import parse_number, same_number, tidy
+from posttrain.rewards.scorers import register_scorer
 
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|textit|mbox)\s*\{([^{}]*)\}")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
@@ -32,6 +33,7 @@ _SECONDS = 4
 before_slow_import: Callable[[], None] = lambda: None  # noqa: E731  (a worker replaces it to have its deadline moved)
 
 
+@register_scorer("math", data_sets=("math-500", "math500", "math-lighteval", "hendrycks_math", "competition_math"))
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
     """1.0 or 0.0 and the answer that was read as `pred` (empty when there was none)."""
     truth = final_expression(str(ground_truth))

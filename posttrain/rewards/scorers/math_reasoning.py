@@ -11,8 +11,10 @@ from typing import Any
 
 from posttrain.rewards.answers import extract_final_answer, final_number
 from posttrain.rewards.numbers import same_number
+from posttrain.rewards.scorers import register_scorer
 
 
+@register_scorer("math_reasoning")
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
     """1.0 or 0.0 and the number that was read as `pred` (empty when there was none)."""
     truth = final_number(str(ground_truth))

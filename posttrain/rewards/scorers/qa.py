@@ -14,11 +14,14 @@ import unicodedata
 from typing import Any
 
 from posttrain.rewards.answers import explicit_answer, said_answer
+from posttrain.rewards.scorers import register_scorer
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _MOST_OTHER_WORDS = 20  # a line that lists everything is no answer
 
 
+@register_scorer("trivia", data_sets=("trivia_qa", "triviaqa"))
+@register_scorer("qa", data_sets=("nq", "nq_open", "natural_questions", "hotpotqa", "hotpot_qa"))
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
     """1.0 or 0.0 and the normalised answer as `pred` (empty when there was none)."""
     accepted = [form for form in map(normal_text, accepted_answers(ground_truth)) if form]

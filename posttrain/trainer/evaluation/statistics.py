@@ -40,7 +40,7 @@ class Estimate:
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of one value per prompt: Wilson's interval where all values are 0 or 1, otherwise the bootstrap's."""
     numbers = np.asarray(values, dtype=np.float64)
-    mean = math.fsum(numbers) / len(numbers)
+    mean = math.fsum(numbers) / len(numbers)  # exact: the same numbers in any order give the same mean
     if np.isin(numbers, (0.0, 1.0)).all():
         return Estimate(mean, *wilson(int(numbers.sum()), len(numbers)), "wilson")
     if len(numbers) < 2:
@@ -67,7 +67,7 @@ def bootstrap(values: Sequence[float] | np.ndarray, confidence: float = CONFIDEN
 
 def _resampled_means(values: np.ndarray) -> np.ndarray:
     generator, count = np.random.default_rng(SEED), len(values)
-    at_once = max(1, _CHUNK // count)
+    at_once = max(1, _CHUNK // count)  # 16 MB of indices at a time, whatever the number of prompts
     parts = []
     for start in range(0, RESAMPLES, at_once):
         rows = min(at_once, RESAMPLES - start)
@@ -117,6 +117,7 @@ def _majority(classes: tuple[tuple[int, float], ...], silent: tuple[int, float],
         most_tied = k // m
         ways, credit = np.zeros((k + 1, most_tied + 1)), np.zeros((k + 1, most_tied + 1))
         ways[0, 0] = 1.0
+        # Adding one class of equal answers at a time keeps this polynomial; over all draws it would be exponential.
         for size, share in classes:
             new_ways, new_credit = np.zeros_like(ways), np.zeros_like(credit)
             for votes in range(min(size, m - 1, k) + 1):

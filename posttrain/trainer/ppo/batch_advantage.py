@@ -56,5 +56,6 @@ def _groups(data: DataProto, unscored_B: np.ndarray) -> np.ndarray | None:
         return uids
     numbers: dict[Any, int] = {}
     groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=object)
+    # Each unscored response gets a group of its own: it must not move the mean that the others are compared with.
     groups[unscored_B] = np.arange(len(numbers), len(numbers) + unscored_B.sum())
     return groups

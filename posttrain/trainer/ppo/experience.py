@@ -1,13 +1,13 @@
-"""Experience: prompts to scored rows, for training, validation and greedy baselines alike.
+"""Experience turns prompts into scored samples, for training, validation and greedy baselines.
 
     rows = experience.ask(prompts, n)    requests go to the rollout, each known by (uid, sample)
     experience.wait_for_responses(rows)  rows with their responses; each went to the rewards when it ended
     experience.wait_for_scores(rows)     rows with their scores
     experience.complete(rows)            both, and the reward model's
 
-Any number of batches may be under way; a prompt may give any number of rows. Nothing calls back: whoever waits for a
-batch moves all of them on, by asking the rollout what has ended and the rewards what was scored. How far a trainer runs
-ahead of its updates is when it asks and when it waits.
+Any number of batches may be under way; a prompt may give any number of rows. There are no callbacks: waiting for one
+batch polls the rollout and the reward workers, and so advances all batches. Synchronous and one-step-off training
+differ only in when they ask and when they wait.
 
 A prompt's uid and the seeds of its samples follow from its serial number, counted over the whole run and saved with it:
 what is sampled depends neither on the step, nor on the size of batches, nor on who decodes it.
@@ -66,9 +66,9 @@ class Experience:
         self._scores: dict[Key, RewardResult] = {}
         self._advancing: dict[int, Future[tuple[list[Output], bool]]] = {}
         self._busy: set[int] = set()
-        self._asked_meanwhile: set[int] = set()
+        self._asked_while_busy: set[int] = set()
         """Ranks that got requests while they were at work: that they had none left, as they say next, is no news."""
-        self._told: list[Future[None]] = []
+        self._pending_calls: list[Future[None]] = []
         self._watch = AgentWatch()
 
     def number(self, prompts: DataProto) -> DataProto:
@@ -119,7 +119,7 @@ class Experience:
 
     def _have_work(self, ranks: Iterable[int]) -> None:
         self._busy |= set(ranks)
-        self._asked_meanwhile |= self._advancing.keys() & set(ranks)
+        self._asked_while_busy |= self._advancing.keys() & set(ranks)
 
     # -- waiting --------------------------------------------------------------------------------------------------
     def wait_for_responses(self, rows: DataProto) -> DataProto:
@@ -137,7 +137,7 @@ class Experience:
         outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
         if self.turns:
             outputs.union(turn_fields(self.turns, keys))
-        return rows.union(outputs).set_decoder(self.decode)  # `response` is there for whoever reads it
+        return rows.union(outputs).set_decoder(self.decode)  # `response` is decoded when it is first read
 
     def wait_for_scores(self, rows: DataProto) -> DataProto:
         """The rows with `reward_score`, `reward_parts` and `reward_error` by the reward functions; waits for what is
@@ -167,18 +167,18 @@ class Experience:
         return rows
 
     def begin(self) -> None:
-        """Have the rollout set to work on what it was asked for, where it can do so by itself."""
+        """Start generating what was asked for, where the rollout has processes of its own."""
         if self.rollout.group.overlaps:
             self._advance()
 
     def poll_until(self, call: Future[Any]) -> None:
-        """Moves everything on while a call to other workers is under way; returns early if nothing is left to do."""
+        """Poll while a call to other workers is under way; returns early if no response is missing."""
         while len(self._outputs) < len(self._prompts) and not call.done():
             self.poll(call)
 
     def poll(self, *others: Future[Any]) -> list[Output]:
-        """Moves everything that is under way: responses that ended go to the rewards, and are given. Comes back when
-        there is news, be it of one of the `others`."""
+        """Advance everything that is under way. Responses that ended go to the rewards, and are returned. Returns when
+        a rank has answered, or one of the `others`."""
         # All ranks are asked before any is waited for: the slowest of them never keeps another one idle.
         self._advance()
         if self._advancing:
@@ -189,11 +189,11 @@ class Experience:
                 outputs, busy = self._advancing.pop(rank).result()
                 ended += self.turns.receive(rank, outputs) if self.turns else outputs
                 # "Idle" may be older than requests that were sent while the rank answered: then it is busy after all.
-                if not busy and rank not in self._asked_meanwhile:
+                if not busy and rank not in self._asked_while_busy:
                     self._busy.discard(rank)
-                self._asked_meanwhile.discard(rank)
+                self._asked_while_busy.discard(rank)
         if self.turns:
-            ended += self._go_on(self.turns)
+            ended += self._continue_conversations(self.turns)
         if self.rollout.group.overlaps:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
@@ -207,23 +207,23 @@ class Experience:
 
     @property
     def _no_reward(self) -> bool:
-        """Whether nobody but an agent could give a reward."""
+        """Whether only an agent could give a reward."""
         return self.rewards.gives_none and self.model_reward is None
 
-    def _go_on(self, turns: ConversationLoop) -> list[Output]:
-        """Conversations that were answered have their next turn; gives those that have no room for one."""
+    def _continue_conversations(self, turns: ConversationLoop) -> list[Output]:
+        """Submit the next turns of conversations; gives responses that are whole because no tokens are left."""
         at_rest = not self._busy
         following, full = turns.next(wait=at_rest) if at_rest or not turns.in_rounds else ({}, [])
-        self._told += [self.rollout.go_on.on(rank, own) for rank, own in following.items()]
-        self._told += [self.rollout.end.on(rank, keys) for rank, keys in turns.ended().items()]
-        for call in [call for call in self._told if call.done()]:
-            self._told.remove(call)
-            call.result()  # what went wrong there is raised here
+        self._pending_calls += [self.rollout.continue_conversations.on(rank, own) for rank, own in following.items()]
+        self._pending_calls += [self.rollout.end_conversations.on(rank, keys) for rank, keys in turns.ended().items()]
+        for call in [call for call in self._pending_calls if call.done()]:
+            self._pending_calls.remove(call)
+            call.result()  # raises the worker's error, if there was one
         self._have_work(following)
         return full
 
     def _advance(self) -> None:
-        """Have every rank that has work, and is not at it, go on."""
+        """Let every rank decode that has requests and is not decoding."""
         idle = self._busy - self._advancing.keys()
         if idle:
             self._advancing |= {rank: self.rollout.advance.on(rank) for rank in sorted(idle)}

@@ -1,4 +1,4 @@
-"""What is proved before the first update: rollout and trainer agree, and the largest batch fits into memory."""
+"""Checks before the first update: rollout and trainer agree, and the largest batch fits into memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class FirstBatchChecks:
     """Checks a process's first batch that the present weights sampled: whole groups, agreement of rollout and trainer,
     and a trial of the largest batch. `one_prompt` is off where agents make prompts of their own.
 
-    `rollout_is_exact` is what the run's first batch showed: the rollout's own log-probs may serve as the old ones. A
-    run that continues keeps it, so that it goes on as it began.
+    `rollout_is_exact`: on the run's first batch the rollout's log-probs equalled the trainer's, so that they can serve
+    as the old ones. It is saved with checkpoints: a resumed run must not decide anew.
     """
 
     def __init__(

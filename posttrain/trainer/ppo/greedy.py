@@ -13,6 +13,7 @@ NEEDED = ["uid", "data_source", "ground_truth", "extra_info", "raw_prompt"]
 
 def greedy_baselines(experience: Experience, batch: DataProto) -> dict[str, float]:
     """Adds `reward_baselines` (rows,): the score of the greedy response to each row's prompt; gives metrics."""
+    # One greedy response per prompt, not per sample: the baseline of a group is the same for all of its rows.
     groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
     rows = experience.ask(_prompts(batch[[rows[0] for rows in groups]]), 1, greedy=True)
     greedy = experience.with_token_scores(experience.complete(rows))

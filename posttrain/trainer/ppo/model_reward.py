@@ -73,6 +73,7 @@ class ModelReward:
     def _row(
         self, model: float, model_error: str | None, function: float, parts: dict[str, Any], error: str | None
     ) -> tuple[float, dict[str, Any], str | None]:
+        # A part with weight 0 may fail: it is only recorded.
         failed = model_error is not None or (error is not None and self.function_weight != 0)
         total = self.failure_score if failed else self.weight * model + self.function_weight * function
         parts = dict(parts)

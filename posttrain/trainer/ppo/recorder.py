@@ -14,7 +14,7 @@ from posttrain.rollout.settings import sampling_words
 from posttrain.texts import own_words
 from posttrain.tracking.batches import drop_batches_after, keep_batch, keep_facts
 from posttrain.tracking.curve import before_after, text_plot
-from posttrain.tracking.diagnosis import Known, RunFacts, diagnose, findings
+from posttrain.tracking.diagnosis import RunFacts, StepFacts, diagnose, findings
 from posttrain.tracking.failures import commonest, failing_tools, words_on
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import GENERATED_S, step_metrics
@@ -23,7 +23,7 @@ from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import DIAGNOSIS, Before, RunDirectory, append_line, read_before, write_before
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
 from posttrain.tracking.vocabulary import write_vocabulary
-from posttrain.trainer.run_writer import RunWriter
+from posttrain.trainer.run.writer import RunWriter
 
 
 class Recorder(RunWriter):
@@ -91,12 +91,13 @@ class Recorder(RunWriter):
         seen = metrics, self.history, self.facts
         line, advice = diagnose(*seen, width=self.progress.room, reward_error=error, tool_error=tools)
         if self.samples_are_due(step):
+            # The table is built here, as the batch's tensors are about to be freed; compressing it is left to a thread.
             table = self._samples(step, batch, sampling_words(self.config))
             self._write_behind(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
-        said = [one._asdict() for one in findings(Known(*seen, error, tools))]
+        said = [one._asdict() for one in findings(StepFacts(*seen, error, tools))]
         if said:
             append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": said})
         self.loggers.log(step, metrics, said)

@@ -61,7 +61,7 @@ class RewardManager:
         fields = rows.non_tensor_batch
         columns = [fields[name].tolist() for name in ("uid", "data_source", "ground_truth", "extra_info")]
         columns.append(fields["raw_prompt"].tolist() if "raw_prompt" in fields else [None] * len(rows))
-        size = Counter(columns[0])
+        size = Counter(columns[0])  # functions that compare a group are called once all of it has ended
         for key, uid, *facts in zip(keys_of(rows), *columns, strict=True):
             self._expected[key] = (uid, size[uid], *facts)
 
@@ -151,7 +151,7 @@ class RewardManager:
         marks = {key: marks[mask].tolist() for key, marks, mask in zip(keys, own, real, strict=True)}
         self.feed([(key, ids[mask].tolist()) for key, ids, mask in pairs], marks=marks)
         found: dict[Any, RewardResult] = {}
-        while new := self.wait():
+        while new := self.wait():  # in the order in which workers finish; the batch's order is restored below
             found.update(new)
         return self.fields([found[key] for key in keys_of(data)])
 

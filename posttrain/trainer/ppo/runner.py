@@ -66,7 +66,7 @@ def opened_training(
     trainer_class: type[RayPPOTrainer] | None = None,
 ) -> Iterator[RayPPOTrainer]:
     """The trainer of a run, with everything around it; what was opened for it is closed behind it."""
-    config = copy.deepcopy(resolved.config)
+    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in below; the caller's stays as it was
     with ExitStack() as stack:
         stack.enter_context(hang_up_is_no_end())
         stack.enter_context(restore_determinism())
@@ -90,10 +90,12 @@ def _build(
     val_data: Any,
     trainer_class: type[RayPPOTrainer] | None,
 ) -> RayPPOTrainer:
-    stored = copy.deepcopy(config)
+    stored = copy.deepcopy(config)  # for config.yaml: the settings as given, which a resumed run is compared with
     _load_external(config.actor_rollout_ref.model.external_lib)
     check_engine_name(config.actor_rollout_ref.rollout.name)
-    looker: list[WorkerProcess] = []  # what looked at the reward, until it scores
+    # The process that loads and inspects the reward function becomes the first reward worker: importing a user's file
+    # twice would cost its time twice, and run its side effects twice.
+    looker: list[WorkerProcess] = []
     stack.callback(lambda: [worker.kill() for worker in looker])
     spec = resolve_reward(
         config.custom_reward_function,

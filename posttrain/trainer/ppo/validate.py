@@ -69,6 +69,7 @@ class Validator:
     def _scored(self, rows: list[int]) -> DataProto:
         """Responses to these prompts of the held-out data, scored; a prompt's serial number is its row there."""
         prompts = collate([self.dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
+        # Seeds follow from the row's number, not from a counter: all validations of a run draw the same numbers.
         prompts.non_tensor_batch["serial"] = np.array(rows, dtype=object)
         prompts.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
         asked = self.experience.ask(prompts, self.n, stream=VALIDATION_SEED, validate=True)

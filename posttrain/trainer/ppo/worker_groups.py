@@ -47,7 +47,7 @@ class WorkerClasses:
 class TrainingGroups:
     """A run's worker groups by role. `load_models` loads what they need, and tells the user what only the workers know.
 
-    Whether those who train also generate is decided here, by whether `workers` has processes for the rollout alone."""
+    Rollout is disaggregated where `workers` has processes for it alone, and colocated otherwise."""
 
     actor_rollout: ActorRolloutGroup
     rollout: RolloutGroup

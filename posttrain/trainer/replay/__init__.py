@@ -1,1 +1,1 @@
-"""`posttrain replay RUN STEP`: past updates made again, to the bit."""
+"""`posttrain replay RUN STEP`: past updates made again, bit-for-bit."""

@@ -1,6 +1,6 @@
 """Replay: from a checkpoint (or the first weights) the recorded batches are applied again, up to one step's update.
 
-On the same device with the same number of threads losses are equal to the bit. Tensors can be watched on the way:
+On the same device with the same number of threads losses are bitwise identical. Tensors can be watched on the way:
 fields of the batch, outputs of modules, weights after the update.
 """
 
@@ -44,7 +44,7 @@ class Replayed:
 
     @property
     def differing(self) -> dict[str, tuple[float, float]]:
-        """Name -> (recorded, now) of the losses and norms that are not the same to the bit."""
+        """Name -> (recorded, now) of the losses and norms that are not bitwise identical."""
         names = [name for name in COMPARED if name in self.metrics and name in self.recorded]
         pairs = {name: (self.recorded[name], self.metrics[name]) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -78,7 +78,7 @@ def _workers(
 ) -> tuple[ColocatedGroup, CriticGroup | None]:
     """Actor and critic as the run had them after step `start`."""
     config = load_config(facts["config"]).config
-    config.actor_rollout_ref.rollout.n_workers = 0  # nobody generates
+    config.actor_rollout_ref.rollout.n_workers = 0  # recorded batches need no rollout workers
     device = pick_device(config.trainer.device)
     prepare_torch(config.trainer, device)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)

@@ -34,6 +34,8 @@ class GracefulStop:
             interrupts.left()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # The first signal only sets a flag: the step is finished and saved. An exception raised here could arrive
+        # inside a collective or a half-written file.
         if self._left:
             interrupts.once_more()
         elif self.requested is not None and number == signal.SIGINT:

@@ -14,7 +14,7 @@ from posttrain.trainer.run.adapter_base import check_bases
 from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.stopping import GracefulStop
 from posttrain.trainer.supervised.recorder import SupervisedRecorder
-from posttrain.trainer.supervised.task import ROLE, Task
+from posttrain.trainer.supervised.tasks import ROLE, Task
 
 
 class SupervisedTrainer:

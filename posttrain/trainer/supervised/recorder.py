@@ -10,8 +10,8 @@ from posttrain.tracking.diagnosis import fitted
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.run_writer import RunWriter
-from posttrain.trainer.supervised.task import Task
+from posttrain.trainer.run.writer import RunWriter
+from posttrain.trainer.supervised.tasks import Task
 
 NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
 """A step's metrics with another name in the log than `train/NAME`."""

@@ -24,7 +24,7 @@ from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.serving import driven_by_one_machine
 from posttrain.trainer.run.workers import keep_worker_logs, open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer
-from posttrain.trainer.supervised.task import Task
+from posttrain.trainer.supervised.tasks import Task
 from posttrain.workers.lora_state import adapter_notes
 from posttrain.workers.roles import pick_device
 
@@ -92,6 +92,8 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     say(
         f"Model: {config.model.path}, {facts.parameters:,} parameters{share}, {facts.dtype} on {device}{held}, {packed}"
     )
+    if facts.engine:
+        say(f"Train engine: {facts.engine}")
     for note in adapter_notes(facts, config.model):
         say(f"note: {note}")
     positions = check_positions(facts.positions, longest, f"the longest row has {longest} tokens")

@@ -96,7 +96,7 @@ class ActorObjective:
             self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
         share = result.loss if result.is_scalar else (weights * result.loss).sum()
         if result.is_scalar and not result.is_share:
-            share = share * means.sum()
+            share = share * means.sum()  # a loss that returned its own mean: weighted by this micro-batch's tokens
         self._add("policy_loss", share)
         share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
         self._add("actor/loss", share)
@@ -127,7 +127,7 @@ class ActorObjective:
         weights, facts = compute_rollout_correction(
             batch["old_log_probs"], sampled_from(batch), batch["response_mask"], self.correction
         )
-        facts.pop("mismatch/logp_max")  # measured against the policy being trained, below
+        facts.pop("mismatch/logp_max")  # measured against the policy being trained, in `_agreement`
         assert weights is not None
         return {"rollout_is_weights": weights}, facts
 

@@ -1,4 +1,4 @@
-"""RunWriter: what every kind of run leaves behind alike: settings, metrics, status, checkpoints, a bar, timings."""
+"""RunWriter: what every kind of run writes: settings, metrics, status, checkpoints, a progress bar, timings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunWriter:
         """Open loggers and the bar; `step` steps are done already, what lies beyond them is cut off."""
         self.step = step
         self.traces.check(step + 1, self.total_steps)
-        self.run.truncate_after(step if step else -1)
+        self.run.truncate_after(step if step else -1)  # steps after the checkpoint are made again, bit-for-bit
         if step and step >= self.total_steps:
             self._nothing_left(step)
         else:
@@ -75,7 +75,7 @@ class RunWriter:
         self.total_steps = step
 
     def _keep_fresh(self) -> None:
-        with suppress(OSError):  # a full disk is said by whoever writes what matters
+        with suppress(OSError):  # a full disk is reported where something that matters is written
             write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
 
     def wait_until_written(self) -> None:
@@ -85,7 +85,7 @@ class RunWriter:
     def close(self, status: str) -> None:
         try:
             self.behind.wait()
-        except Exception as error:  # whoever ended well has waited before; what ended the run matters more
+        except Exception as error:  # a good end has waited already; otherwise the error that ended the run matters more
             say(f"{self.run.samples}: the last samples could not be written: {error}.")
         try:
             self._stack.close()  # the status is kept fresh until here
@@ -128,6 +128,7 @@ class RunWriter:
     ) -> Path:
         """An atomic checkpoint of step `step`; a run that continues from it has all that came before."""
         with self.showing("saving"):
+            # Samples are written behind the loop. A checkpoint promises everything up to its step, so they come first.
             self.wait_until_written()
             path = self.checkpoints.save(
                 step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)

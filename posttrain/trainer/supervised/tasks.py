@@ -1,0 +1,202 @@
+"""What the supervised loop trains: a task has data, a model and a loss. `SFTTask` learns the assistant's turns,
+`PairTask` trains a reward model on pairs of answers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from posttrain import pulse
+from posttrain.controller.group import WorkerGroup
+from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.data.pairs import Pair, PairDataset
+from posttrain.data.sampler import sequential_batches
+from posttrain.data.supervised import SFTDataset
+from posttrain.models.scorer import without_trailing_padding
+from posttrain.protocol import DataProto
+from posttrain.rollout.base import Output
+from posttrain.rollout.generate import to_batch
+from posttrain.trainer.sft import sft_batch
+from posttrain.workers.supervised import PairWorker, SFTWorker, pair_losses
+
+Metrics = dict[str, float]
+ROLE = "model"
+"""Of the workers, and the folder of a checkpoint that holds their weights and optimizer state."""
+
+
+class Task(ABC):
+    """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
+
+    worker: type
+    """Holds the model, its optimizer and its loss; here are the rows."""
+    curve: str
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        tokenizer: Any,
+        train: Any,
+        val: Any | None,
+        device: torch.device,
+        total_steps: int,
+        workers: Workers | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
+        made = (workers or LocalWorkers()).create(ROLE, self.worker, config, tokenizer, device, total_steps=total_steps)
+        self.group: WorkerGroup = made
+        self.group.init_model()
+        self.adapters: dict[str, Any] | None = self.group.lora_state()
+        """What a checkpoint says of the adapters and their base; None where all weights are trained."""
+
+    @abstractmethod
+    def train_step(self, rows: list[int]) -> Metrics:
+        """One optimizer step on these rows; gives `loss`, the engine's metrics, `tokens` and the task's own."""
+
+    @abstractmethod
+    def validate(self) -> Metrics | None:
+        """Metrics of the held-out rows by their logged names; None where there are none."""
+
+    @abstractmethod
+    def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:
+        """A step's line in (importance, text); what does not fit one row is left out, least important first."""
+
+    @abstractmethod
+    def validation_line(self, metrics: Mapping[str, float]) -> str:
+        """A validation's metrics on one line."""
+
+    @abstractmethod
+    def goodness(self, validation: Mapping[str, float]) -> float:
+        """By which the best checkpoint is chosen, largest best."""
+
+
+class SFTTask(Task):
+    """A causal language model that learns the assistant's turns."""
+
+    worker, curve = SFTWorker, "val/loss"
+    train: SFTDataset
+    val: SFTDataset | None
+
+    def train_step(self, rows: list[int]) -> Metrics:
+        batch = sft_batch([self.train[row] for row in rows], self.tokenizer.pad_token_id)
+        counts = {
+            "tokens": float(batch.batch["attention_mask"].sum()),
+            "trained_tokens": float(batch.batch["response_mask"].sum()),
+            "rows": float(len(batch)),
+        }
+        return {**self.group.update(batch), **counts}
+
+    def validate(self) -> Metrics | None:
+        if self.val is None:
+            return None
+        total, count = 0.0, 0
+        with pulse.work("rows", len(self.val)):
+            for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+                batch = sft_batch([self.val[row] for row in rows], self.tokenizer.pad_token_id)
+                log_probs, mask = self.group.log_probs(batch).batch["log_probs"], batch.batch["response_mask"]
+                total -= float((log_probs.double() * mask).sum())
+                count += int(mask.sum())
+        loss = total / count
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), "val/trained_tokens": float(count)}
+
+    def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:
+        trained, tokens = metrics["train/trained_tokens"], metrics["perf/total_num_tokens"]
+        return [
+            (5, f"loss {metrics['train/loss']:.4f}"),
+            (2, f"grad norm {metrics['train/grad_norm']:.3g}"),
+            (1, f"lr {metrics['train/lr']:.3g}"),
+            (0, f"{trained:,.0f} of {tokens:,.0f} tokens"),
+            (3, f"{metrics['perf/throughput']:,.0f} tok/s"),
+            (4, f"{metrics['perf/time_per_step']:.1f} s"),
+        ]
+
+    def validation_line(self, metrics: Mapping[str, float]) -> str:
+        return f"loss {metrics['val/loss']:.4f}, perplexity {metrics['val/perplexity']:.4g}"
+
+    def goodness(self, validation: Mapping[str, float]) -> float:
+        return -validation["val/loss"]
+
+
+def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
+    """Two rows per pair, the better first; `prompts` is what both have in common, and one token stands behind each
+    answer (see `ScoreHead` in `engine/heads.py`). `pair_weights` make a mean over the whole batch in any split."""
+    prompts, answers = [], []
+    for pair in pairs:
+        rows = [without_trailing_padding(ids, pad_token_id) for ids in (pair.chosen, pair.rejected)]
+        shared = max(1, _common(*rows))  # where they have nothing in common, a prompt is a row's own first token
+        prompts += [row[:shared] for row in rows]
+        answers += [[*row[shared:], pad_token_id] for row in rows]
+    outputs = [Output(number, ids, [0.0] * len(ids), "stop") for number, ids in enumerate(answers)]
+    batch = to_batch(prompts, outputs, pad_token_id)
+    margins = torch.tensor([pair.margin for pair in pairs for _ in range(2)])
+    weights = torch.full((2 * len(pairs),), 1.0 / len(pairs), dtype=torch.float64)
+    return batch.union(DataProto.from_dict(tensors={"margins": margins, "pair_weights": weights}))
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Tokens that both begin with."""
+    most = min(len(left), len(right))
+    return next((at for at in range(most) if left[at] != right[at]), most)
+
+
+class PairTask(Task):
+    """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
+
+    worker, curve = PairWorker, "val/accuracy"
+    train: PairDataset
+    val: PairDataset | None
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.pad_token_id = self.group.pad_token_id()
+
+    def train_step(self, rows: list[int]) -> Metrics:
+        batch = pair_batch([self.train[row] for row in rows], self.pad_token_id)
+        made = self.group.update(batch)
+        lead = made.pop("leads")
+        tokens = float(batch.batch["attention_mask"].sum() - len(batch))
+        return {**made, **_of_leads(lead), "rows": float(len(lead)), "tokens": tokens}
+
+    def validate(self) -> Metrics | None:
+        if self.val is None:
+            return None
+        losses, leads, scores = [], [], []
+        with pulse.work("rows", 2 * len(self.val)):
+            for rows in sequential_batches(len(self.val), self.config.data.train_batch_size):
+                batch = pair_batch([self.val[row] for row in rows], self.pad_token_id)
+                found = self.group.scores(batch).batch["scores"].double()
+                part, lead = pair_losses(batch, found, self.config.loss.center_coef)
+                losses.append(part)
+                leads.append(lead)
+                scores.append(found)
+        loss, mean = float(torch.cat(losses).mean()), float(torch.cat(scores).mean())
+        made = {"loss": loss, **_of_leads(torch.cat(leads)), "score_mean": mean}
+        return {f"val/{name}": value for name, value in made.items()}
+
+    def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:
+        return [
+            (6, f"loss {metrics['train/loss']:.4f}"),
+            (5, f"accuracy {metrics['train/accuracy']:.3f}"),
+            (4, f"margin {metrics['train/margin']:.3f}"),
+            (1, f"grad norm {metrics['train/grad_norm']:.3g}"),
+            (0, f"lr {metrics['train/lr']:.3g}"),
+            (2, f"{metrics['perf/throughput']:,.0f} tok/s"),
+            (3, f"{metrics['perf/time_per_step']:.1f} s"),
+        ]
+
+    def validation_line(self, metrics: Mapping[str, float]) -> str:
+        accuracy, margin = metrics["val/accuracy"], metrics["val/margin"]
+        return f"accuracy {accuracy:.3f}, margin {margin:.3f}, loss {metrics['val/loss']:.4f}"
+
+    def goodness(self, validation: Mapping[str, float]) -> float:
+        return validation["val/accuracy"]
+
+
+def _of_leads(lead: torch.Tensor) -> Metrics:
+    """Share of pairs whose better answer leads (equal scores count half), and the mean lead."""
+    right = (lead > 0).double() + 0.5 * (lead == 0).double()
+    return {"accuracy": float(right.mean()), "margin": float(lead.double().mean())}
