@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from posttrain.config.base import Section
 from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
 from posttrain.config.dialect import Dialect, dialect
+from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaf_of, leaves, sections
@@ -118,22 +119,6 @@ RENAMED: dict[str, str] = {
     "trainer.gradient_accumulation_steps": "trainer.gradient_accumulation",
 }
 
-_REF = "actor_rollout_ref.ref"
-AS_THE_ACTOR: dict[str, str] = {
-    f"{_REF}.fsdp_config.fsdp_size": f"{_ACTOR}.fsdp_config.fsdp_size",
-    f"{_REF}.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
-    f"{_REF}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
-}
-"""Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes."""
-
-NODE_RANK, DRY_RUN = "trainer.node_rank", "trainer.dry_run"
-OF_THE_COMMAND: dict[str, Any] = {NODE_RANK: int, DRY_RUN: bool}
-"""What belongs to the command and not to the run: it is not stored with it."""
-TOGETHER, ROLLOUT_MACHINES, ROLLOUT_EACH = (
-    "actor_rollout_ref.hybrid_engine",
-    f"{_ROLLOUT}.nnodes",
-    f"{_ROLLOUT}.n_gpus_per_node",
-)
 DERIVED: dict[str, Any] = {
     **OF_THE_COMMAND,
     TOGETHER: bool,

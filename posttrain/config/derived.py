@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from posttrain.config.aliases import AS_THE_ACTOR, DRY_RUN, NODE_RANK, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
 from posttrain.config.data import HELD_OUT
 from posttrain.config.lora import derive_lora
 from posttrain.config.merge import Merged
-from posttrain.config.parallel import ROLLOUT_WORKERS, TORCHRUN
+from posttrain.config.parallel import (
+    AS_THE_ACTOR,
+    DRY_RUN,
+    NODE_RANK,
+    ROLLOUT_EACH,
+    ROLLOUT_MACHINES,
+    ROLLOUT_WORKERS,
+    TOGETHER,
+    TORCHRUN,
+)
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 from posttrain.config.problem import Problem
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.aliases import OF_THE_COMMAND, Spellings
+from posttrain.config.aliases import Spellings
 from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.commandline import CUT_SHORT
@@ -16,7 +16,7 @@ from posttrain.config.devices import runs_on_cpu
 from posttrain.config.effects import Effect, idle_settings
 from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
-from posttrain.config.parallel import check_sizes, one_worker
+from posttrain.config.parallel import OF_THE_COMMAND, check_sizes, one_worker
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig

@@ -155,7 +155,7 @@ def test_more_workers_in_both_pools_than_there_are_devices_are_refused(problems,
 
 
 def test_workers_that_only_generate_need_ray(problems, monkeypatch):
-    monkeypatch.setattr("posttrain.config.worker_checks.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("posttrain.config.environment.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("posttrain.cores.usable", lambda: 3)
     said = problems("trainer.device=cpu", f"{ROLLOUT}.n_workers=1", environment=True)
     assert f"`{ROLLOUT}.n_workers=1` asks for 2 workers, which Ray starts" in said
@@ -171,7 +171,7 @@ def test_D_25_several_machines_without_a_cluster_are_told_how_to_give_one(proble
 @pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_HEAD_ADDRESS"])
 def test_several_machines_with_an_address_are_taken_whatever_this_one_has(problems, monkeypatch, name):
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
-    monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
+    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     monkeypatch.setenv(name, "10.0.0.1:6379")
     for given in (["trainer.nnodes=2"], ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]):
         resolved = load_config([*given, "trainer.device=cpu"], environment=True)
@@ -195,14 +195,14 @@ def test_M_32_a_machine_has_a_number_below_their_count_and_all_but_the_first_nee
 
 def test_more_processes_of_torchrun_than_this_machine_has_cores_name_its_own_flag(problems, monkeypatch):
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
-    monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
+    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     torchrun(monkeypatch, processes=8, here=8, rank=0)
     said = problems("algorithm.adv_estimator=grpo", environment=True)
     assert "asks for 8 workers" in said and "set --nproc_per_node to 2 or less" in said
 
 
 def test_many_workers_on_a_machine_without_a_gpu_are_told_of_one_and_never_of_none(problems, monkeypatch):
-    monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
+    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     said = problems("trainer.device=cuda", "trainer.n_gpus_per_node=4", environment=True)
     assert "this machine has 0 GPU(s)" in said and "set trainer.n_gpus_per_node to 1 or less" in said
     assert "asks for" not in problems("trainer.device=cuda", environment=True)

@@ -67,7 +67,7 @@ def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_els
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
     monkeypatch.setattr("posttrain.config.outside.OutsideEngine.is_installed", lambda self: False)
     monkeypatch.setattr("posttrain.config.megatron.is_installed", lambda: False)
-    monkeypatch.setattr("posttrain.config.worker_checks.gpus_present", lambda: 0)
+    monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     given, reasons = REFUSED[block]
     with pytest.raises(ConfigError) as refused:
         load_config(given, environment=True)
