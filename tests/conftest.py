@@ -21,6 +21,15 @@ bound_waits_for_programs()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it puts in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def _look_at_the_file(descriptor: int) -> None:
+    os.fstat(descriptor)
+
+
+# No test cuts the power, and a killed process loses nothing of what it wrote. Each small run would wait for the disk 17
+# times, some milliseconds each.
+os.fsync = _look_at_the_file
+
 SHARED = pytest.StashKey[Forked]()
 FORKED = "PYTHON_FORKED_FOR_TESTS"
 """Holds the path of the `python` that the processes of a divided suite share."""

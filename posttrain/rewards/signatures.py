@@ -10,7 +10,6 @@ list where it asks for `completions` and `ground_truths` and nothing else. All i
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -115,6 +114,8 @@ def awaited(result: Any) -> Any:
 
     async def wait() -> Any:
         return await result
+
+    import asyncio  # a third of a worker's start, which few rewards need
 
     return asyncio.run(wait())
 

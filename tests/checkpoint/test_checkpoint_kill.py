@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -58,9 +59,9 @@ def test_S2_18_killed_at_every_stage_of_a_save_the_run_goes_on(tmp_path, case):
     keep = 1 if "pruned" in case else None
     step = 5 if "same" in case else 6
     seen = set()
+    save(CheckpointManager(tmp_path / "saved"), 5, 1.0)
     for call in range(1, 200):
-        folder = tmp_path / str(call)
-        save(CheckpointManager(folder), 5, 1.0)
+        folder = shutil.copytree(tmp_path / "saved", tmp_path / str(call))
         was_killed = killed_at(call, lambda folder=folder: save(CheckpointManager(folder, keep=keep), step, 2.0))
 
         notes: list[str] = []
