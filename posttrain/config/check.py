@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import posttrain.config.megatron  # noqa: F401 - it registers its engine
 from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name

@@ -18,7 +18,7 @@ from posttrain.config.parallel import workers_of
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
-from posttrain.config.train_engines import EngineKeys
+from posttrain.config.train_engines import ENGINES, EngineKeys, TrainEngineEntry
 
 NAME, SECTION = "megatron", "megatron_config"
 DENSE, EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
@@ -141,3 +141,12 @@ def check_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) -> Iterat
             what = f"`{key}={name}`: models of type {kind} cannot be trained with {keys.strategy}=megatron; it trains "
             what += f"{', '.join(MODEL_TYPES)}."
             yield Problem(what, resolved.where(key), f"give another model, or set {keys.strategy}=fsdp2", (key,))
+
+
+ENGINES[NAME] = TrainEngineEntry(
+    own_settings=SECTION,
+    check=check_megatron,
+    check_environment=check_environment,
+    loads_on_host=True,
+    plan_note="Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.",
+)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import posttrain.config.megatron  # noqa: F401 - it registers its engine
 from posttrain.config.aliases import Spellings
 from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
 from posttrain.config.checked import Checked, Finding

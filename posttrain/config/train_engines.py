@@ -1,8 +1,8 @@
 """Train engines by the name in `actor_rollout_ref.actor.strategy` (RL) or `fsdp.strategy` (supervised training).
 
-An entry says what a run must know of an engine before torch is imported and a model is loaded: where its class is,
-which settings it reads and rejects, and how the memory plan counts it. Parts of an entry may be given as
-`module:name`; they are imported when they are used.
+An entry says what a run must know of an engine before torch is imported and a model is loaded: which settings it reads
+and rejects, and how the memory plan counts it. The classes of the built-in ones are in `engine/registry.py`, which is
+above this package.
 
 A train engine of your own, in the file that `model.external_lib` names:
 
@@ -14,7 +14,6 @@ A train engine of your own, in the file that `model.external_lib` names:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,34 +70,26 @@ SUPERVISED = EngineKeys("fsdp", {"model": RoleKeys("model", "fsdp.ulysses_sequen
 class TrainEngineEntry:
     """One registered engine."""
 
-    engine: Any
-    """A class that implements `posttrain.engine.base.TrainEngine`."""
+    engine: Any = None
+    """A class that implements `posttrain.engine.base.TrainEngine`; None for those that are built in."""
     own_settings: str | None = None
     """The dict beside `strategy` that only this engine reads."""
-    check: Any = None
-    """`(Checked, EngineKeys) -> findings` about settings; called for every run, whichever engine it chose."""
-    check_environment: Any = None
-    """`(Resolved, Path, EngineKeys) -> problems` with packages and model files, for runs that chose this engine."""
+    check: Callable[[Checked, EngineKeys], Iterator[Finding]] | None = None
+    """Findings about settings; called for every run, whichever engine it chose."""
+    check_environment: Callable[[Resolved, Path, EngineKeys], Iterator[Problem]] | None = None
+    """Problems with packages and model files, for runs that chose this engine."""
     loads_on_host: bool = False
     """Whether even a single process loads a model to host memory, for the engine to take its part from there."""
     plan_note: str | None = None
     """A sentence for the memory plan, where it does not count this engine exactly."""
 
-    def load(self, part: str) -> Any:
-        """A part of the entry, imported if it is given by name."""
-        value = getattr(self, part)
-        if not isinstance(value, str):
-            return value
-        module, _, name = value.partition(":")
-        return getattr(importlib.import_module(module), name)
+
+ENGINES: dict[str, TrainEngineEntry] = {name: TrainEngineEntry() for name in ("fsdp", "fsdp2")}
 
 
-ENGINES: dict[str, TrainEngineEntry] = {}
-
-
-def register_train_engine(name: str, engine: Any = None, **facts: Any) -> Callable[[Any], Any]:
-    """Make an engine known under a name: as a decorator of its class, or with the class as `module:name`. `facts` are
-    further fields of `TrainEngineEntry`. A name that another class has is an error."""
+def register_train_engine(name: str, **facts: Any) -> Callable[[Any], Any]:
+    """Make an engine known under a name, as a decorator of its class. `facts` are further fields of
+    `TrainEngineEntry`. A name that another class has is an error."""
 
     def add(kind: Any) -> Any:
         if name in ENGINES and not _is_same(ENGINES[name].engine, kind):
@@ -106,8 +97,6 @@ def register_train_engine(name: str, engine: Any = None, **facts: Any) -> Callab
         ENGINES[name] = TrainEngineEntry(kind, **facts)
         return kind
 
-    if engine is not None:
-        add(engine)
     return add
 
 
@@ -138,30 +127,17 @@ def check_train_engines(checked: Checked, keys: EngineKeys = RL) -> Iterator[Fin
     """What engines say of the settings of a run."""
     for entry in ENGINES.values():
         if entry.check is not None:
-            yield from entry.load("check")(checked, keys)
+            yield from entry.check(checked, keys)
 
 
 def check_engine_environment(resolved: Resolved, cwd: Path, keys: EngineKeys = RL) -> Iterator[Problem]:
     """What the chosen engine misses on this machine."""
     entry = ENGINES.get(resolved.value(keys.strategy))
     if entry is not None and entry.check_environment is not None:
-        yield from entry.load("check_environment")(resolved, cwd, keys)
+        yield from entry.check_environment(resolved, cwd, keys)
 
 
 def _at(config: Any, key: str) -> Any:
     for name in key.split("."):
         config = getattr(config, name)
     return config
-
-
-for _name in ("fsdp", "fsdp2"):
-    register_train_engine(_name, "posttrain.engine.torch_engine:TorchEngine")
-register_train_engine(
-    "megatron",
-    "posttrain.engine.megatron.engine:MegatronEngine",
-    own_settings="megatron_config",
-    check="posttrain.config.megatron:check_megatron",
-    check_environment="posttrain.config.megatron:check_environment",
-    loads_on_host=True,
-    plan_note="Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.",
-)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 
+import posttrain.config.megatron  # noqa: F401 - it registers its engine
 from posttrain.config.schema import lookup
 from posttrain.config.train_engines import EngineKeys, train_engine
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head
 from posttrain.engine.ranks import world_size
+
+_TORCH = ("posttrain.engine.torch_engine", "TorchEngine")
+BUILT_IN = {"fsdp": _TORCH, "fsdp2": _TORCH, "megatron": ("posttrain.engine.megatron.engine", "MegatronEngine")}
+"""Strategy -> (module, class), imported when a run chooses it. `config/train_engines.py` has what settings know."""
 
 
 def layout_of(config: Any, keys: EngineKeys, role: str) -> EngineLayout:
@@ -27,7 +33,11 @@ def layout_of(config: Any, keys: EngineKeys, role: str) -> EngineLayout:
 
 
 def engine_class(layout: EngineLayout) -> type[TrainEngine]:
-    return train_engine(layout.strategy, layout.keys).load("engine")
+    entry = train_engine(layout.strategy, layout.keys)
+    if entry.engine is not None:
+        return entry.engine
+    module, name = BUILT_IN[layout.strategy]
+    return getattr(importlib.import_module(module), name)
 
 
 def loading_device(layout: EngineLayout, device: torch.device) -> torch.device:
