@@ -12,7 +12,7 @@ The check, its message and the pages are derived from this.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -75,8 +75,3 @@ def range_of(field: dataclasses.Field[Any]) -> Range | None:
 
 def choices_of(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return field.metadata.get("choices", ())
-
-
-def declared(kind: type, what: Callable[[dataclasses.Field[Any]], Any]) -> Mapping[str, Any]:
-    """Field name -> `what` of it (`range_of`, `choices_of`), for the fields of a settings class that declare it."""
-    return {field.name: found for field in dataclasses.fields(kind) if (found := what(field))}
