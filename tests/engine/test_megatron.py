@@ -27,10 +27,10 @@ WHOLE = [case for case in CUT if case[0] in MODELS]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, Any]:
+def found(tmp_path_factory, forked) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(HERE / "megatron_runs.py"), str(folder)]
+    command = [forked.python, str(HERE / "megatron_runs.py"), str(folder)]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return {file.stem: torch.load(file, weights_only=True) for file in folder.glob("*.pt")}
