@@ -71,8 +71,9 @@ def check_ranges(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(f"`{key}={values[key]}` is out of range: it must be {leaf.range.words}.", do, key)
     for key, leaf in table.items():
         value, unlimited = values[key], leaf.range is not None and leaf.range.may_be_infinite
-        is_number = split_hint(leaf.hint)[0] is float and value is not None
-        if is_number and not math.isfinite(value) and not unlimited and key not in outside:
+        if split_hint(leaf.hint)[0] is not float or value is None or unlimited or key in outside:
+            continue
+        if not math.isfinite(value):
             yield checked.problem(f"`{key}={value}` is not a finite number.", f"give a number ({leaf.sentence})", key)
 
 

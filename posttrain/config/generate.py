@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def _group_text(group: str, section: str) -> str:
     return head + _yaml(own, section + ".")
 
 
-def _preset_text(sentence: str, values: dict[str, Any]) -> str:
+def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     table = leaves(PPOConfig)
     chosen = [Leaf(key, table[key].hint, value, "") for key, value in values.items()]
     order = list(table)
