@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.config.turns import TurnSettings
 from posttrain.conversations.conversation import ChatError, Conversation, Limits
-from posttrain.conversations.formats import FORMATS, CallFormat, Unreadable
+from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.rollout.base import Output

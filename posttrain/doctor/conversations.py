@@ -15,7 +15,7 @@ from posttrain.config.agent import agent_settings
 from posttrain.config.closest import closest
 from posttrain.config.turns import KEY, turn_settings
 from posttrain.conversations.chat import Setup
-from posttrain.conversations.formats import FORMATS
+from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import tool_arguments
 from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.conversations.tools.base import Tool, ToolCall

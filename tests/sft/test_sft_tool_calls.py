@@ -10,7 +10,7 @@ import pytest
 from chat_templates import CHATML, tokenizer_with, trained_texts
 
 from posttrain.config.sft import SFTDataConfig
-from posttrain.conversations.formats import FORMATS
+from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.data.rows import DataError
