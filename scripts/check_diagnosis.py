@@ -114,7 +114,7 @@ def another_template() -> Iterator[None]:
 @contextmanager
 def calls_of_a_broken_tool() -> Iterator[None]:
     """Whatever the model writes is taken for a call: the embedded model does not know how to write one."""
-    from posttrain.conversations.formats import FORMATS
+    from posttrain.conversations.formats.base import FORMATS
     from posttrain.conversations.tools.base import ToolCall
 
     before = FORMATS["hermes"].read
