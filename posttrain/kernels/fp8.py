@@ -10,6 +10,8 @@ Shapes: T rows, E numbers of a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -35,7 +37,8 @@ def product(x_TE: Quantized, weight_FE: Quantized, bias_F: torch.Tensor | None, 
     # Sums stay in the matrix unit's accumulator, which keeps about 14 bits of a number: far more than fp8 has, and a
     # tenth faster than to move them out every 128 numbers. vLLM's fp8 products do the same.
     how = {"scale_a": x_TE.scales[:, None], "scale_b": weight_FE.scales[None, :], "use_fast_accum": True}
-    return torch._scaled_mm(x_TE.values, weight_FE.values.T, bias=bias_F, out_dtype=dtype, **how)
+    scaled_mm: Any = torch._scaled_mm  # pyright: ignore
+    return scaled_mm(x_TE.values, weight_FE.values.T, bias=bias_F, out_dtype=dtype, **how)
 
 
 class Fp8Weight:

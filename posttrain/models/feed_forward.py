@@ -75,10 +75,12 @@ class Mixture:
     def hold_in_fp8(self) -> None:
         self.fp8 = Fp8Weight(self.gate_up_X2IE), Fp8Weight(self.down_XEI)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
+        assert isinstance(x_TE, torch.Tensor)
         return self._with_shared(x_TE, None if self.shared is None else self.shared(x_TE))
 
-    def captured(self, x_BE: torch.Tensor) -> torch.Tensor:
+    def captured(self, x_BE: torch.Tensor | Quantized) -> torch.Tensor:
+        assert isinstance(x_BE, torch.Tensor)
         return self._with_shared(x_BE, None if self.shared is None else self.shared.captured(x_BE))
 
     def _with_shared(self, x_TE: torch.Tensor, shared_TE: torch.Tensor | None) -> torch.Tensor:
