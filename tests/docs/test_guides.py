@@ -17,6 +17,7 @@ from posttrain.bench.learning.entries import entries
 from posttrain.bench.learning.results import between
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
+from posttrain.explain.pages import declared_metrics
 from posttrain.explain.topics import METRICS
 from posttrain.launch import BY_FLAG
 from posttrain.models.decoder import _FIXED_ROTATIONS, KNOWN
@@ -105,7 +106,7 @@ def test_S2_22_what_the_answers_name_is_there():
     assert flags and flags <= set(BY_FLAG)
     verbs = {word.split()[1] for word in words if word.startswith("posttrain ") and "/" not in word}
     assert {"plan", "explain", "config", "reward", "data"} == verbs and verbs <= set(cli.VERBS)
-    metrics = [word for word in words if word in METRICS]
+    metrics = [word for word in words if word in METRICS | declared_metrics()]
     assert {"groups/no_signal", "policy_loss", "kl_loss", "reward_std", "actor/ppo_kl"} <= set(metrics)
     for path in re.findall(r"`(posttrain/[\w/.]+\.py)`", text):
         assert "compute_grpo_outcome_advantage" in (ROOT / path).read_text()
