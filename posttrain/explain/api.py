@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -39,7 +40,12 @@ def public(module: str) -> Iterator[tuple[str, str]]:
 
 def find(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
     """Where a name is defined, followed through imports; None for a plain value."""
-    for node in ast.walk(_tree(module)):
+    tree = _tree(module)
+    for node, behind in pairwise(tree.body):  # an enumeration that is made from names: a class by assignment
+        assigned = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name
+        if assigned and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "StrEnum":
+            return ast.ClassDef(name, bases=[], keywords=[], body=[behind], decorator_list=[])
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("posttrain"):
