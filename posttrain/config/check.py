@@ -10,7 +10,7 @@ import posttrain.config.megatron  # noqa: F401 - it registers its engine
 from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
 from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES
+from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, ROLLOUT_ENGINES
 from posttrain.config.engine_kwargs import check_engine_kwargs
 from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
@@ -139,7 +139,8 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
 
 def _quantized_rollout(checked: Checked) -> Iterator[Finding]:
     rollout, key = checked.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.quantization"
-    if rollout.quantization is not None and rollout.name != "native":
+    others = [name for name in ROLLOUT_ENGINES if name != "native"]  # an engine of the user's own may read it
+    if rollout.quantization is not None and rollout.name in others:
         what = f"`{key}={rollout.quantization}` is built for the engine native, and rollout.name={rollout.name}."
         yield checked.problem(what, "set actor_rollout_ref.rollout.name=native, or remove it", key)
 

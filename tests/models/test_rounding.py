@@ -58,6 +58,8 @@ def test_what_is_no_number_is_beyond_rounding():
 class Scores:
     """A trainer and an engine in one: fixed log-probs of the probe's rows."""
 
+    rounding = None
+
     def __init__(self, log_probs, dtype=torch.bfloat16):
         self.given, self.dtype = log_probs, dtype
 

@@ -60,7 +60,7 @@ def test_what_a_program_raises_can_be_written():
 def test_rows_are_mended_where_they_are_read_and_whole_characters_stay():
     table = table_of_rows([{"a\ud800": ["\ud83d\ude00", {"b": "\udc00"}], "n": 1}, {"c": "über \U0001f600"}])
     assert table.rows == [{"a\ufffd": ["\U0001f600", {"b": "\ufffd"}], "n": 1}, {"c": "über \U0001f600"}]
-    assert table.mended == 1 and "1 of 2 val rows" in table.notes("val")[0]
+    assert table.repaired == 1 and "1 of 2 val rows" in table.notes("val")[0]
     assert table_of_rows([{"c": "x"}]).notes("val") == []
 
 

@@ -60,7 +60,7 @@ def steps(kind: str, cut: str, folder: Path, model: Path) -> dict[str, Any]:
             batch = sft_batch(chosen, int(tokenizer.pad_token_id))
         else:
             batch = pair_batch(chosen, worker.pad_token_id())
-        calls: Calls = planned_step(group, (batch,))
+        calls: Calls = planned_step(group, batch)
         own = worker.update(*calls.arguments[this_rank()])
         results = [own]
         if world_size() > 1:

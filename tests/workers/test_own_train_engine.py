@@ -96,4 +96,4 @@ def test_an_engine_that_the_module_does_not_register_ends_the_run_before_a_model
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="there is a train engine called 'fsdp2' already"):
         register_train_engine("fsdp2")(object)
-    assert train_engine("fsdp2", RL).engine == "posttrain.engine.torch_engine:TorchEngine"
+    assert train_engine("fsdp2", RL).engine is None, "which engine/registry.py has the class of"
