@@ -18,7 +18,7 @@ TRAIN = Path(__file__).parents[1] / "train.sh"
 METRIC = "val/math_reasoning/mean@1"
 
 
-def test_S3_09_a_bare_train_sh_trains_and_leaves_a_model() -> None:
+def test_a_bare_train_sh_trains_and_leaves_a_model() -> None:
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         subprocess.run([str(TRAIN)], cwd=folder, check=True)
@@ -59,4 +59,4 @@ def check_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    test_S3_09_a_bare_train_sh_trains_and_leaves_a_model()
+    test_a_bare_train_sh_trains_and_leaves_a_model()

@@ -60,20 +60,20 @@ def test_every_mode_equals_its_plain_formula_on_ragged_rows(ragged, mode):
         pytest.param("token-sum", 7.0, id="token_sum"),
     ],
 )
-def test_S0_34_S2_35_S2_36_S2_44_token_losses_1_and_2_2_2(mode, value):
+def test_token_losses_1_and_2_2_2(mode, value):
     assert agg_loss(LOSSES, MASK, mode, loss_scale_factor=4).item() == pytest.approx(value)
 
 
-def test_S2_34_token_mean_is_the_default():
+def test_token_mean_is_the_default():
     assert agg_loss(LOSSES, MASK).item() == pytest.approx(1.75)
 
 
-def test_S2_36_an_unknown_mode_lists_the_known_ones_and_the_nearest():
+def test_an_unknown_mode_lists_the_known_ones_and_the_nearest():
     with pytest.raises(AlgorithmError, match=r"Did you mean `token-mean`\?.*seq-mean-token-sum-norm.*token-sum"):
         aggregation_weights(MASK, "token_mean")
 
 
-def test_S2_44_neither_padding_nor_longer_rows_elsewhere_change_a_rows_share():
+def test_neither_padding_nor_longer_rows_elsewhere_change_a_rows_share():
     def share(mask: torch.Tensor) -> list[float]:
         return aggregation_weights(mask, "seq-mean-token-sum-norm", loss_scale_factor=4)[0, :3].tolist()
 
@@ -84,7 +84,7 @@ def test_S2_44_neither_padding_nor_longer_rows_elsewhere_change_a_rows_share():
 
 
 @pytest.mark.parametrize("constant", [None, 0, -1.0])
-def test_S2_44_the_constant_must_be_given_and_positive(constant):
+def test_the_constant_must_be_given_and_positive(constant):
     with pytest.raises(AlgorithmError, match=r"actor_rollout_ref\.actor\.loss_scale_factor"):
         aggregation_weights(MASK, "seq-mean-token-sum-norm", loss_scale_factor=constant)
 
@@ -144,7 +144,7 @@ def test_no_split_into_1_2_4_8_or_16_parts_changes_the_gradient_of_policy_and_kl
         assert loss_split == pytest.approx(loss, abs=1e-12)
 
 
-def test_S4_97_M_12_a_scalar_token_mean_weighted_by_its_share_of_tokens_is_exact_under_every_split(ragged):
+def test_a_scalar_token_mean_weighted_by_its_share_of_tokens_is_exact_under_every_split(ragged):
     @register_policy_loss("scalar_for_split_test")
     def compute_my_policy_loss(old_log_prob, log_prob, advantages, response_mask, **kwargs):
         ratio = torch.exp(log_prob - old_log_prob)

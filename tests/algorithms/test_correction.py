@@ -32,7 +32,7 @@ def plain_weights(batch, level: str, threshold: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_S0_09_truncated_weights_equal_the_plain_formula(ragged, level):
+def test_truncated_weights_equal_the_plain_formula(ragged, level):
     weights, _ = compute_rollout_correction(ragged.old_log_prob, ragged.rollout_log_prob, ragged.mask, config(level))
     assert weights is not None
     assert torch.allclose(weights.double(), plain_weights(ragged, level, 1.5), atol=1e-6)
@@ -61,7 +61,7 @@ def test_diagnostics_equal_their_plain_formulas(ragged, level):
     assert 0 < metrics["rollout_is/truncated"] < 1
 
 
-def test_S0_09_switching_them_on_changes_the_loss_of_an_off_policy_batch(ragged):
+def test_switching_them_on_changes_the_loss_of_an_off_policy_batch(ragged):
     def loss(level: str | None) -> torch.Tensor:
         weights, _ = compute_rollout_correction(
             ragged.old_log_prob, ragged.rollout_log_prob, ragged.mask, config(level)

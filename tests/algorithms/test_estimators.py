@@ -244,7 +244,7 @@ def test_every_estimator_has_a_plain_formula_here():
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_S2_27_the_advantages_equal_the_plain_formula(case, name):
+def test_the_advantages_equal_the_plain_formula(case, name):
     advantages, returns = estimate(name, case)
     assert same(advantages, PLAIN[name](case))
     assert not advantages[case.mask == 0].any()
@@ -305,14 +305,14 @@ def test_float32_rewards_give_float32_advantages_and_padding_changes_nothing(cas
 
 
 @pytest.mark.parametrize("gamma", [0.9, 0.0])
-def test_S4_33_reinforce_plus_plus_discounts_by_written_tokens(case, gamma):
+def test_reinforce_plus_plus_discounts_by_written_tokens(case, gamma):
     advantages, returns = estimate("reinforce_plus_plus", case, gamma=gamma)
     assert same(advantages, plain_reinforce_plus_plus(case, gamma))
     assert same(returns, per_token(case, lambda row, t: to_go(case, row, t, gamma)))
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (1.0, 0.0)])
-def test_S4_33_gae_discounts_by_written_tokens(case, gamma, lam):
+def test_gae_discounts_by_written_tokens(case, gamma, lam):
     assert same(estimate("gae", case, gamma=gamma, lam=lam)[0], plain_gae(case, gamma, lam))
 
 

@@ -19,7 +19,7 @@ def flat(name: str | None) -> str:
     return " ".join(explain(name).split())
 
 
-def test_S0_150_S1_50_grpo_gives_formula_source_settings_metrics_and_failures():
+def test_grpo_gives_formula_source_settings_metrics_and_failures():
     page = flat("grpo")
     for part in (
         "A_i = (r_i - mean(r)) / (std(r) + epsilon)",
@@ -32,41 +32,41 @@ def test_S0_150_S1_50_grpo_gives_formula_source_settings_metrics_and_failures():
     assert "Signs of failure:" in page
 
 
-def test_M_23_grpo_says_distance_and_not_rank():
+def test_grpo_says_distance_and_not_rank():
     assert "not the rank" in flat("grpo")
     assert "distance of its reward from the mean" in flat("grpo")
 
 
 @pytest.mark.parametrize(("name", "part"), [("grpo", "rule can check"), ("ppo", "alignment"), ("gae", "alignment")])
-def test_S3_20_grpo_and_ppo_say_when_to_use_each(name, part):
+def test_grpo_and_ppo_say_when_to_use_each(name, part):
     assert f"When to use: {'tasks' if name == 'grpo' else 'alignment'}" in flat(name)
     assert part in flat(name)
 
 
-def test_S2_43_M_22_drgrpo_gives_the_right_paper_and_says_what_lengthens_answers():
+def test_drgrpo_gives_the_right_paper_and_says_what_lengthens_answers():
     page = flat("drgrpo")
     assert "arXiv 2503.20783" in page
     assert "2402.03300" not in page
     assert "lengthens wrong answers" in page
 
 
-def test_S2_35_the_original_papers_aggregation_comes_with_its_caveat():
+def test_the_original_papers_aggregation_comes_with_its_caveat():
     assert "Unstable for long reasoning" in flat("seq-mean-token-mean")
 
 
-def test_S2_13_spin_says_that_it_is_not_built_and_what_is_nearest():
+def test_spin_says_that_it_is_not_built_and_what_is_nearest():
     assert "not built" in flat("spin")
     assert "nearest is `grpo`" in flat("spin")
 
 
 @pytest.mark.parametrize("name", ["rollout.n", "actor_rollout_ref.rollout.n", "rollout_n"])
-def test_S3_63_S0_145_rollout_n_gives_the_rule_of_thumb_and_its_price(name):
+def test_rollout_n_gives_the_rule_of_thumb_and_its_price(name):
     page = flat(name)
     for part in ("5 to 8", "doubling n about doubles", "gains shrink", "steadier", "in proportion"):
         assert part in page
 
 
-def test_S0_145_the_table_on_rollout_n_is_right():
+def test_the_table_on_rollout_n_is_right():
     rows = {
         line.split("  ")[1].strip() or line: line.split() for line in explain("rollout.n").splitlines() if "  " in line
     }
@@ -79,11 +79,11 @@ def test_S0_145_the_table_on_rollout_n_is_right():
 
 
 @pytest.mark.parametrize("name", ["norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo"])
-def test_M_24_S0_146_taking_the_deviation_out_changes_weights_and_not_speed(name):
+def test_taking_the_deviation_out_changes_weights_and_not_speed(name):
     assert "weighted by difficulty, not the speed" in flat(name)
 
 
-def test_M_28_policy_loss_says_little():
+def test_policy_loss_says_little():
     assert "says little" in flat("policy_loss")
 
 
@@ -100,7 +100,7 @@ def test_every_algorithm_mode_kl_type_and_loss_has_a_page():
 
 
 @pytest.mark.parametrize("name", ["k3+", "low_var_kl+"])
-def test_S2_42_plus_is_explained(name):
+def test_plus_is_explained(name):
     assert "keeps this value and has the gradient of `k2`" in flat(name)
 
 

@@ -43,21 +43,21 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 1.0), (1.0, 0.95), (0.9, 0.7)])
-def test_S4_33_S4_34_equals_the_plain_recursion_over_ragged_masks(ragged, gamma, lam):
+def test_equals_the_plain_recursion_over_ragged_masks(ragged, gamma, lam):
     advantages, returns = compute_gae_advantage_return(ragged.rewards, ragged.values, ragged.mask, gamma, lam)
     expected, expected_returns = plain(ragged, gamma, lam)
     assert torch.allclose(returns, expected_returns, atol=1e-12)
     assert torch.allclose(advantages, whiten(expected, ragged.mask), atol=1e-12)
 
 
-def test_S4_33_gamma_discounts_the_return_per_token():
+def test_gamma_discounts_the_return_per_token():
     rewards = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
     zeros = torch.zeros_like(rewards)
     _, returns = compute_gae_advantage_return(rewards, zeros, torch.ones(1, 3), gamma=0.9, lam=1.0)
     assert returns.tolist()[0] == pytest.approx([0.81, 0.9, 1.0])
 
 
-def test_S4_34_lam_1_gives_returns_minus_values(ragged):
+def test_lam_1_gives_returns_minus_values(ragged):
     advantages, _ = compute_gae_advantage_return(
         ragged.rewards, ragged.values, ragged.mask, gamma=1.0, lam=1.0, whiten=False
     )
@@ -102,7 +102,7 @@ def test_batches_of_no_or_one_token_stay_finite(tokens):
     assert torch.isfinite(returns).all()
 
 
-def test_S0_136_gae_without_values_is_an_error_that_says_what_to_do():
+def test_gae_without_values_is_an_error_that_says_what_to_do():
     with pytest.raises(AlgorithmError, match=r"values.*critic.*grpo"):
         compute_advantage("gae", token_level_rewards=torch.zeros(2, 3), response_mask=torch.ones(2, 3))
 

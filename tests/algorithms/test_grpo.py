@@ -45,7 +45,7 @@ UNEQUAL = ["b", "a", "b", "c", "a", "b", "d", "d", "a", "d", "b"]
 SCORES = [0.3, -1.0, 2.5, 0.7, 4.0, 0.0, 0.1, 0.1, -0.5, 0.1, 1.0]
 
 
-def test_S0_86_one_right_of_five_gives_1_78885_and_minus_0_44721_on_unmasked_tokens_and_0_elsewhere():
+def test_one_right_of_five_gives_1_78885_and_minus_0_44721_on_unmasked_tokens_and_0_elsewhere():
     rewards = outcome([1, 0, 0, 0, 0])
     mask = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]])
     advantages, _ = compute_grpo_outcome_advantage(
@@ -57,7 +57,7 @@ def test_S0_86_one_right_of_five_gives_1_78885_and_minus_0_44721_on_unmasked_tok
 
 
 @pytest.mark.parametrize(("normalise", "right", "wrong"), [(True, 1.78885, -0.44721), (False, 0.8, -0.2)])
-def test_S0_26_division_by_the_deviation_is_a_setting(normalise, right, wrong):
+def test_division_by_the_deviation_is_a_setting(normalise, right, wrong):
     expected = pytest.approx([right] + [wrong] * 4, abs=1e-5)
     assert advantages_of([1, 0, 0, 0, 0], ["u"] * 5, norm_adv_by_std_in_grpo=normalise) == expected
     rewards = outcome([1, 0, 0, 0, 0])
@@ -77,13 +77,13 @@ def test_setting_in_config_alone_switches_the_division_off():
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_S0_89_D_27_unequal_groups_match_the_plain_formula_with_sample_deviation(normalise):
+def test_unequal_groups_match_the_plain_formula_with_sample_deviation(normalise):
     result = advantages_of(SCORES, UNEQUAL, norm_adv_by_std_in_grpo=normalise)
     assert result == pytest.approx(plain(SCORES, UNEQUAL, normalise), abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_S0_89_shuffling_the_rows_shuffles_the_advantages_to_the_bit(dtype):
+def test_shuffling_the_rows_shuffles_the_advantages_to_the_bit(dtype):
     random = np.random.default_rng(3)
     scores, index = random.normal(size=200).tolist(), random.integers(0, 9, size=200).tolist()
     order = random.permutation(200)
@@ -92,7 +92,7 @@ def test_S0_89_shuffling_the_rows_shuffles_the_advantages_to_the_bit(dtype):
     assert shuffled == [straight[i] for i in order]
 
 
-def test_S0_88_rewards_spread_over_tokens_equal_their_sum_on_the_last_token():
+def test_rewards_spread_over_tokens_equal_their_sum_on_the_last_token():
     spread = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.25, 0.0, 0.25]])
     index, mask = np.array([1, 1, 1]), torch.ones(3, 3)
     first, _ = compute_grpo_outcome_advantage(spread, mask, index)
@@ -100,32 +100,32 @@ def test_S0_88_rewards_spread_over_tokens_equal_their_sum_on_the_last_token():
     assert torch.equal(first, second)
 
 
-def test_S0_90_without_division_it_is_score_minus_group_mean_exactly():
+def test_without_division_it_is_score_minus_group_mean_exactly():
     assert advantages_of([3, 1, 2, 10, 20], [0, 0, 0, 1, 1], norm_adv_by_std_in_grpo=False) == [1, -1, 0, -5, 5]
 
 
 @pytest.mark.parametrize("score", [0.1, 0.7, -0.3, 1e6 + 0.1, 0.0])
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_S0_91_D_27_equal_rewards_give_exactly_0(score, size, dtype):
+def test_equal_rewards_give_exactly_0(score, size, dtype):
     assert advantages_of([score] * size, ["u"] * size, dtype=dtype) == [0.0] * size
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_S0_91_M_20_a_group_of_one_keeps_its_score(normalise):
+def test_a_group_of_one_keeps_its_score(normalise):
     result = advantages_of([0.7, 1.0, 0.0], ["alone", "u", "u"], norm_adv_by_std_in_grpo=normalise)
     assert result[0] == 0.7
     assert all(np.isfinite(result))
 
 
-def test_S0_92_returns_are_the_advantages_of_shape_rows_by_length():
+def test_returns_are_the_advantages_of_shape_rows_by_length():
     rewards = outcome([1, 0], width=4)
     advantages, returns = compute_grpo_outcome_advantage(rewards, torch.ones_like(rewards), np.array(["u", "u"]))
     assert torch.equal(advantages, returns)
     assert advantages.shape == (2, 4)
 
 
-def test_S0_117_index_of_another_length_names_both_lengths():
+def test_index_of_another_length_names_both_lengths():
     with pytest.raises(AlgorithmError, match=r"3 entries.*5 rows"):
         compute_grpo_outcome_advantage(torch.zeros(5, 2), torch.ones(5, 2), np.array(["a", "a", "b"]))
 
@@ -135,7 +135,7 @@ def test_without_index_the_error_says_what_is_missing():
         compute_grpo_outcome_advantage(torch.zeros(2, 2), torch.ones(2, 2))
 
 
-def test_S0_136_values_do_not_matter():
+def test_values_do_not_matter():
     rewards, mask, index = outcome([1, 0]), torch.ones(2, 3), np.array([0, 0])
     plain_result, _ = compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask, index=index)
     with_values, _ = compute_advantage(
@@ -144,7 +144,7 @@ def test_S0_136_values_do_not_matter():
     assert torch.equal(plain_result, with_values)
 
 
-def test_M_23_distances_count_and_not_ranks():
+def test_distances_count_and_not_ranks():
     assert advantages_of([1, 0.9, 0], [0, 0, 0]) != pytest.approx(advantages_of([1, 0.1, 0], [0, 0, 0]), abs=0.1)
 
 

@@ -50,28 +50,28 @@ def test_every_type_equals_its_plain_formula(ragged, kl_type):
 
 
 @pytest.mark.parametrize("name", ["kl", "k1"])
-def test_S2_39_k1_is_the_difference(name):
+def test_k1_is_the_difference(name):
     assert at(0.1, name) == pytest.approx(0.1)
 
 
-def test_S2_40_abs_is_the_distance():
+def test_abs_is_the_distance():
     assert at(-0.1, "abs") == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("mse", 0.005), ("k2", 0.005), ("low_var_kl", 0.0048374), ("k3", 0.0048374)]
 )
-def test_S0_33_S2_41_k2_and_k3_at_0_1(name, value):
+def test_k2_and_k3_at_0_1(name, value):
     assert at(0.1, name) == pytest.approx(value, abs=1e-7)
 
 
-def test_S2_41_a_name_that_is_not_offered_lists_the_known_ones():
+def test_a_name_that_is_not_offered_lists_the_known_ones():
     with pytest.raises(AlgorithmError, match=r"`full`.*abs.*k1.*k2.*k3.*kl.*low_var_kl.*mse"):
         at(0.1, "full")
 
 
 @pytest.mark.parametrize("name", list(PLAIN))
-def test_S2_42_plus_keeps_the_value_and_has_the_gradient_of_k2(ragged, name):
+def test_plus_keeps_the_value_and_has_the_gradient_of_k2(ragged, name):
     with_plus, as_k2 = (ragged.log_prob.clone().requires_grad_() for _ in range(2))
     value = kl_penalty(with_plus, ragged.ref_log_prob, name + "+")
     assert torch.equal(value, kl_penalty(ragged.log_prob, ragged.ref_log_prob, name))
@@ -105,12 +105,12 @@ def test_k3_of_tiny_gaps_is_not_lost_to_rounding_in_float32():
 
 
 @pytest.mark.parametrize("kl_type", ALL)
-def test_S0_122_compute_kl_divergence_equals_kl_penalty(ragged, kl_type):
+def test_compute_kl_divergence_equals_kl_penalty(ragged, kl_type):
     ours = compute_kl_divergence(ragged.log_prob, ragged.ref_log_prob, type=kl_type)
     assert torch.equal(ours, kl_penalty(ragged.log_prob, ragged.ref_log_prob, kl_type))
 
 
-def test_S0_27_rewards_differ_from_scores_by_coefficient_times_kl(ragged):
+def test_rewards_differ_from_scores_by_coefficient_times_kl(ragged):
     rewards, metrics = apply_kl_in_reward(
         ragged.rewards, ragged.old_log_prob, ragged.ref_log_prob, ragged.mask, FixedKLController(0.02), "kl"
     )
@@ -125,7 +125,7 @@ def kl_ctrl(**changed) -> SimpleNamespace:
     return SimpleNamespace(**{"type": "adaptive", "kl_coef": 0.02, "target_kl": 0.01, "horizon": 1000, **changed})
 
 
-def test_S4_36_adaptive_coefficient_rises_above_the_target_and_falls_below_and_fixed_stays():
+def test_adaptive_coefficient_rises_above_the_target_and_falls_below_and_fixed_stays():
     up, down, fixed = (get_kl_controller(kl_ctrl(**c)) for c in ({}, {}, {"type": "fixed"}))
     up.update(0.5, n_steps=100)
     down.update(0.001, n_steps=100)
@@ -135,7 +135,7 @@ def test_S4_36_adaptive_coefficient_rises_above_the_target_and_falls_below_and_f
     assert fixed.value == 0.02
 
 
-def test_S4_37_the_first_batch_is_charged_and_logged_with_kl_coef_itself(ragged):
+def test_the_first_batch_is_charged_and_logged_with_kl_coef_itself(ragged):
     controller = get_kl_controller(kl_ctrl())
     arguments = (ragged.rewards, ragged.log_prob, ragged.ref_log_prob, ragged.mask, controller, "k2")
     _, first = apply_kl_in_reward(*arguments)
@@ -144,7 +144,7 @@ def test_S4_37_the_first_batch_is_charged_and_logged_with_kl_coef_itself(ragged)
     assert second["actor/reward_kl_penalty_coeff"] == controller.value / (1 + 0.2 * 14 / 1000)
 
 
-def test_S4_38_the_adaptation_turns_at_the_target_and_the_horizon_has_a_default():
+def test_the_adaptation_turns_at_the_target_and_the_horizon_has_a_default():
     controller = get_kl_controller({"type": "adaptive", "kl_coef": 0.02, "target_kl": 0.01})
     assert isinstance(controller, AdaptiveKLController)
     assert controller.horizon == 10000

@@ -33,7 +33,7 @@ def plain(ratio: float, a: float, low: float, high: float, c: float) -> float:
     return min(loss, -a * c) if a < 0 else loss
 
 
-def test_S0_30_S0_121_ratio_1_5_is_clipped_above_for_good_tokens_and_not_for_bad_ones():
+def test_ratio_1_5_is_clipped_above_for_good_tokens_and_not_for_bad_ones():
     assert one_token(1.5, +1) == pytest.approx(-1.2)
     assert one_token(1.5, -1) == pytest.approx(+1.5)
     assert one_token(1.5, +1, clip_ratio=0.3) == pytest.approx(-1.3)
@@ -51,7 +51,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
     assert one_token(50.0, +2) == pytest.approx(-2.4)
 
 
-def test_S0_121_every_token_equals_the_plain_formula(ragged):
+def test_every_token_equals_the_plain_formula(ragged):
     config = settings(clip_ratio_low=0.15, clip_ratio_high=0.3, clip_ratio_c=1.5)
     losses, metrics = compute_policy_loss_vanilla(
         ragged.old_log_prob, ragged.log_prob, ragged.advantages, ragged.mask, config
@@ -76,7 +76,7 @@ def test_S0_121_every_token_equals_the_plain_formula(ragged):
     assert min(seen.values()) >= 3, "the batch must reach every branch"
 
 
-def test_S0_121_on_policy_the_loss_is_minus_the_advantage_and_its_gradient_too(ragged):
+def test_on_policy_the_loss_is_minus_the_advantage_and_its_gradient_too(ragged):
     log_prob = ragged.log_prob.clone().requires_grad_()
     losses, metrics = compute_policy_loss_vanilla(
         log_prob.detach(), log_prob, ragged.advantages, ragged.mask, settings()
@@ -135,7 +135,7 @@ def test_impossible_clip_ranges_are_named(wrong):
         one_token(1.0, 1.0, **wrong)
 
 
-def test_S4_46_a_value_that_moved_by_more_than_the_range_gets_the_clipped_loss():
+def test_a_value_that_moved_by_more_than_the_range_gets_the_clipped_loss():
     values, returns = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
     vpreds = torch.tensor([[0.1, 0.5, -0.5, 0.5]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 0]])
@@ -144,7 +144,7 @@ def test_S4_46_a_value_that_moved_by_more_than_the_range_gets_the_clipped_loss()
     assert metrics["critic/vf_clipfrac"].tolist() == [[0, 1, 0, 0]]
 
 
-def test_S4_46_value_loss_equals_the_plain_formula_and_passes_gradcheck(ragged):
+def test_value_loss_equals_the_plain_formula_and_passes_gradcheck(ragged):
     def loss(vpreds):
         return compute_value_loss(vpreds, ragged.values, ragged.returns, ragged.mask, cliprange_value=0.2)[0]
 

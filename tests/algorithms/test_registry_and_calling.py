@@ -36,19 +36,19 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def test_S0_63_the_front_door_gives_the_customary_names():
+def test_the_front_door_gives_the_customary_names():
     for name in ("compute_grpo_outcome_advantage", "AdvantageEstimator", "register_adv_est", "register_policy_loss"):
         assert hasattr(core_algos, name)
     assert all(getattr(core_algos, name) is getattr(algorithms, name) for name in algorithms.__all__)
 
 
-def test_S0_87_grpo_is_found_by_string_and_by_enum():
+def test_grpo_is_found_by_string_and_by_enum():
     assert get_adv_estimator("grpo") is get_adv_estimator(AdvantageEstimator.GRPO)
     assert get_adv_estimator("grpo").function is compute_grpo_outcome_advantage
     assert AdvantageEstimator.GRPO == "grpo"
 
 
-def test_S0_87_another_function_under_a_taken_name_is_an_error_naming_both():
+def test_another_function_under_a_taken_name_is_an_error_naming_both():
     with pytest.raises(AlgorithmError, match=r"`grpo`.*compute_grpo_outcome_advantage.*mine"):
 
         @register_adv_est(AdvantageEstimator.GRPO)
@@ -124,7 +124,7 @@ def test_the_names_that_the_settings_know_are_those_that_are_built():
     }
 
 
-def test_S4_94_S4_95_a_users_estimator_is_called_with_these_names_and_index_and_config_in_kwargs():
+def test_a_users_estimator_is_called_with_these_names_and_index_and_config_in_kwargs():
     seen = {}
 
     @register_adv_est("my_estimator")
@@ -161,7 +161,7 @@ def test_an_estimator_that_gives_something_else_is_told_what_is_wanted(given):
         compute_advantage("odd", token_level_rewards=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
 
 
-def test_S4_96_S4_97_a_users_scalar_loss_is_called_by_names_and_reported_as_scalar():
+def test_a_users_scalar_loss_is_called_by_names_and_reported_as_scalar():
     @register_policy_loss("my_loss")
     def compute_my_policy_loss(old_log_prob, log_prob, advantages, response_mask, **kwargs):
         ratio = torch.exp(log_prob - old_log_prob)
@@ -178,14 +178,14 @@ def test_S4_96_S4_97_a_users_scalar_loss_is_called_by_names_and_reported_as_scal
     assert torch.allclose(tensors["log_prob"].grad, torch.tensor([[-1 / 3, -1 / 3], [2 / 3, 0.0]]))
 
 
-def test_M_12_the_run_can_say_that_a_scalar_depends_on_the_split():
+def test_the_run_can_say_that_a_scalar_depends_on_the_split():
     from posttrain.algorithms import scalar_loss_note
 
     assert "`my_loss`" in scalar_loss_note("my_loss")
     assert "depends on how the mini-batch is split" in scalar_loss_note("my_loss")
 
 
-def test_M_12_a_missing_import_in_a_users_loss_is_named_with_file_and_line(tmp_path):
+def test_a_missing_import_in_a_users_loss_is_named_with_file_and_line(tmp_path):
     file = tmp_path / "my_algorithm.py"
     file.write_text(
         "from posttrain.trainer.ppo.core_algos import register_policy_loss\n"

@@ -114,7 +114,7 @@ def test_extremes_and_garbage_stay_finite():
         assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_S2_12_the_overlong_penalty_grows_over_the_buffer():
+def test_the_overlong_penalty_grows_over_the_buffer():
     lengths = torch.tensor([0, 80, 81, 90, 100])
     assert overlong_penalty(lengths, 100, 20, 1.0).tolist() == pytest.approx([0, 0, -0.05, -0.5, -1.0])
     assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5])

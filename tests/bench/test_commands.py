@@ -54,7 +54,7 @@ def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsy
     assert re.search(r"^hf: its rollout, against float32 ", out, re.M), "without a file too"
 
 
-def test_S1_06_in_every_table_that_was_published_the_default_engine_is_above_generate():
+def test_in_every_table_that_was_published_the_default_engine_is_above_generate():
     """A clock is no judge in a test; the figures that a user is shown are held to the claim."""
     pages = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
     tables = [dict(ROW.findall(table)) for table in re.findall(r"\| best tok/s \|.*?\n\n", pages, re.S)]
@@ -89,7 +89,7 @@ def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, c
     assert status == 2 and "slots differ" in err
 
 
-def test_S1_06_engines_stand_beside_generate_which_computes_to_the_longest_row_while_useful_tokens_count(
+def test_engines_stand_beside_generate_which_computes_to_the_longest_row_while_useful_tokens_count(
     tiny: Path, tmp_path: Path, capsys
 ):
     file = tmp_path / "rollout.json"

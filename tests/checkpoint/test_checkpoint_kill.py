@@ -55,7 +55,7 @@ def killed_at(call: int, work) -> bool:
 
 
 @pytest.mark.parametrize("case", ["next step", "same step again", "next step, old one pruned"])
-def test_S2_18_killed_at_every_stage_of_a_save_the_run_goes_on(tmp_path, case):
+def test_killed_at_every_stage_of_a_save_the_run_goes_on(tmp_path, case):
     keep = 1 if "pruned" in case else None
     step = 5 if "same" in case else 6
     seen = set()

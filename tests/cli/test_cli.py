@@ -151,7 +151,7 @@ def test_a_command_cut_short_by_a_comment_is_answered(extra: list[str], part: st
     assert part in capsys.readouterr().err
 
 
-def test_M_02_M_03_main_ppo_without_arguments_says_what_it_needs():
+def test_main_ppo_without_arguments_says_what_it_needs():
     ran = subprocess.run(
         [sys.executable, "-m", "posttrain.trainer.main_ppo"], capture_output=True, text=True, timeout=60
     )

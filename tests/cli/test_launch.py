@@ -40,7 +40,7 @@ def has(resolved: Resolved, key: str, expected: Any, source: str) -> None:
     assert resolved.sources[key].startswith(source), resolved.sources[key]
 
 
-def test_S3_10_model_rollout_n_and_epochs_together():
+def test_model_rollout_n_and_epochs_together():
     resolved = resolve("--model", "Qwen/Qwen2.5-7B", "--rollout_n", "8", "--epochs", "20")
     has(resolved, MODEL, "Qwen/Qwen2.5-7B", "flag --model")
     has(resolved, N, 8, "flag --rollout_n")
@@ -108,7 +108,7 @@ def test_used_variables_are_said_at_the_start():
     assert any("LEARNING_RATE=2e-5" in note for note in resolve(env={"LEARNING_RATE": "2e-5"}).notes)
 
 
-def test_S3_26_key_wins_over_flag_over_variable_over_default():
+def test_key_wins_over_flag_over_variable_over_default():
     key, env = f"{ACTOR}.optim.lr", {"LEARNING_RATE": "1e-3"}
     args = ["--model", "m"]
     has(resolve(*args), key, 1e-6, launch.DEFAULT)
@@ -117,7 +117,7 @@ def test_S3_26_key_wins_over_flag_over_variable_over_default():
     has(resolve(*args, f"{key}=1e-5", "--lr", "1e-4", env=env), key, 1e-5, "command line")
 
 
-def test_S3_26_holds_for_other_spellings_of_the_key_too():
+def test_holds_for_other_spellings_of_the_key_too():
     resolved = resolve(
         "--model", "m", "--lr", "1e-4", "actor.learning_rate=1e-5", "rollout.n=4", env={"ROLLOUT_N": "3"}
     )
@@ -125,7 +125,7 @@ def test_S3_26_holds_for_other_spellings_of_the_key_too():
     has(resolved, N, 4, "command line")
 
 
-def test_D_18_without_a_model_the_embedded_task_has_its_own_values():
+def test_without_a_model_the_embedded_task_has_its_own_values():
     from posttrain.config.presets import EMBEDDED
 
     resolved = resolve()
@@ -135,7 +135,7 @@ def test_D_18_without_a_model_the_embedded_task_has_its_own_values():
 
 
 @pytest.mark.parametrize("args", [["--model", "m"], [f"{MODEL}=m"], ["actor.model_name=m"]])
-def test_D_18_with_a_model_in_any_spelling_document_3s_values_hold(args: list[str]):
+def test_with_a_model_in_any_spelling_document_3s_values_hold(args: list[str]):
     resolved = resolve(*args)
     has(resolved, "algorithm.adv_estimator", "grpo", launch.DEFAULT)
     assert value(resolved, MODEL) == "m"
@@ -166,7 +166,7 @@ def test_epochs_asked_for_replace_the_embedded_tasks_number_of_steps():
     assert value(resolve("--epochs", "2", "trainer.total_training_steps=7"), "trainer.total_training_steps") == 7
 
 
-def test_S3_64_a_kl_coefficient_switches_the_kl_loss_on_and_0_off():
+def test_a_kl_coefficient_switches_the_kl_loss_on_and_0_off():
     for args in ([], ["--model", "m"]):
         resolved = resolve(*args, "--kl_coef", "0.01")
         has(resolved, f"{ACTOR}.kl_loss_coef", 0.01, "flag --kl_coef")
@@ -189,7 +189,7 @@ def test_the_algorithm_group_wins_over_train_shs_defaults():
     assert value(resolved, "algorithm.norm_adv_by_std_in_grpo") is False
 
 
-def test_D_21_the_reward_beside_train_sh_serves_unless_another_is_named(tmp_path: Path):
+def test_the_reward_beside_train_sh_serves_unless_another_is_named(tmp_path: Path):
     (tmp_path / "reward_func.py").write_text("def compute_score(data_source, solution_str, ground_truth): return 0.0\n")
     key, path = "custom_reward_function.path", str(tmp_path / "reward_func.py")
     has(resolve(train_sh=tmp_path), key, path, launch.DEFAULT)
@@ -228,7 +228,7 @@ def test_a_wrong_value_names_the_flag_or_variable_it_came_from():
         resolve("--kl_coef", "some")
 
 
-def test_S3_59_an_unknown_key_gives_main_ppos_error():
+def test_an_unknown_key_gives_main_ppos_error():
     from posttrain.config import load_config
 
     argument = "actor_rollout_ref.rollout.temprature=1"
@@ -240,7 +240,7 @@ def test_S3_59_an_unknown_key_gives_main_ppos_error():
     assert "actor_rollout_ref.rollout.temperature" in str(ours.value)
 
 
-def test_D_18_help_prints_both_columns_for_every_row():
+def test_help_prints_both_columns_for_every_row():
     from posttrain.config.presets import EMBEDDED
 
     lines = help_text({"ROLLOUT_N": "3"}).splitlines()

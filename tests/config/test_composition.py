@@ -44,7 +44,7 @@ def change(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def test_S0_01_the_resolved_tree_is_yaml_of_all_sections(load):
+def test_the_resolved_tree_is_yaml_of_all_sections(load):
     resolved = load("--cfg", "job", "algorithm.adv_estimator=grpo")
     assert resolved.show == "job"
     tree = yaml.safe_load(resolved.to_yaml())
@@ -52,7 +52,7 @@ def test_S0_01_the_resolved_tree_is_yaml_of_all_sections(load):
     assert set(tree) == set(PPOConfig())
 
 
-def test_S0_02_S0_03_the_main_file_in_the_package_gives_the_defaults(load):
+def test_the_main_file_in_the_package_gives_the_defaults(load):
     assert (Path(posttrain.__file__).parent / "trainer" / "config" / "ppo_trainer.yaml").is_file()
     resolved = load("trainer.seed=2")
     assert resolved.main_file == "posttrain/trainer/config/ppo_trainer.yaml"
@@ -80,13 +80,13 @@ def test_a_value_changed_in_a_file_of_the_tree_changes_the_resolved_tree(load, t
     assert resolved.sources[key] == f"posttrain/trainer/config/{file}"
 
 
-def test_S0_05_dp_actor_wins_over_its_base(load, tree):
+def test_dp_actor_wins_over_its_base(load, tree):
     change(tree / "actor/actor.yaml", "clip_ratio: 0.2", "clip_ratio: 0.3")
     change(tree / "actor/dp_actor.yaml", "strategy: fsdp\n", "strategy: fsdp\nclip_ratio: 0.4\n")
     assert load("data.train_files=x.parquet").value(f"{ACTOR}.clip_ratio") == 0.4
 
 
-def test_S0_11_four_overrides_with_source_command_line(load):
+def test_four_overrides_with_source_command_line(load):
     given = {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": "train.parquet",
@@ -99,7 +99,7 @@ def test_S0_11_four_overrides_with_source_command_line(load):
     assert set(given) <= resolved.explicit
 
 
-def test_S0_16_M_07_a_copied_main_file_composes_to_the_same_tree(load, tmp_path):
+def test_a_copied_main_file_composes_to_the_same_tree(load, tmp_path):
     (tmp_path / "mine").mkdir()
     shutil.copy(compose.PACKAGE_TREE / "ppo_trainer.yaml", tmp_path / "mine" / "my_grpo_config.yaml")
     copied = load("--config-path=mine", "--config-name=my_grpo_config")
@@ -177,7 +177,7 @@ def test_a_copied_group_file_gives_the_line_that_was_changed_alone(load, tmp_pat
     assert resolved.explicit == {f"{ROLLOUT}.n", "trainer.seed"}
 
 
-def test_S0_23_a_file_laid_over_the_built_in_tree_is_named(load, write):
+def test_a_file_laid_over_the_built_in_tree_is_named(load, write):
     write("my_grpo_config.yaml", GRPO_BLOCK)
     resolved = load("--config-path=.", "--config-name=my_grpo_config")
     assert resolved.main_file == "my_grpo_config.yaml over posttrain/trainer/config/ppo_trainer.yaml"
@@ -190,7 +190,7 @@ def test_a_file_of_the_users_that_was_edited_is_read_again(load, write):
     assert load("--config-path=.", "--config-name=mine").value("trainer.seed") == 11
 
 
-def test_S0_22_M_08_a_file_without_defaults_is_laid_over_the_built_in_tree(load, problems, write):
+def test_a_file_without_defaults_is_laid_over_the_built_in_tree(load, problems, write):
     write("my_grpo_config.yaml", GRPO_BLOCK)
     resolved = load("--config-path=.", "--config-name=my_grpo_config", "data.train_files=a.parquet")
     assert resolved.value(f"{ROLLOUT}.n") == 5
@@ -203,20 +203,20 @@ def test_S0_22_M_08_a_file_without_defaults_is_laid_over_the_built_in_tree(load,
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_S0_23_M_06_a_folder_is_found_from_the_working_folder(load, write, tmp_path, absolute):
+def test_a_folder_is_found_from_the_working_folder(load, write, tmp_path, absolute):
     write("conf/my_grpo_config.yaml", GRPO_BLOCK)
     folder = str(tmp_path / "conf") if absolute else "conf"
     resolved = load(f"--config-path={folder}", "--config-name=my_grpo_config")
     assert resolved.sources["algorithm.adv_estimator"] == "conf/my_grpo_config.yaml"
 
 
-def test_M_06_a_folder_beside_the_module_is_found_second(load, problems):
+def test_a_folder_beside_the_module_is_found_second(load, problems):
     assert load("--config-path", "config", "--config-name", "ppo_trainer").value("trainer.total_epochs") == 15
     text = problems("--config-path=nowhere", "trainer.seed=1")
     assert "nowhere" in text and str(Path.cwd()) in text
 
 
-def test_S0_24_a_new_group_enters_the_tree_and_is_swapped(load, tree, write):
+def test_a_new_group_enters_the_tree_and_is_swapped(load, tree, write):
     change(tree / "ppo_trainer.yaml", "  - _self_\n", "  - mygroup: a\n  - _self_\n")
     write("tree/mygroup/a.yaml", "rate: 0.25\n")
     write("tree/mygroup/b.yaml", "rate: 0.5\n")
@@ -227,7 +227,7 @@ def test_S0_24_a_new_group_enters_the_tree_and_is_swapped(load, tree, write):
     assert yaml.safe_load(swapped.to_yaml())["mygroup"] == {"rate": 0.5}
 
 
-def test_S0_24_a_group_of_settings_needs_the_global_package(load, problems, write):
+def test_a_group_of_settings_needs_the_global_package(load, problems, write):
     write("conf/main.yaml", "defaults: [ppo_trainer, {mygroup: a}, _self_]\n")
     write("conf/mygroup/a.yaml", "# @package _global_\ntrainer: {seed: 7}\n")
     resolved = load("-cp", "conf", "-cn", "main")
@@ -236,7 +236,7 @@ def test_S0_24_a_group_of_settings_needs_the_global_package(load, problems, writ
     assert "# @package _global_" in problems("-cp", "conf", "-cn", "main", "mygroup=b")
 
 
-def test_S0_60_the_command_line_wins_over_the_file(load, write):
+def test_the_command_line_wins_over_the_file(load, write):
     write("conf/my_grpo_config.yaml", GRPO_BLOCK + "data: {train_files: file.parquet}\n")
     resolved = load("--config-path=conf", "--config-name=my_grpo_config", "data.train_files=line.parquet")
     assert resolved.value("data.train_files") == "line.parquet"
@@ -244,20 +244,20 @@ def test_S0_60_the_command_line_wins_over_the_file(load, write):
     assert resolved.sources[f"{ROLLOUT}.n"] == "conf/my_grpo_config.yaml"
 
 
-def test_S0_65_the_algorithm_class_has_the_defaults_of_the_yaml(load):
+def test_the_algorithm_class_has_the_defaults_of_the_yaml(load):
     from posttrain.trainer.config.algorithm import AlgorithmConfig
 
     assert load("trainer.seed=2").config.algorithm == AlgorithmConfig()
 
 
-def test_S0_99_S2_08_every_key_is_described_with_one_sentence(load):
+def test_every_key_is_described_with_one_sentence(load):
     text = load("trainer.seed=2").describe()
     for key, leaf in leaves(PPOConfig).items():
         assert f"{key}: " in text
         assert leaf.sentence.endswith("."), key
 
 
-def test_S2_08_the_generated_files_are_up_to_date():
+def test_the_generated_files_are_up_to_date():
     assert generate.main(["--check"]) == 0
 
 

@@ -21,7 +21,7 @@ def adapter(folder: Path, weights: str = "adapter_model.safetensors", **changes)
     return folder
 
 
-def test_D_23_nested_spellings_mean_the_flat_ones(load):
+def test_nested_spellings_mean_the_flat_ones(load):
     keys = [f"{MODEL}.lora.rank=8", f"{MODEL}.lora.alpha=32", f"{MODEL}.lora.type=lora"]
     keys += [f"{MODEL}.lora.target_modules=[q_proj,v_proj]", "model.lora.exclude_modules=v_proj"]
     model = load(*START, *keys).config.actor_rollout_ref.model

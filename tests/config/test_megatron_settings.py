@@ -19,13 +19,13 @@ KEY, BY_MEGATRON = f"{ACTOR}.megatron_config", f"{ACTOR}.strategy=megatron"
     "place", ["actor.megatron_config", f"{ACTOR}.megatron_config", f"{ACTOR}.megatron", "actor.megatron"]
 )
 @pytest.mark.parametrize("middle", ["", "model_"])
-def test_D_13_sizes_of_training_are_written_with_and_without_model(load, name, place, middle):
+def test_sizes_of_training_are_written_with_and_without_model(load, name, place, middle):
     resolved = load(BY_MEGATRON, "trainer.n_workers=2", f"{place}.{name}_{middle}parallel_size=2")
     assert resolved.value(KEY) == {f"{name}_parallel_size": 2}
     assert resolved.value("actor_rollout_ref.rollout.tensor_model_parallel_size") == 1
 
 
-def test_S4_56_the_sizes_of_the_large_run_are_taken(load):
+def test_the_sizes_of_the_large_run_are_taken(load):
     sizes = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4, "expert_parallel_size": 8}
     given = [f"{KEY}.{name}={size}" for name, size in sizes.items()]
     resolved = load(BY_MEGATRON, "trainer.n_gpus_per_node=8", "trainer.nnodes=4", *given)
@@ -96,7 +96,7 @@ def test_an_engine_that_nothing_registers_is_unknown(problems):
     assert resolved.value("fsdp.strategy") == "zero3"
 
 
-def test_S4_58_without_the_package_the_error_names_the_extra(monkeypatch, tmp_path):
+def test_without_the_package_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("posttrain.config.megatron.is_installed", lambda: False)
     said = [
         problem for problem in check_environment(load_config([BY_MEGATRON]), tmp_path) if "megatron" in problem.what

@@ -12,7 +12,7 @@ from posttrain.config.supervised_tree import SFT
 STRATEGY = "actor_rollout_ref.actor.strategy"
 
 
-def test_D_33_fsdp_and_fsdp2_are_one_engine_and_deepspeed_names_fsdp2(load, problems):
+def test_fsdp_and_fsdp2_are_one_engine_and_deepspeed_names_fsdp2(load, problems):
     for name in ("fsdp", "fsdp2"):
         assert load(f"{STRATEGY}={name}").value(STRATEGY) == name
     assert "fsdp2" in problems(f"{STRATEGY}=deepspeed")
@@ -69,7 +69,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int, here: int, rank
 
 
 @pytest.mark.parametrize("tree", [PPO, SFT])
-def test_S1_42_two_commands_of_torchrun_are_one_run_that_the_first_machine_drives(monkeypatch, tree):
+def test_two_commands_of_torchrun_are_one_run_that_the_first_machine_drives(monkeypatch, tree):
     given = ["trainer.seed=1", "trainer.device=cpu"]
     monkeypatch.setattr("posttrain.cores.usable", lambda: 8)
     for machine in (0, 1):
@@ -161,7 +161,7 @@ def test_workers_that_only_generate_need_ray(problems, monkeypatch):
     assert f"`{ROLLOUT}.n_workers=1` asks for 2 workers, which Ray starts" in said
 
 
-def test_D_25_several_machines_without_a_cluster_are_told_how_to_give_one(problems):
+def test_several_machines_without_a_cluster_are_told_how_to_give_one(problems):
     said = problems("trainer.nnodes=4", "trainer.seed=1", environment=True)
     for form in ("running Ray cluster", "torchrun --nnodes=N", "RAY_HEAD_ADDRESS=auto trainer.node_rank=0"):
         assert form in said
@@ -179,7 +179,7 @@ def test_several_machines_with_an_address_are_taken_whatever_this_one_has(proble
 
 
 @pytest.mark.parametrize("tree", [PPO, SFT])
-def test_M_32_a_machine_has_a_number_below_their_count_and_all_but_the_first_need_an_address(monkeypatch, tree):
+def test_a_machine_has_a_number_below_their_count_and_all_but_the_first_need_an_address(monkeypatch, tree):
     two = ["trainer.nnodes=2", "trainer.device=cpu"]
     monkeypatch.setenv("RAY_HEAD_ADDRESS", "10.0.0.1:6379")
     assert load_config(two, environment=True, tree=tree).node_rank == 0
@@ -208,7 +208,7 @@ def test_many_workers_on_a_machine_without_a_gpu_are_told_of_one_and_never_of_no
     assert "asks for" not in problems("trainer.device=cuda", environment=True)
 
 
-def test_D_24_module_and_command_start_the_same_program():
+def test_module_and_command_start_the_same_program():
     """`--cfg job` of the module and of `posttrain train` give the same tree for the same keys."""
     keys = ["preset=embedded", "trainer.seed=5", "--cfg", "job"]
     module = [sys.executable, "-m", "posttrain.trainer.main_ppo", *keys]

@@ -81,12 +81,12 @@ def test_a_key_of_document_1_resolves(block, row):
     assert key in block.explicit
 
 
-def test_S1_10_S1_30_the_block_resolves_and_says_that_there_is_no_validation(block):
+def test_the_block_resolves_and_says_that_there_is_no_validation(block):
     assert block.value("data.val_files") is None
     assert sum("no validation" in note for note in block.notes) == 1
 
 
-def test_S1_26_S4_54_the_kind_of_reward_switches_the_reward_model(load, problems):
+def test_the_kind_of_reward_switches_the_reward_model(load, problems):
     function = load("reward.type=function")
     assert function.value("custom_reward_function.path") is None and function.value("reward_model.enable") is False
     model = load("reward.type=model", "reward_model.model.path=a/b")
@@ -94,7 +94,7 @@ def test_S1_26_S4_54_the_kind_of_reward_switches_the_reward_model(load, problems
     assert "known: function, model" in problems("trainer.reward_fn.type=oracle")
 
 
-def test_S1_34_D_16_accumulation_becomes_a_mini_batch_in_prompts(load, problems):
+def test_accumulation_becomes_a_mini_batch_in_prompts(load, problems):
     keys = ["trainer.micro_batch_size=6", "trainer.gradient_accumulation=5", "algorithm.adv_estimator=grpo"]
     resolved = load(*keys, f"{ROLLOUT}.n=3", "trainer.n_gpus_per_node=2", "data.train_batch_size=100")
     assert resolved.value(f"{ACTOR}.ppo_mini_batch_size") == 20
@@ -105,14 +105,14 @@ def test_S1_34_D_16_accumulation_becomes_a_mini_batch_in_prompts(load, problems)
     assert "needs a micro-batch size" in problems("trainer.gradient_accumulation=5")
 
 
-def test_D_01_two_spellings_agree_or_are_refused(load, problems):
+def test_two_spellings_agree_or_are_refused(load, problems):
     assert load("algorithm.name=grpo", "algorithm.adv_estimator=grpo").value("algorithm.adv_estimator") == "grpo"
     text = problems("algorithm.name=grpo", "algorithm.adv_estimator=gae")
     assert "`algorithm.name` and `algorithm.adv_estimator`" in text and "'grpo' and 'gae'" in text
     assert load("trainer.seed=1").value("algorithm.adv_estimator") == "gae"
 
 
-def test_D_01_two_spellings_in_one_file_name_the_file(problems, write):
+def test_two_spellings_in_one_file_name_the_file(problems, write):
     write("two.yaml", "algorithm: {group_size: 8}\nactor_rollout_ref: {rollout: {n: 4}}\n")
     text = problems("--config-path=.", "--config-name=two")
     assert "two.yaml" in text and "`algorithm.group_size`" in text and f"`{ROLLOUT}.n`" in text
@@ -125,12 +125,12 @@ def test_a_higher_rank_wins_whatever_the_spelling(load, write):
 
 
 @pytest.mark.parametrize("spelling", [f"{ROLLOUT}.n", "actor_rollout.ref.rollout.n", "algorithm.group_size"])
-def test_D_02_responses_per_prompt(load, problems, spelling):
+def test_responses_per_prompt(load, problems, spelling):
     assert load("algorithm.adv_estimator=grpo", f"{spelling}=3").value(f"{ROLLOUT}.n") == 3
     assert f"{ROLLOUT}.n=1" in problems("algorithm.adv_estimator=grpo", f"{spelling}=1")
 
 
-def test_D_02_S2_28_unset_is_5_under_grpo_and_1_under_gae(load):
+def test_unset_is_5_under_grpo_and_1_under_gae(load):
     grpo = load("algorithm.adv_estimator=grpo")
     assert grpo.value(f"{ROLLOUT}.n") == 5 and f"{ROLLOUT}.n" not in grpo.explicit
     assert any("becomes 5" in note for note in grpo.notes)
@@ -138,7 +138,7 @@ def test_D_02_S2_28_unset_is_5_under_grpo_and_1_under_gae(load):
     assert load("algorithm.adv_estimator=gae", f"{ROLLOUT}.n=1").value(f"{ROLLOUT}.n") == 1
 
 
-def test_D_04_grpo_without_kl_is_allowed_and_said_once(load):
+def test_grpo_without_kl_is_allowed_and_said_once(load):
     notes = load("algorithm.adv_estimator=grpo").notes
     assert sum("no KL term" in note for note in notes) == 1
     assert not any("no KL term" in note for note in load("algorithm=grpo").notes)
@@ -152,14 +152,14 @@ def test_D_04_grpo_without_kl_is_allowed_and_said_once(load):
         (["algorithm.kl_coef=0.01", "algorithm.use_kl_in_reward=True"], (False, 0.001, 0.01)),
     ],
 )
-def test_D_05_S1_14_the_coefficient_means_the_loss_unless_kl_is_in_the_reward(load, args, expected):
+def test_the_coefficient_means_the_loss_unless_kl_is_in_the_reward(load, args, expected):
     resolved = load("algorithm.adv_estimator=grpo", *args)
     keys = (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef")
     assert tuple(resolved.value(key) for key in keys) == expected
     assert any("algorithm.kl_coef" in note for note in resolved.notes)
 
 
-def test_D_05_contradictions_and_a_zero_coefficient(load, problems):
+def test_contradictions_and_a_zero_coefficient(load, problems):
     assert "keep one of them" in problems("algorithm.kl_coef=0.01", f"{ACTOR}.use_kl_loss=False")
     resolved = load(f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0")
     assert any("no reference model is loaded" in note for note in resolved.notes)
@@ -202,7 +202,7 @@ def test_a_spelling_resolves_to_its_canonical_key(load, row, argument, key, valu
     assert resolved.sources[key] == "command line" + ("" if spelling == key else f", written `{spelling}`")
 
 
-def test_D_12_D_15_unset_sizes_are_not_explicit(load):
+def test_unset_sizes_are_not_explicit(load):
     resolved = load("data.train_files=a.parquet")
     assert resolved.value(f"{ROLLOUT}.gpu_memory_utilization") is None
     assert resolved.value("data.train_batch_size") == 1024 and "data.train_batch_size" not in resolved.explicit
@@ -214,7 +214,7 @@ def test_a_mini_batch_that_nobody_set_follows_a_small_batch(load, problems):
     assert "larger than the batch" in problems("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=128")
 
 
-def test_D_23_lora_in_both_spellings(load, problems):
+def test_lora_in_both_spellings(load, problems):
     peft = f"{ACTOR}.peft_config"
     keys = [f"{peft}.peft_type=lora", f"{peft}.lora_r=16", f"{peft}.lora_alpha=32"]
     keys += [f"{peft}.target_modules=" + '["q_proj","v_proj"]', f"{ROLLOUT}.enable_lora=True"]
@@ -226,7 +226,7 @@ def test_D_23_lora_in_both_spellings(load, problems):
     assert "known: lora" in problems(f"{peft}.peft_type=ia3", f"{peft}.lora_r=16")
 
 
-def test_S3_26_D_08_D_18_key_wins_over_flag_over_environment_variable():
+def test_key_wins_over_flag_over_environment_variable():
     labelled = [
         (f"{ACTOR}.optim.lr=1e-5", "environment variable LEARNING_RATE"),
         (f"{ROLLOUT}.n=3", "environment variable ROLLOUT_N"),
@@ -251,7 +251,7 @@ def test_S3_26_D_08_D_18_key_wins_over_flag_over_environment_variable():
 @pytest.mark.parametrize(
     ("text", "value"), [("True", True), ("true", True), ("FALSE", False), ("0", False), ("1", True)]
 )
-def test_D_35_booleans_in_any_case(load, text, value):
+def test_booleans_in_any_case(load, text, value):
     assert load(f"data.shuffle={text}").value("data.shuffle") is value
 
 
@@ -280,17 +280,17 @@ KINDS = ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+"]
 @pytest.mark.parametrize(
     "argument", [f"{ACTOR}.loss_agg_mode={m}" for m in MODES] + [f"{ACTOR}.kl_loss_type={k}" for k in KINDS]
 )
-def test_S2_35_S2_36_S2_39_to_S2_42_S2_44_options_are_accepted(load, argument):
+def test_to_S2_42_S2_44_options_are_accepted(load, argument):
     key, value = argument.split("=")
     assert load(argument).value(key) == value
 
 
-def test_S2_36_S2_41_an_unknown_option_lists_the_known_ones(problems):
+def test_an_unknown_option_lists_the_known_ones(problems):
     assert "token-mean, token-sum" in problems(f"{ACTOR}.loss_agg_mode=token_mean")
     assert "kl, k1, abs, mse, k2, low_var_kl, k3" in problems(f"{ACTOR}.kl_loss_type=full")
 
 
-def test_S2_45_S2_46_S2_47_the_preset_drgrpo_equals_its_three_keys(load):
+def test_the_preset_drgrpo_equals_its_three_keys(load):
     keys = [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.use_kl_loss=False"]
     keys += ["algorithm.norm_adv_by_std_in_grpo=False"]
     preset = load("algorithm=drgrpo")
@@ -298,19 +298,19 @@ def test_S2_45_S2_46_S2_47_the_preset_drgrpo_equals_its_three_keys(load):
     assert preset.value("algorithm.norm_adv_by_std_in_grpo") is False
 
 
-def test_D_29_S3_52_a_part_of_drgrpo_names_the_rest(load):
+def test_a_part_of_drgrpo_names_the_rest(load):
     resolved = load("algorithm=grpo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm")
     note = next(note for note in resolved.notes if "DrGRPO" in note)
     assert "norm_adv_by_std_in_grpo=False" in note and "use_kl_loss=False" in note
     assert not any("DrGRPO" in note for note in load("algorithm=drgrpo").notes)
 
 
-def test_M_05_the_slip_is_accepted_with_a_note(load):
+def test_the_slip_is_accepted_with_a_note(load):
     assert any("actor_rollout.ref.rollout.n" in note for note in load("actor_rollout.ref.rollout.n=4").notes)
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "0.000001", "1.0e-06"])
-def test_M_37_a_number_is_a_number_everywhere(load, write, text):
+def test_a_number_is_a_number_everywhere(load, write, text):
     write("a.yaml", f"actor_rollout_ref: {{actor: {{optim: {{lr: {text}}}}}}}\n")
     key = f"{ACTOR}.optim.lr"
     assert load("--config-path=.", "--config-name=a").value(key) == 1e-6
@@ -318,7 +318,7 @@ def test_M_37_a_number_is_a_number_everywhere(load, write, text):
     assert load_config([], labelled=[(f"{key}={text}", "environment variable LEARNING_RATE")]).value(key) == 1e-6
 
 
-def test_M_36_secrets_are_masked_and_empty_means_not_given(load):
+def test_secrets_are_masked_and_empty_means_not_given(load):
     secret = "custom_reward_function.reward_kwargs.api_key"
     resolved = load("custom_reward_function.path=r.py", f"{secret}=sk-123", "trainer.project_name=")
     assert resolved.config.custom_reward_function.reward_kwargs == {"api_key": "sk-123"}
@@ -354,7 +354,7 @@ FULL_EXAMPLE = {
 }
 
 
-def test_S0_12_to_S0_15_S0_49_S0_50_the_22_keys_of_the_full_example_resolve(load):
+def test_to_S0_15_S0_49_S0_50_the_22_keys_of_the_full_example_resolve(load):
     resolved = load(*(f"{key}={text}" for key, (text, _) in FULL_EXAMPLE.items()))
     assert {key: resolved.value(key) for key in FULL_EXAMPLE} == {
         key: value for key, (_, value) in FULL_EXAMPLE.items()
@@ -364,7 +364,7 @@ def test_S0_12_to_S0_15_S0_49_S0_50_the_22_keys_of_the_full_example_resolve(load
     assert not any("no effect" in note for note in resolved.notes)
 
 
-def test_D_21_two_reward_functions_are_an_error(problems):
+def test_two_reward_functions_are_an_error(problems):
     text = problems("trainer.reward_fn.path=a.f", "custom_reward_function.path=b.py")
     assert "`trainer.reward_fn.path`" in text and "'a.f' and 'b.py'" in text
 

@@ -52,7 +52,7 @@ def test_all_problems_are_reported_together():
     assert str(caught.value).startswith("7 problems in the configuration")
 
 
-def test_S0_13_a_wrong_configuration_is_answered_in_under_two_seconds(tmp_path):
+def test_a_wrong_configuration_is_answered_in_under_two_seconds(tmp_path):
     code = "import sys; from posttrain.config import load_config; load_config(sys.argv[1:], environment=True)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -66,11 +66,11 @@ def test_S0_13_a_wrong_configuration_is_answered_in_under_two_seconds(tmp_path):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_M_01_M_03_a_blank_argument_names_the_cut_command(problems):
+def test_a_blank_argument_names_the_cut_command(problems):
     assert "a comment after `\\`" in problems("algorithm.adv_estimator=grpo", " ").lower()
 
 
-def test_M_02_no_argument_at_all_says_what_is_needed(problems):
+def test_no_argument_at_all_says_what_is_needed(problems):
     text = problems()
     for part in ("No argument was given", "data.train_files", f"{MODEL}.path", "comment after"):
         assert part in text
@@ -78,7 +78,7 @@ def test_M_02_no_argument_at_all_says_what_is_needed(problems):
 
 
 @pytest.mark.parametrize("args", [["#", "the", "estimator"], ["# text"], ["grpo"]])
-def test_M_04_words_of_a_comment_get_the_same_message(problems, args):
+def test_words_of_a_comment_get_the_same_message(problems, args):
     text = problems("trainer.seed=1", *args)
     assert "not settings (key=value)" in text and f"`{args[0]}`" in text and "comment" in text
 
@@ -88,7 +88,7 @@ def test_a_key_and_its_value_as_two_words_are_told_how_they_are_written(problems
     assert "write `algorithm.adv_estimator=grpo`" in text and "comment" not in text
 
 
-def test_M_09_without_model_and_data_the_embedded_ones_serve(load):
+def test_without_model_and_data_the_embedded_ones_serve(load):
     resolved = load("algorithm.adv_estimator=grpo")
     assert resolved.value("data.train_files") == resolved.value(f"{MODEL}.path") == "embedded"
     note = next(note for note in resolved.notes if "embedded" in note)
@@ -100,12 +100,12 @@ def test_M_09_without_model_and_data_the_embedded_ones_serve(load):
     assert rows.value("data.train_files") is None
 
 
-def test_M_10_the_default_estimator_is_pointed_to(load):
+def test_the_default_estimator_is_pointed_to(load):
     assert any("gae" in note and "adv_estimator=grpo" in note for note in load("trainer.seed=1").notes)
     assert not any("adv_estimator=grpo" in note for note in load("algorithm.adv_estimator=gae").notes)
 
 
-def test_M_11_a_name_registered_in_the_working_folder_loads_its_file(load, problems, write):
+def test_a_name_registered_in_the_working_folder_loads_its_file(load, problems, write):
     code = "from core import register_adv_est\n\n@register_adv_est('mine')\ndef f(**kwargs):\n    return None\n"
     args = ["algorithm.adv_estimator=mine"]
     assert f"{MODEL}.external_lib=FILE" in problems(*args)
@@ -133,12 +133,12 @@ def test_a_rollout_engine_of_the_users_own_is_named_as_any_other_and_an_unknown_
     assert load(f"{ROLLOUT}.name=mine").value(f"{MODEL}.external_lib") == "my_engine.py"
 
 
-def test_S0_25_a_name_registered_in_this_process_is_known(load):
+def test_a_name_registered_in_this_process_is_known(load):
     register_adv_est("mine")(lambda **given: None)
     assert load("algorithm.adv_estimator=mine").value("algorithm.adv_estimator") == "mine"
 
 
-def test_M_25_both_kl_terms_only_if_it_is_meant(load, problems):
+def test_both_kl_terms_only_if_it_is_meant(load, problems):
     both = ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"]
     assert "algorithm.allow_both_kl=True" in problems(*both)
     assert load(*both, "algorithm.allow_both_kl=True").value("algorithm.allow_both_kl") is True
@@ -146,7 +146,7 @@ def test_M_25_both_kl_terms_only_if_it_is_meant(load, problems):
         load("algorithm.adv_estimator=grpo", one)
 
 
-def test_M_33_a_warm_up_over_all_steps_is_noted(load):
+def test_a_warm_up_over_all_steps_is_noted(load):
     keys = ["algorithm.adv_estimator=gae", "trainer.critic_warmup=10"]
     assert any("covers all 5 steps" in note for note in load(*keys, "trainer.total_training_steps=5").notes)
     assert not any("covers all" in note for note in load(*keys, "trainer.total_training_steps=50").notes)

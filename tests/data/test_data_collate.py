@@ -18,7 +18,7 @@ def test_prompts_are_padded_left_to_the_longest_with_mask_and_positions():
     assert data.non_tensor_batch["raw_prompt_ids"].tolist() == [[5, 6], [7, 8, 9, 4]]
 
 
-def test_S0_133_fields_of_the_items_are_carried_and_prompt_is_the_decoded_prompt(tokenizer):
+def test_fields_of_the_items_are_carried_and_prompt_is_the_decoded_prompt(tokenizer):
     rows = [
         {"prompt": "abc", "ground_truth": "1", "data_source": "math", "response": "r"},
         {"prompt": "z", "extra_info": {"k": 1}},

@@ -25,7 +25,7 @@ def write_parquet(path, rows):
     return path
 
 
-def test_S3_05_S3_06_S3_07_S3_08_the_documents_json_block_loads_as_it_is(tmp_path, tokenizer):
+def test_the_documents_json_block_loads_as_it_is(tmp_path, tokenizer):
     path = tmp_path / "train.json"
     path.write_text(SEED_003_BLOCK, encoding="utf-8")
     data = PromptDataset(str(path), tokenizer, DataConfig())
@@ -37,7 +37,7 @@ def test_S3_05_S3_06_S3_07_S3_08_the_documents_json_block_loads_as_it_is(tmp_pat
     assert item["ground_truth"] == "42" and item["data_source"] == "math_reasoning" and item["extra_info"] is None
 
 
-def test_S0_13_one_path_and_a_list_of_paths_give_the_rows_of_the_files(tmp_path, tokenizer):
+def test_one_path_and_a_list_of_paths_give_the_rows_of_the_files(tmp_path, tokenizer):
     a = write_parquet(tmp_path / "a.parquet", [{"prompt": "p1"}, {"prompt": "p2"}])
     b = write_parquet(tmp_path / "b.parquet", [{"prompt": "p3"}])
     assert [i["raw_prompt"][0]["content"] for i in PromptDataset(a, tokenizer, DataConfig())] == ["p1", "p2"]
@@ -45,7 +45,7 @@ def test_S0_13_one_path_and_a_list_of_paths_give_the_rows_of_the_files(tmp_path,
     assert [i["raw_prompt"][0]["content"] for i in both] == ["p1", "p2", "p3"] and both.file_of == [0, 0, 1]
 
 
-def test_S4_86_S4_89_M_16_rows_of_prompt_response_reward_take_the_response_as_truth(tmp_path, tokenizer):
+def test_rows_of_prompt_response_reward_take_the_response_as_truth(tmp_path, tokenizer):
     rows = [{"prompt": f"q{i}", "response": f"a #### {i}", "reward": 1.0} for i in range(3)]
     data = PromptDataset(write_parquet(tmp_path / "train.parquet", rows), tokenizer, DataConfig())
     assert data[2]["ground_truth"] == "a #### 2" and data[2]["response"] == "a #### 2"
@@ -55,13 +55,13 @@ def test_S4_86_S4_89_M_16_rows_of_prompt_response_reward_take_the_response_as_tr
     )
 
 
-def test_S4_90_the_reward_column_is_carried_and_said_not_to_be_the_score(tokenizer):
+def test_the_reward_column_is_carried_and_said_not_to_be_the_score(tokenizer):
     data = PromptDataset([{"prompt": "q", "ground_truth": "1", "reward": 0.5}], tokenizer, DataConfig())
     assert data[0]["extra_info"] == {"reward": 0.5}
     assert [note for note in data.notes if "does not replace the score of a new response" in note]
 
 
-def test_S4_88_prompt_alone_is_enough_and_missing_truths_are_noted(tokenizer):
+def test_prompt_alone_is_enough_and_missing_truths_are_noted(tokenizer):
     data = PromptDataset([{"prompt": "q"}, {"prompt": "r"}], tokenizer, DataConfig())
     assert data[0]["ground_truth"] is None and data.rows_without_truth == 2
     assert any("2 of 2 train rows have neither ground_truth nor response" in note for note in data.notes)
@@ -71,7 +71,7 @@ def test_S4_88_prompt_alone_is_enough_and_missing_truths_are_noted(tokenizer):
     ("row", "what"),
     [({"question": "q"}, "missing"), ({"prompt": None}, "null"), ({"prompt": ""}, "empty"), ({"prompt": []}, "empty")],
 )
-def test_S4_88_a_row_without_prompt_names_file_and_row(tmp_path, tokenizer, row, what):
+def test_a_row_without_prompt_names_file_and_row(tmp_path, tokenizer, row, what):
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(json.dumps(r) for r in [{"prompt": "ok"}, row]))
     with pytest.raises(DataError, match=rf"The prompt of row 2 of .*train\.jsonl is {what}: column 'prompt'"):
@@ -86,7 +86,7 @@ def test_a_prompt_under_a_customary_name_is_offered(tokenizer):
     assert "If 'question'" not in str(caught.value)  # the column is there: this row is what is wrong
 
 
-def test_S4_91_ground_truth_wins_over_reward_model_and_response(tokenizer):
+def test_ground_truth_wins_over_reward_model_and_response(tokenizer):
     rows = [
         {"prompt": "a", "ground_truth": "1", "reward_model": {"ground_truth": "2"}, "response": "3"},
         {"prompt": "b", "reward_model": {"style": "rule", "ground_truth": "2"}, "response": "3"},
@@ -98,13 +98,13 @@ def test_S4_91_ground_truth_wins_over_reward_model_and_response(tokenizer):
     assert any(note.startswith("1 of 4 train rows have no ground_truth") for note in data.notes)
 
 
-def test_D_22_a_missing_data_source_takes_the_configured_one(tokenizer):
+def test_a_missing_data_source_takes_the_configured_one(tokenizer):
     rows = [{"prompt": "a", "data_source": "gsm8k"}, {"prompt": "b"}]
     assert PromptDataset(rows, tokenizer, DataConfig()).data_sources == ["gsm8k", None]
     assert PromptDataset(rows, tokenizer, DataConfig(data_source="math")).data_sources == ["gsm8k", "math"]
 
 
-def test_S3_42_extra_info_holds_the_rows_own_and_its_other_columns(tokenizer):
+def test_extra_info_holds_the_rows_own_and_its_other_columns(tokenizer):
     row = {
         "prompt": "q",
         "ground_truth": "1",
@@ -240,7 +240,7 @@ def test_text_parts_of_a_message_are_joined(tokenizer):
 LENGTHS = [{"prompt": "x" * n, "ground_truth": "1"} for n in (3, 8, 7, 20)]
 
 
-def test_S0_42_overlong_prompts_are_dropped_and_counted(tokenizer):
+def test_overlong_prompts_are_dropped_and_counted(tokenizer):
     data = PromptDataset(LENGTHS, tokenizer, DataConfig(max_prompt_length=10))
     assert [len(item["prompt_ids"]) for item in data] == [6, 10] and [item["index"] for item in data] == [0, 2]
     assert data.notes == [
@@ -256,7 +256,7 @@ def test_S0_42_overlong_prompts_are_dropped_and_counted(tokenizer):
         ("in the middle", "<|user|>xxx", "<|assistant|>"),
     ],
 )
-def test_S0_42_overlong_prompts_are_cut_on_the_configured_side(tokenizer, side, start, end):
+def test_overlong_prompts_are_cut_on_the_configured_side(tokenizer, side, start, end):
     config = DataConfig(max_prompt_length=10, filter_overlong_prompts=False, truncation=side.split()[-1])
     data = PromptDataset(LENGTHS, tokenizer, config)
     assert [len(item["prompt_ids"]) for item in data] == [6, 10, 10, 10]
@@ -267,7 +267,7 @@ def test_S0_42_overlong_prompts_are_cut_on_the_configured_side(tokenizer, side, 
     )
 
 
-def test_S0_42_overlong_prompts_are_refused_with_count_and_first_row(tokenizer):
+def test_overlong_prompts_are_refused_with_count_and_first_row(tokenizer):
     config = DataConfig(max_prompt_length=10, filter_overlong_prompts=False)
     with pytest.raises(
         DataError, match=r"2 of 4 train prompts .*the first is row 2 of the given rows; the longest has 23"

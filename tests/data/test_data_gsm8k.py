@@ -63,7 +63,7 @@ def prepared(folder: Path, split: str = "train") -> list[dict]:
     return load_rows(folder / f"{split}.parquet").rows
 
 
-def test_M_16_a_row_has_prompt_with_instruction_truth_response_source_and_place(copy, tmp_path):
+def test_a_row_has_prompt_with_instruction_truth_response_source_and_place(copy, tmp_path):
     gsm8k.prepare(copy, tmp_path / "out")
     rows = prepared(tmp_path / "out")
     assert rows[0] == {
@@ -78,7 +78,7 @@ def test_M_16_a_row_has_prompt_with_instruction_truth_response_source_and_place(
     assert prepared(tmp_path / "out", "test")[0]["extra_info"] == {"index": 0, "split": "test"}
 
 
-def test_M_16_every_truth_scores_1_for_the_rows_own_solution_and_0_for_another_rows(copy, tmp_path):
+def test_every_truth_scores_1_for_the_rows_own_solution_and_0_for_another_rows(copy, tmp_path):
     gsm8k.prepare(copy, tmp_path / "out")
     rows = prepared(tmp_path / "out")
     scores = [
@@ -88,14 +88,14 @@ def test_M_16_every_truth_scores_1_for_the_rows_own_solution_and_0_for_another_r
     assert scores == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
 
 
-def test_S2_06_M_16_the_rows_load_as_prompts_with_truth_and_no_note_about_missing_columns(copy, tmp_path, tokenizer):
+def test_the_rows_load_as_prompts_with_truth_and_no_note_about_missing_columns(copy, tmp_path, tokenizer):
     gsm8k.prepare(copy, tmp_path / "out")
     data = PromptDataset(str(tmp_path / "out" / "train.parquet"), tokenizer, DataConfig())
     assert (len(data), data.data_sources, data.rows_without_truth, data.notes) == (3, ["gsm8k"], 0, [])
     assert data[1]["ground_truth"] == "-2" and data.column("index") == [0, 1, 2]
 
 
-def test_D_36_S0_51_S4_87_the_files_land_in_home_data_gsm8k_unless_told_otherwise(copy, tmp_path, monkeypatch, capsys):
+def test_the_files_land_in_home_data_gsm8k_unless_told_otherwise(copy, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cli.main(["data", "gsm8k", "--from", str(copy)]) == 0
     folder = tmp_path / "home" / "data" / "gsm8k"
@@ -106,7 +106,7 @@ def test_D_36_S0_51_S4_87_the_files_land_in_home_data_gsm8k_unless_told_otherwis
     assert len(prepared(tmp_path / "other")) == 3
 
 
-def test_S4_85_S4_101_the_example_script_runs_from_any_folder(copy, tmp_path):
+def test_the_example_script_runs_from_any_folder(copy, tmp_path):
     command = [sys.executable, str(ROOT / "examples/data_preprocess/gsm8k.py"), "--from", str(copy)]
     environment = {**os.environ, "HOME": str(tmp_path / "home")}
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
@@ -124,7 +124,7 @@ def test_S4_85_S4_101_the_example_script_runs_from_any_folder(copy, tmp_path):
         ("main/{}-00000-of-00001.parquet", write_parquet),
     ],
 )
-def test_S4_85_copies_are_read_in_every_customary_form(name, write, tmp_path):
+def test_copies_are_read_in_every_customary_form(name, write, tmp_path):
     source = tmp_path / "source"
     (source / "main").mkdir(parents=True)
     for split, rows in RAW.items():
@@ -132,7 +132,7 @@ def test_S4_85_copies_are_read_in_every_customary_form(name, write, tmp_path):
     assert list(gsm8k.prepare(source, tmp_path / "out").values()) == [3, 1]
 
 
-def test_S4_85_the_datasets_package_serves_where_it_is_installed(tmp_path, monkeypatch):
+def test_the_datasets_package_serves_where_it_is_installed(tmp_path, monkeypatch):
     asked = []
 
     def load_dataset(name, config, split):
@@ -144,7 +144,7 @@ def test_S4_85_the_datasets_package_serves_where_it_is_installed(tmp_path, monke
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
 
 
-def test_S4_85_without_datasets_the_hubs_files_are_downloaded(tmp_path, monkeypatch):
+def test_without_datasets_the_hubs_files_are_downloaded(tmp_path, monkeypatch):
     import huggingface_hub
 
     def download(repo, name, repo_type):
@@ -158,7 +158,7 @@ def test_S4_85_without_datasets_the_hubs_files_are_downloaded(tmp_path, monkeypa
     assert list(gsm8k.prepare(None, tmp_path / "out").values()) == [3, 1]
 
 
-def test_S4_85_offline_the_error_names_from_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+def test_offline_the_error_names_from_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     import huggingface_hub
 
     def fails(*args, **named):
@@ -208,7 +208,7 @@ def test_a_missing_folder_or_split_is_named_and_a_source_is_never_replaced(copy,
     assert prepared(copy, "test") == RAW["test"]
 
 
-def test_S0_51_the_hints_about_missing_files_are_commands_that_make_them(copy, tmp_path):
+def test_the_hints_about_missing_files_are_commands_that_make_them(copy, tmp_path):
     wanted = tmp_path / "gsm8k" / "train.parquet"
     hint = _how_to_make(str(wanted))
     command = hint.split("`")[1].split()

@@ -148,7 +148,7 @@ def made(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_S4_09_what_goes_in_comes_out_and_what_is_left_out_is_said(name, made, tmp_path, capsys):
+def test_what_goes_in_comes_out_and_what_is_left_out_is_said(name, made, tmp_path, capsys):
     assert {split: len(rows) for split, rows in made(name).items()} == ROWS[name]
     capsys.readouterr()
     assert cli.main(["data", name, "--from", str(tmp_path / "copy" / name), "--out", str(tmp_path / "again")]) == 0
@@ -175,7 +175,7 @@ def test_the_truth_scores_1_in_the_form_that_the_prompt_asks_for_and_another_ans
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_S2_06_a_run_reads_the_rows_with_truth_source_and_place(name, made, tmp_path, tokenizer):
+def test_a_run_reads_the_rows_with_truth_source_and_place(name, made, tmp_path, tokenizer):
     made(name)
     for split, count in ROWS[name].items():
         path = tmp_path / "out" / name / f"{split}.parquet"
@@ -237,7 +237,7 @@ def test_the_last_box_with_nested_braces(text, box):
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "gsm8k"])
-def test_S4_09_S4_114_each_example_script_writes_parquet_from_a_local_copy(name, tmp_path):
+def test_each_example_script_writes_parquet_from_a_local_copy(name, tmp_path):
     script = ROOT / "examples" / "data_preprocess" / f"{SCRIPTS.get(name, name)}.py"
     copy = write_copy(tmp_path / "copy", name)
     environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHONPATH": ""}

@@ -24,7 +24,7 @@ def write_parquet(path, rows):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "json", "jsonl", "json.gz", "jsonl.gz"])
-def test_D_22_the_suffix_decides_the_reader(tmp_path, suffix):
+def test_the_suffix_decides_the_reader(tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n"
     text = lines if "jsonl" in suffix else json.dumps(ROWS, ensure_ascii=False)
@@ -41,7 +41,7 @@ def test_json_lines_called_json_and_a_byte_order_mark_are_read(tmp_path):
     assert load_rows(path).rows == ROWS
 
 
-def test_S0_13_a_missing_file_is_named_in_under_two_seconds_without_torch(tmp_path):
+def test_a_missing_file_is_named_in_under_two_seconds_without_torch(tmp_path):
     code = (
         "import sys; from posttrain.data import DataError, load_rows\n"
         f"try: load_rows({str(tmp_path / 'none.parquet')!r})\n"

@@ -72,13 +72,13 @@ def all_started(script: Path, folder: Path, *more: str, smoke: bool) -> list[lis
     return [words[begin:end] for begin, end in zip(starts, [*starts[1:], len(words)], strict=True)]
 
 
-def test_S4_01_S4_108_S4_110_S4_111_S4_115_the_folders_of_the_document_are_there():
+def test_the_folders_of_the_document_are_there():
     counts = {folder: sum(path.parent == EXAMPLES / folder for path in check_examples.examples()) for folder in FOLDERS}
     assert counts == FOLDERS and sum(counts.values()) == len(check_examples.examples())
 
 
 @pytest.mark.parametrize("script", SHELL, ids=name_of)
-def test_S4_04_S4_05_S4_08_an_example_says_what_it_needs_and_what_to_expect(script):
+def test_an_example_says_what_it_needs_and_what_to_expect(script):
     text = script.read_text()
     heading = text.partition("set -euo pipefail")[0]
     assert "#   needs    " in heading and os.access(script, os.X_OK)
@@ -91,7 +91,7 @@ def test_S4_04_S4_05_S4_08_an_example_says_what_it_needs_and_what_to_expect(scri
 
 
 @pytest.mark.parametrize("script", RUNNING, ids=name_of)
-def test_S4_10_S4_107_an_example_resolves_as_it_is_and_small_and_what_is_added_wins(script, tmp_path):
+def test_an_example_resolves_as_it_is_and_small_and_what_is_added_wins(script, tmp_path):
     tree = SFT if script.parent.parent.name == "sft" else PPO
     for smoke in (False, True):
         added = "trainer.experiment_name=added_behind"
@@ -107,13 +107,13 @@ def test_S4_10_S4_107_an_example_resolves_as_it_is_and_small_and_what_is_added_w
 
 
 @pytest.mark.parametrize("script", [path for path in SHELL if path not in RUNNING], ids=name_of)
-def test_S4_56_an_example_that_waits_says_so_in_one_sentence_with_a_status_of_its_own(script, tmp_path):
+def test_an_example_that_waits_says_so_in_one_sentence_with_a_status_of_its_own(script, tmp_path):
     done = subprocess.run(["bash", str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == check_examples.WAITS == 69
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not built" in done.stderr
 
 
-def test_S4_56_S4_116_the_small_form_of_the_large_model_trains_by_megatron(tmp_path):
+def test_the_small_form_of_the_large_model_trains_by_megatron(tmp_path):
     script = EXAMPLES / "grpo_trainer" / "run_deepseek671b_math_megatron_80gb.sh"
     status, _, said = check_examples.run(script, tmp_path)
     assert status == 0, said[-2000:]
@@ -153,7 +153,7 @@ DOCUMENT_4 = {  # §2.1, but for the engine: one vLLM over two GPUs is not built
 QWEN2_7B = EXAMPLES / "grpo_trainer" / "run_qwen2-7b.sh"
 
 
-def test_S4_10_the_script_has_the_28_settings_of_the_document(tmp_path):
+def test_the_script_has_the_28_settings_of_the_document(tmp_path):
     _, _, *settings = started(QWEN2_7B, tmp_path, smoke=False)
     resolved = load_config(settings)
     assert {key: resolved.value(key) for key in DOCUMENT_4} == DOCUMENT_4 and len(DOCUMENT_4) == 28
@@ -209,7 +209,7 @@ SMALL_RUNS = {
 
 
 @pytest.mark.parametrize("name", SMALL_RUNS)
-def test_S4_03_S4_04_S4_05_S4_10_S4_104_the_small_form_trains(name, tiny_model, tmp_path, monkeypatch, capfd):
+def test_the_small_form_trains(name, tiny_model, tmp_path, monkeypatch, capfd):
     """What the script starts under SMOKE=1, in this process, with a tiny model (scripts/check_examples.py: all)."""
     from posttrain.trainer import main_ppo
 
@@ -241,9 +241,7 @@ DOCUMENT_4_TURNS = {  # §6.1
 }
 
 
-def test_S4_07_S4_70_S4_113_the_small_form_learns_to_call_the_tool_and_samples_have_calls_of_several_turns(
-    tmp_path, monkeypatch, capfd
-):
+def test_the_small_form_learns_to_call_the_tool_and_samples_have_calls_of_several_turns(tmp_path, monkeypatch, capfd):
     """SFT and RL as the script starts them under SMOKE=1, in this process, with a tiny model and a single question."""
     from posttrain import cli
     from posttrain.models.embedded import write_model
@@ -368,7 +366,7 @@ NAMES += ("vocab_size", "tie_word_embeddings")
 
 
 @pytest.mark.parametrize("size", SHAPES)
-def test_S4_08_S4_115_a_tuning_script_fits_the_gpu_that_it_names_with_the_memory_that_it_says(size, tmp_path, capsys):
+def test_a_tuning_script_fits_the_gpu_that_it_names_with_the_memory_that_it_says(size, tmp_path, capsys):
     """`posttrain plan` for the model's shape, which needs no weights."""
     from posttrain import cli
 

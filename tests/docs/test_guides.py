@@ -49,7 +49,7 @@ def settings_in(words: list[str]) -> set[str]:
     return found
 
 
-def test_S2_09_the_architecture_page_names_the_files_of_the_loop_and_they_exist():
+def test_the_architecture_page_names_the_files_of_the_loop_and_they_exist():
     section = page("architecture.md").partition("The files of the loop")[2].partition("\n## ")[0]
     files = [word for line in section.splitlines() if line.startswith("| `") for word in quoted(line.split("|")[1])]
     assert len(files) >= 14 and [file for file in files if not (ROOT / "posttrain" / file).exists()] == []
@@ -59,14 +59,14 @@ def test_S2_09_the_architecture_page_names_the_files_of_the_loop_and_they_exist(
     assert callable(RayPPOTrainer.fit) and callable(compute_advantage)
 
 
-def test_S2_17_the_tuning_page_has_the_settings_of_plan_and_diagnosis_and_no_others():
+def test_the_tuning_page_has_the_settings_of_plan_and_diagnosis_and_no_others():
     strings = re.findall(r'"[^"]*"', inspect.getsource(diagnosis))
     named = set(RLPlanner.lower) | settings_in(strings)
     assert {"actor_rollout_ref.actor.optim.lr", "tracking.samples_freq", "actor_rollout_ref.rollout.n"} <= named
     assert settings_in(quoted(page("tuning.md"))) == named
 
 
-def test_S2_16_the_page_on_models_names_what_the_fused_decoder_takes():
+def test_the_page_on_models_names_what_the_fused_decoder_takes():
     text = page("add_model.md")
     row = next(line for line in text.splitlines() if line.startswith("| fused decoder"))
     assert {*KNOWN, *MIXTURES, *_FIXED_ROTATIONS} <= set(quoted(row))
@@ -92,12 +92,12 @@ QUESTIONS = {  # of the documents, by number and place
 
 
 @pytest.mark.parametrize("place", QUESTIONS)
-def test_S2_22_every_question_of_the_documents_has_an_answer(place):
+def test_every_question_of_the_documents_has_an_answer(place):
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page("troubleshooting.md"), re.M | re.S))
     assert len(sections[QUESTIONS[place]].strip()) > 40
 
 
-def test_S2_22_what_the_answers_name_is_there():
+def test_what_the_answers_name_is_there():
     text = page("troubleshooting.md")
     words = quoted(text)
     keys = [word for word in words if word.startswith(("actor_rollout_ref.", "reward.", "algorithm."))]
@@ -112,7 +112,7 @@ def test_S2_22_what_the_answers_name_is_there():
         assert "compute_grpo_outcome_advantage" in (ROOT / path).read_text()
 
 
-def test_S2_20_the_device_is_chosen_in_one_place_and_the_docs_say_what_was_tried(monkeypatch):
+def test_the_device_is_chosen_in_one_place_and_the_docs_say_what_was_tried(monkeypatch):
     import torch
 
     from posttrain.workers.roles import pick_device
@@ -129,7 +129,7 @@ def test_S2_20_the_device_is_chosen_in_one_place_and_the_docs_say_what_was_tried
     assert all(word in section for word in ("NVIDIA H200", "ROCm", "Ascend", "CPU"))
 
 
-def test_S1_48_the_parts_of_a_reward_that_the_answers_show_can_be_set():
+def test_the_parts_of_a_reward_that_the_answers_show_can_be_set():
     from posttrain.config import load_config
     from posttrain.rewards.loading import resolve_reward
 
@@ -141,7 +141,7 @@ def test_S1_48_the_parts_of_a_reward_that_the_answers_show_can_be_set():
     )
 
 
-def test_S2_14_S2_49_the_baselines_are_those_of_the_stored_runs(tmp_path, capsys):
+def test_the_baselines_are_those_of_the_stored_runs(tmp_path, capsys):
     """The page and the picture are what the command makes of docs/baselines.json, whose runs have seed and curve."""
     copy, picture = tmp_path / "baselines.md", tmp_path / "algorithms.svg"
     shutil.copy(DOCS / "baselines.md", copy)

@@ -68,7 +68,7 @@ def test_the_tests_that_a_review_page_names_are_there(page, least):
     assert [name for file, name in named if f"\ndef {name}(" not in files[file]] == []
 
 
-def test_S0_148_S3_76_the_algorithms_page_links_the_grpo_paper_and_the_right_drgrpo_paper():
+def test_the_algorithms_page_links_the_grpo_paper_and_the_right_drgrpo_paper():
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGES["algorithms.md"], re.M | re.S))
     assert re.findall(r"https://arxiv\.org/abs/([\d.]+)", sections["GRPO"]) == ["2402.03300"]
     assert re.findall(r"https://arxiv\.org/abs/([\d.]+)", sections["DrGRPO"]) == ["2503.20783"]
@@ -98,13 +98,13 @@ def test_the_configuration_page_has_every_other_spelling_and_every_preset():
     assert [name for name in PRESETS if name.replace("/", "=") not in words] == []
 
 
-def test_S2_07_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_explained_metric():
+def test_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_explained_metric():
     assert [source for source in known_sources() if f"`{source}`" not in PAGES["rewards.md"]] == []
     assert [name for name in METRICS if f"`{name}`" not in PAGES["runs.md"]] == []
 
 
 @pytest.mark.parametrize("page", ["algorithms.md", "rewards.md", "api.md"])
-def test_S2_07_the_made_tables_of_a_page_are_those_of_the_code(page):
+def test_the_made_tables_of_a_page_are_those_of_the_code(page):
     from posttrain.explain.docs import PAGES as MADE
     from posttrain.explain.docs import text
 

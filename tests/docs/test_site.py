@@ -35,7 +35,7 @@ def menu(entries: list) -> list[str]:
     return [page for value in values for page in (menu(value) if isinstance(value, list) else [value])]
 
 
-def test_S2_01_every_page_is_in_the_menu_and_the_first_ones_are_in_the_order_of_a_newcomer(staged):
+def test_every_page_is_in_the_menu_and_the_first_ones_are_in_the_order_of_a_newcomer(staged):
     nav = yaml.safe_load((staged.parent / "mkdocs.yml").read_text())["nav"]
     pages = menu(nav)
     assert sorted(pages) == sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*.md"))
@@ -88,7 +88,7 @@ def test_what_the_first_pages_write_and_try_runs_as_printed(tmp_path):
     assert "rows:   72" in said and "mean 1.000, min 1, max 1" in said and "above another row's truth in 72" in said
 
 
-def test_S1_01_S2_04_the_loop_of_the_page_calls_worker_groups_and_trains(tiny_model, sums, tmp_path, monkeypatch):
+def test_the_loop_of_the_page_calls_worker_groups_and_trains(tiny_model, sums, tmp_path, monkeypatch):
     """The code as printed, in this process; the picture says where what lives."""
     page = (ROOT / "docs" / "own_loop.md").read_text()
     assert "RayPPOTrainer.fit                one process" in page and "group.method(batch)" in page
@@ -108,7 +108,7 @@ def test_S1_01_S2_04_the_loop_of_the_page_calls_worker_groups_and_trains(tiny_mo
     assert len(lines) == 2 and all(line["second/ppo_kl"] != line["first/ppo_kl"] for line in lines)
 
 
-def test_S1_02_S1_52_each_subject_has_a_page_and_trls_arguments_have_a_table(staged):
+def test_each_subject_has_a_page_and_trls_arguments_have_a_table(staged):
     page = (staged / "coming_from_trl.md").read_text()
     names = ("num_generations", "max_completion_length", "beta", "epsilon_high", "loss_type", "scale_rewards")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
@@ -116,7 +116,7 @@ def test_S1_02_S1_52_each_subject_has_a_page_and_trls_arguments_have_a_table(sta
     assert all((staged / f"{name}.md").is_file() for name in ("configuration", "own_reward", "workers"))
 
 
-def test_S2_21_the_api_page_has_every_public_function_and_class_with_a_sentence():
+def test_the_api_page_has_every_public_function_and_class_with_a_sentence():
     from posttrain.explain.api import MODULES, public
 
     for module in MODULES:

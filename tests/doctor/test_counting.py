@@ -61,7 +61,7 @@ def size(tensors) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_S3_53_weights_gradients_and_optimizer_equal_the_real_tensors_to_the_byte(tiny_model, case):
+def test_weights_gradients_and_optimizer_equal_the_real_tensors_to_the_byte(tiny_model, case):
     dtype, adapters = CASES[case]
     config = ModelConfig(path=str(tiny_model), **adapters)
     planned = ModelBytes.of(actor_model(config, dtype))
@@ -80,7 +80,7 @@ def test_S3_53_weights_gradients_and_optimizer_equal_the_real_tensors_to_the_byt
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("case", CASES)
-def test_S3_53_activations_and_peak_are_those_of_a_real_update(tiny_model, case, checkpointing):
+def test_activations_and_peak_are_those_of_a_real_update(tiny_model, case, checkpointing):
     """Activations within 10% of torch's saved tensors, the peak within 5% of all tensors that were alive."""
     dtype, adapters = CASES[case]
     config = ModelConfig(path=str(tiny_model), **adapters)
@@ -107,7 +107,7 @@ def test_a_pass_without_gradient_takes_what_is_planned(tiny_model):
     assert planned == pytest.approx(live.peak, rel=0.05)
 
 
-def test_S3_55_cache_equals_the_engines_to_the_byte(tiny_model):
+def test_cache_equals_the_engines_to_the_byte(tiny_model):
     config = ModelConfig(path=str(tiny_model))
     model = load_causal_lm(config, dtype=torch.float32, device=CPU)
     engine = HFEngine(model, pad_token_id=0)

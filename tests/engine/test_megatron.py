@@ -52,7 +52,7 @@ def named(case: tuple[str, str, int]) -> str:
 
 @pytest.mark.parametrize("case", CUT, ids=named)
 @pytest.mark.parametrize("check", ["scores", "updates"])
-def test_S4_58_S4_59_S4_60_S4_61_log_probs_losses_gradients_and_weights_are_those_of_fsdp(found, case, check):
+def test_log_probs_losses_gradients_and_weights_are_those_of_fsdp(found, case, check):
     assert furthest(*both(found, case, check)) < bound(case, check)
 
 
@@ -60,7 +60,7 @@ def test_S4_58_S4_59_S4_60_S4_61_log_probs_losses_gradients_and_weights_are_thos
 @pytest.mark.parametrize(
     "check", ["other_passes", "clipped", "recomputed", "values", "pairs", "not_finite", "trial", "facts", "moved"]
 )
-def test_S2_15_both_engines_pass_one_suite(found, case, check):
+def test_both_engines_pass_one_suite(found, case, check):
     assert furthest(*both(found, case, check)) < bound(case, check)
 
 

@@ -54,7 +54,7 @@ def textbook(tiny_model):
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "float64"])
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
-def test_S4_17_gradient_is_the_textbooks_and_the_same_in_every_layout(engines, textbook, dtype, mode, alike):
+def test_gradient_is_the_textbooks_and_the_same_in_every_layout(engines, textbook, dtype, mode, alike):
     batch = ragged_batch(dtype=dtype, prompts=5, alike=alike)
     whole_loss = objective(loss_agg_mode=mode)
     whole = gradient(engines(dtype, {"share_prompts": False}), batch, whole_loss)
@@ -126,7 +126,7 @@ def test_responses_that_begin_alike_are_computed_once(make_engine, share):
         torch.testing.assert_close(engine.log_probs(batch)[name], value, rtol=0, atol=1e-9)
 
 
-def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):
+def test_packing_computes_no_padding(make_engine, monkeypatch):
     from posttrain.models import forward
 
     seen = []
@@ -143,7 +143,7 @@ def test_S0_52_packing_computes_no_padding(make_engine, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", [{}, {"pack": False}, {"max_rows": 3}], ids=str)
-def test_S0_120_log_probs_and_entropies_equal_a_plain_forward_pass(make_engine, tiny_model, layout):
+def test_log_probs_and_entropies_equal_a_plain_forward_pass(make_engine, tiny_model, layout):
     engine, batch = make_engine(**layout), ragged_batch()
     ours = engine.log_probs(batch, temperature=0.8)
     with torch.no_grad():

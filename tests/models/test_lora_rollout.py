@@ -83,7 +83,7 @@ def test_copies_of_adapters_multiply_as_the_adapters_do_at_the_same_addresses(ta
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2-tied", "qwen3", "llama"])
 @pytest.mark.parametrize("tokens", [6, 24], ids=["beside", "folded into packed copies"])
-def test_S4_69_rollout_log_probs_equal_the_trainers_within_1e_5(kind, targets, tokens):
+def test_rollout_log_probs_equal_the_trainers_within_1e_5(kind, targets, tokens):
     """Short responses go through base and adapters; long ones, in float32, through copies that hold both."""
     module = with_adapters(kind, TARGETS[targets])
     assert can_decode_fast(module)

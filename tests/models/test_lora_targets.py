@@ -39,7 +39,7 @@ def every(*names: str) -> set[str]:
         (["q_proj"], r".*layers\.[01]\..*", {"model.layers.2.self_attn.q_proj"}),
     ],
 )
-def test_S4_68_exactly_the_modules_that_are_meant_have_adapters(targets, exclude, expected):
+def test_exactly_the_modules_that_are_meant_have_adapters(targets, exclude, expected):
     assert adapted("qwen2", targets, exclude) == expected
 
 

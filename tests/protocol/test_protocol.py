@@ -38,7 +38,7 @@ def generated(prompt_lengths, response_lengths, pad=0):
     return DataProto.from_dict(tensors, {"uid": list(range(rows))}, {"pad_token_id": pad})
 
 
-def test_S0_81_repeat_interleaved_and_not_treats_tensors_and_objects_alike():
+def test_repeat_interleaved_and_not_treats_tensors_and_objects_alike():
     data = make(2)
     interleaved = data.repeat(repeat_times=3, interleave=True)
     assert interleaved.non_tensor_batch["uid"].tolist() == ["u0"] * 3 + ["u1"] * 3
@@ -48,7 +48,7 @@ def test_S0_81_repeat_interleaved_and_not_treats_tensors_and_objects_alike():
     assert tiled.batch["responses"][:, 0].tolist() == [0, 3] * 3
 
 
-def test_S0_118_split_gives_parts_of_k_rows_in_order_and_a_smaller_last_one():
+def test_split_gives_parts_of_k_rows_in_order_and_a_smaller_last_one():
     parts = make(10, key="v").split(4)
     assert [len(part) for part in parts] == [4, 4, 2]
     assert [uid for part in parts for uid in part.non_tensor_batch["uid"]] == [f"u{i}" for i in range(10)]
@@ -56,7 +56,7 @@ def test_S0_118_split_gives_parts_of_k_rows_in_order_and_a_smaller_last_one():
     assert all(part.meta_info == {"key": "v"} for part in parts)
 
 
-def test_S0_125_S0_126_fields_of_a_generated_batch_span_prompt_and_response():
+def test_fields_of_a_generated_batch_span_prompt_and_response():
     data = generated([2, 4], [3, 1])
     batch = data.batch
     assert batch.batch_size == torch.Size([2])
@@ -65,7 +65,7 @@ def test_S0_125_S0_126_fields_of_a_generated_batch_span_prompt_and_response():
 
 
 @pytest.mark.parametrize("name", ["response_mask", "token_level_rewards", "advantages"])
-def test_S0_127_S0_128_S0_129_a_response_field_of_wrong_width_names_both_shapes(name):
+def test_a_response_field_of_wrong_width_names_both_shapes(name):
     with pytest.raises(ValueError, match=rf"'{name}' has shape \(2, 4\) but 'responses' has shape \(2, 3\)"):
         DataProto.from_dict({"responses": torch.zeros(2, 3), name: torch.zeros(2, 4)})
 
@@ -76,7 +76,7 @@ def test_input_ids_of_wrong_width_name_all_shapes():
         DataProto.from_dict(tensors)
 
 
-def test_S0_130_S0_131_other_spellings_read_and_write_the_same_tensor():
+def test_other_spellings_read_and_write_the_same_tensor():
     data = DataProto.from_dict({"old_log_probs": torch.ones(2, 3), "ref_log_prob": torch.zeros(2, 3)})
     assert data.batch["log_probs"] is data.batch["old_log_probs"]
     assert data.batch["ref_log_probs"] is data.batch["ref_log_prob"]
@@ -87,14 +87,14 @@ def test_S0_130_S0_131_other_spellings_read_and_write_the_same_tensor():
     assert list(data.select(["log_probs"]).batch) == ["old_log_probs"]
 
 
-def test_S0_132_uid_stays_with_its_rows_and_occurs_n_times():
+def test_uid_stays_with_its_rows_and_occurs_n_times():
     data = make(3).repeat(repeat_times=5, interleave=True)
     names, counts = np.unique(data.non_tensor_batch["uid"].astype(str), return_counts=True)
     assert names.tolist() == ["u0", "u1", "u2"] and counts.tolist() == [5, 5, 5]
     assert data.non_tensor_batch["uid"].dtype == object
 
 
-def test_S0_133_S0_134_texts_are_decoded_on_first_reading_without_padding():
+def test_texts_are_decoded_on_first_reading_without_padding():
     calls = []
 
     def decode(ids):
@@ -236,7 +236,7 @@ def test_union_adds_fields_and_refuses_conflicts_by_name_without_a_change():
     assert "new" not in data.batch
 
 
-def test_S0_104_stages_add_fields_without_touching_the_others():
+def test_stages_add_fields_without_touching_the_others():
     data = generated([2, 4], [3, 1])
     before = {name: tensor.clone() for name, tensor in data.batch.items()}
     data.batch["token_level_rewards"] = torch.ones(2, 3)

@@ -53,7 +53,8 @@ def test_a_name_that_is_taken_by_another_is_an_error_that_names_both() -> None:
     shapes: Registry = Registry("shape", error=ValueError)
     shapes.add("round", first)
     shapes.add("round", first)  # a cell of a notebook that runs twice
-    text = r"The shape `round` is already registered by .*test_one_registry\.first, so .*test_one_registry\.second cannot take"
+    here = r".*test_one_registry"
+    text = rf"The shape `round` is already registered by {here}\.first, so {here}\.second cannot take"
     with pytest.raises(ValueError, match=text):
         shapes.add("round", second)
     assert shapes["round"] is first

@@ -94,7 +94,7 @@ def test_standard_input_and_output():
 
 
 @pytest.mark.parametrize("source", ["code", "code_generation"])
-def test_S3_46_a_right_program_scores_1_a_wrong_one_0_and_an_endless_loop_ends_at_its_deadline_with_0(source):
+def test_a_right_program_scores_1_a_wrong_one_0_and_an_endless_loop_ends_at_its_deadline_with_0(source):
     spec = RewardSpec(code=code_settings(RewardConfig(sandbox=SandboxConfig(timeout_s=1.0))))
     programs = {
         "right": ADD,

@@ -23,7 +23,7 @@ def reward_func():
     return module
 
 
-def test_S3_36_compute_score_has_the_documented_signature_and_gives_floats(reward_func):
+def test_compute_score_has_the_documented_signature_and_gives_floats(reward_func):
     assert list(inspect.signature(reward_func.compute_score).parameters) == [
         "data_source",
         "solution_str",
@@ -35,17 +35,17 @@ def test_S3_36_compute_score_has_the_documented_signature_and_gives_floats(rewar
     assert type(reward_func.compute_score("qa", "Paris", "paris")) is float
 
 
-def test_S3_37_extract_final_answer_is_importable_from_the_file(reward_func):
+def test_extract_final_answer_is_importable_from_the_file(reward_func):
     assert [reward_func.extract_final_answer(t) for t in ("15 + 27 = 42", "\\boxed{42}", "#### 42")] == ["42"] * 3
 
 
-def test_S3_46_code_is_scored_by_the_default_file(reward_func, sandboxed):
+def test_code_is_scored_by_the_default_file(reward_func, sandboxed):
     for source in ("code", "code_generation"):
         assert reward_func.compute_score(source, "```python\ndef f(x): return x + 1\n```", ["assert f(1) == 2"]) == 1.0
         assert reward_func.compute_score(source, "```python\ndef f(x): return x\n```", ["assert f(1) == 2"]) == 0.0
 
 
-def test_S3_35_the_file_is_what_runs_call_and_an_edit_changes_the_rewards(tmp_path):
+def test_the_file_is_what_runs_call_and_an_edit_changes_the_rewards(tmp_path):
     shutil.copy(FILE, tmp_path / "reward_func.py")
     scores = []
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_S3_35_the_file_is_what_runs_call_and_an_edit_changes_the_rewards(tmp_pa
     assert scores == [1.0, 0.25]
 
 
-def test_S4_55_gsm8k_reward_takes_both_calling_forms():
+def test_gsm8k_reward_takes_both_calling_forms():
     assert gsm8k_reward("so #### 42", "42") == 1.0
     assert gsm8k_reward("so #### 41", "42") == 0.0
     assert gsm8k_reward("gsm8k", "so #### 42", "42") == gsm8k_reward("gsm8k", "so #### 42", "42", {"a": 1}) == 1.0
@@ -67,7 +67,7 @@ def test_S4_55_gsm8k_reward_takes_both_calling_forms():
     assert gsm8k_reward(data_source="x", solution_str="#### 42", ground_truth="42", extra_info=None) == 1.0
 
 
-def test_S4_55_gsm8k_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
+def test_gsm8k_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = resolve_reward(CustomRewardConfig(path="posttrain.utils.reward_score.gsm8k_reward"))
     with RewardPool(spec, num_workers=1) as pool:

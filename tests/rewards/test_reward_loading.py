@@ -74,7 +74,7 @@ def problem(path, **settings):
     return str(caught.value)
 
 
-def test_S3_14_S3_38_compute_score_of_a_file_is_called_with_the_four_arguments(write):
+def test_compute_score_of_a_file_is_called_with_the_four_arguments(write):
     write(
         "my_reward.py",
         """
@@ -91,7 +91,7 @@ def test_S3_14_S3_38_compute_score_of_a_file_is_called_with_the_four_arguments(w
     assert scores(spec, [RewardItem("mine", "text", ["a", 1], {"value": 0.75})]) == [0.75]
 
 
-def test_S3_14_D_21_single_public_function_of_a_file_is_taken(write):
+def test_single_public_function_of_a_file_is_taken(write):
     write(
         "one.py",
         "import json\ndef mine(solution_str, ground_truth): return 0.5\ndef _private(response, ground_truth): ...",
@@ -99,7 +99,7 @@ def test_S3_14_D_21_single_public_function_of_a_file_is_taken(write):
     assert resolve("one.py").name == "mine"
 
 
-def test_S3_14_file_with_neither_is_refused_with_its_candidates(write):
+def test_file_with_neither_is_refused_with_its_candidates(write):
     write("two.py", "def first(response, ground_truth): return 0\ndef second(response, ground_truth): return 1")
     text = problem("two.py")
     assert "no compute_score" in text and "first(response, ground_truth)" in text and "second(" in text
@@ -108,13 +108,13 @@ def test_S3_14_file_with_neither_is_refused_with_its_candidates(write):
     assert "no public function" in problem("none.py")
 
 
-def test_S1_27_M_13_dotted_path_to_a_module_takes_its_namesake_without_init_file(write):
+def test_dotted_path_to_a_module_takes_its_namesake_without_init_file(write):
     write("rewards/math_reward.py", SEED_1)
     spec = resolve("rewards.math_reward")
     assert (spec.name, spec.form) == ("math_reward", "list")
 
 
-def test_M_13_working_folder_wins_over_an_installed_package_of_the_same_name(write, tmp_path, monkeypatch):
+def test_working_folder_wins_over_an_installed_package_of_the_same_name(write, tmp_path, monkeypatch):
     installed = tmp_path / "site"
     write("site/rewards/__init__.py", "")
     write("site/rewards/math_reward.py", "def math_reward(response, ground_truth): return 99")
@@ -123,7 +123,7 @@ def test_M_13_working_folder_wins_over_an_installed_package_of_the_same_name(wri
     assert resolve("rewards.math_reward").form == "list"
 
 
-def test_M_13_module_without_namesake_takes_its_only_fitting_function_or_lists_candidates(write):
+def test_module_without_namesake_takes_its_only_fitting_function_or_lists_candidates(write):
     write("pack/__init__.py", "")
     write(
         "pack/scoring.py",
@@ -138,14 +138,14 @@ def test_M_13_module_without_namesake_takes_its_only_fitting_function_or_lists_c
     assert "a(response, ground_truth)" in text and "b(response, ground_truth)" in text
 
 
-def test_S1_35_S1_36_S1_37_list_form_is_called_once_with_the_group_in_order(write):
+def test_list_form_is_called_once_with_the_group_in_order(write):
     write("rewards/math_reward.py", SEED_1)
     responses = ["\\boxed{42}", "\\boxed{41}", "42"]
     items = [RewardItem("", text, "42", group="uid", group_size=3) for text in responses]
     assert scores(resolve("rewards/math_reward.py"), items) == [1.0, -1.0, -0.5]
 
 
-def test_S4_92_S4_93_two_argument_form_by_dotted_path_of_the_working_folder(write):
+def test_two_argument_form_by_dotted_path_of_the_working_folder(write):
     write("my_reward.py", SEED_4)
     spec = resolve("my_reward.gsm8k_reward_fn")
     assert (spec.name, spec.form) == ("gsm8k_reward_fn", "pair")
@@ -163,7 +163,7 @@ def test_S4_92_S4_93_two_argument_form_by_dotted_path_of_the_working_folder(writ
         ("verl.utils.reward_score.x", "posttrain-verl"),
     ],
 )
-def test_S4_93_wrong_path_is_refused_in_time(write, path, said):
+def test_wrong_path_is_refused_in_time(write, path, said):
     write("my_reward.py", SEED_4)
     assert said in problem(path)
 
@@ -189,7 +189,7 @@ def test_unusable_files_are_refused_with_the_reason_and_the_place(write, text, s
     assert said in problem("bad.py")
 
 
-def test_M_12_name_error_tells_file_line_and_the_missing_import(write):
+def test_name_error_tells_file_line_and_the_missing_import(write):
     path = write("forgot.py", "def compute_score(response, ground_truth):\n    return json.loads(response)\n")
     with RewardPool(resolve("forgot.py"), num_workers=1) as pool:
         pool.submit(0, RewardItem("", "1", ""))
@@ -226,7 +226,7 @@ def test_settings_without_a_function_to_apply_to_are_refused():
     assert "name" in problem(None, name="f")
 
 
-def test_D_21_a_function_object_and_a_path_together_are_refused():
+def test_a_function_object_and_a_path_together_are_refused():
     with pytest.raises(RewardError, match="two rewards"):
         resolve_reward(CustomRewardConfig(path="my_reward.py"), function=lambda response, ground_truth: 1.0)
 

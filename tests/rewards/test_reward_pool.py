@@ -117,7 +117,7 @@ FAILURES = [
 ]
 
 
-def test_S3_43_what_is_no_finite_number_is_a_recorded_failure_and_the_next_sample_is_scored(spec):
+def test_what_is_no_finite_number_is_a_recorded_failure_and_the_next_sample_is_scored(spec):
     results = run(spec, [text for failing, _ in FAILURES for text in (failing, "after")], failure_score=-2.0)
     for (text, said), bad, after in zip(FAILURES, results[::2], results[1::2], strict=True):
         assert bad.score == -2.0 and said in bad.error and bad.parts == {}, text
@@ -129,7 +129,7 @@ def test_raised_error_names_file_and_line(spec):
     assert f"{spec.path}, line 8, in compute_score" in result.error
 
 
-def test_S3_43_D_32_any_finite_number_is_a_score(spec):
+def test_any_finite_number_is_a_score(spec):
     texts = ["eval|-0.5", "eval|7", "eval|True", "eval|__import__('fractions').Fraction(1, 4)"]
     assert [r.score for r in run(spec, texts)] == [-0.5, 7.0, 1.0, 0.25]
 
@@ -179,7 +179,7 @@ def test_results_do_not_depend_on_the_number_of_workers(spec):
     assert len({r.score for r in one[300::5]}) == 1  # `random` is seeded by the sample
 
 
-def test_M_12_built_in_scores_run_in_workers_and_name_unknown_sources():
+def test_built_in_scores_run_in_workers_and_name_unknown_sources():
     with RewardPool(RewardSpec(), num_workers=1) as pool:
         pool.submit("right", RewardItem("gsm8k", "#### 42", "42"))
         pool.submit("hard", RewardItem("math", "\\boxed{2\\sqrt{3}}", "\\sqrt{12}"))
@@ -198,7 +198,7 @@ def grouped(completions, ground_truths):
     return [float(len(completions)) + i / 10 for i in range(len(completions))]
 
 
-def test_S1_35_groups_are_scored_in_one_call_whatever_the_order_of_submission():
+def test_groups_are_scored_in_one_call_whatever_the_order_of_submission():
     spec = resolve_reward(CustomRewardConfig(), function=grouped)
     keys = [(uid, i) for uid in ("u", "v") for i in range(3)]
     seen = []
@@ -211,7 +211,7 @@ def test_S1_35_groups_are_scored_in_one_call_whatever_the_order_of_submission():
     assert seen == [[3.0, 3.1, 3.2, 3.0, 3.1, 3.2]] * 3
 
 
-def test_S1_35_list_of_wrong_length_fails_the_group_and_a_bad_entry_fails_alone():
+def test_list_of_wrong_length_fails_the_group_and_a_bad_entry_fails_alone():
     spec = resolve_reward(CustomRewardConfig(), function=grouped)
     with RewardPool(spec, num_workers=1, failure_score=-9.0) as pool:
         for name in ("short", "mixed"):

@@ -38,13 +38,13 @@ def seed_4(response, ground_truth):
     return 1.0 if all(found) and int(found[0][1]) == int(found[1][1]) else 0.0
 
 
-def test_S3_67_unmatched_source_is_reported_with_its_count():
+def test_unmatched_source_is_reported_with_its_count():
     text = try_reward(rows("gsm8k", ["1", "2"]) + rows("my_task", ["3", "4", "5"]), num_workers=1)
     assert "! 3 rows have data_source 'my_task'" in text and "gsm8k" in text
     assert "truths scored against themselves (best spelling): mean 1.000, min 1, max 1; 1: 2" in text
 
 
-def test_S3_67_unmatched_source_is_seen_through_a_function_that_asks_the_built_in_scorers():
+def test_unmatched_source_is_seen_through_a_function_that_asks_the_built_in_scorers():
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         from posttrain.rewards import score_by_source
 
@@ -96,7 +96,7 @@ def test_a_reward_that_draws_random_numbers_is_seen_though_workers_seed_them_by_
     assert not examine(rows("mine", ["31", "45"]), spec_of(at_the_end), num_workers=1).flaky
 
 
-def test_S3_68_responses_without_an_extracted_answer_are_counted_with_examples():
+def test_responses_without_an_extracted_answer_are_counted_with_examples():
     data = rows("gsm8k", ["1", "2", "3"])
     responses = [{**row, "response": text} for row, text in zip(data, ["#### 1", "I give up", "#### 4"], strict=True)]
     text = try_reward(data, responses=responses, num_workers=1)
@@ -104,25 +104,25 @@ def test_S3_68_responses_without_an_extracted_answer_are_counted_with_examples()
     assert "! 1 of 3 responses gave no extracted answer" in text and "row 1: 'I give up'" in text
 
 
-def test_S3_69_truths_that_do_not_score_against_themselves_are_named():
+def test_truths_that_do_not_score_against_themselves_are_named():
     found = examine(rows("qa", ["Paris", "---", "Rome"]), resolve_reward(CustomRewardConfig()), num_workers=1)
     assert found.unscored == [(1, "---", 0.0)] and not found.ok
 
 
-def test_M_15_function_that_wants_the_marker_in_the_truth_scores_no_bare_truth():
+def test_function_that_wants_the_marker_in_the_truth_scores_no_bare_truth():
     text = try_reward(rows("gsm8k", ["42", "7"]), spec_of(seed_4), num_workers=1)
     assert "! 2 of 2 truths do not score 1 against themselves" in text and "row 0: '42' scores 0" in text
     assert examine(rows("gsm8k", ["so #### 42", "so #### 7"]), spec_of(seed_4), num_workers=1).ok
 
 
-def test_M_14_truths_that_a_function_cannot_score_are_shown():
+def test_truths_that_a_function_cannot_score_are_shown():
     found = examine(rows("", ["#### 42", "#### -5"]), spec_of(seed_4), num_workers=1)
     assert [truth for _, truth, _ in found.unscored] == ["#### -5"]
     found = examine(rows("", ["42", "\\frac{1}{2}"]), spec_of(seed_1), num_workers=1)
     assert [truth for _, truth, _ in found.unscored] == ["\\frac{1}{2}"]
 
 
-def test_M_30_D_32_means_by_form_show_a_wrong_box_below_no_box():
+def test_means_by_form_show_a_wrong_box_below_no_box():
     found = examine(rows("", ["42", "7"]), spec_of(seed_1), num_workers=1)
     means = {form: sum(scores) / len(scores) for form, scores in found.by_form.items()}
     assert means["truth, \\boxed{}"] == 1.0 and means["truth, bare"] == -0.5
@@ -131,7 +131,7 @@ def test_M_30_D_32_means_by_form_show_a_wrong_box_below_no_box():
     assert "another row's truth, \\boxed{}" in text and "-1.000" in text
 
 
-def test_M_30_means_by_part_are_shown():
+def test_means_by_part_are_shown():
     def parts(response, ground_truth):
         return {"score": 1.0, "format": float(len(response) > 1), "pred": response}
 

@@ -82,11 +82,11 @@ def test_a_minus_between_two_numbers_is_no_sign():
         ("", None),
     ],
 )
-def test_S3_37_final_answer_is_extracted(text, answer):
+def test_final_answer_is_extracted(text, answer):
     assert extract_final_answer(text) == answer
 
 
-def test_M_14_boxed_answers_may_nest_braces_and_hash_answers_may_have_signs_and_separators():
+def test_boxed_answers_may_nest_braces_and_hash_answers_may_have_signs_and_separators():
     assert extract_final_answer("\\boxed{\\frac{\\sqrt{2}}{2}}") == "\\frac{\\sqrt{2}}{2}"
     assert score("math", "\\boxed{\\frac{1}{2}}", "0.5") == 1.0
     assert score("gsm8k", "#### -1,234", "-1234") == 1.0
@@ -95,7 +95,7 @@ def test_M_14_boxed_answers_may_nest_braces_and_hash_answers_may_have_signs_and_
 
 
 @pytest.mark.parametrize("source", ["math_reasoning", "gsm8k", "math"])
-def test_S3_44_S3_45_numbers_match_by_value(source):
+def test_numbers_match_by_value(source):
     for right in ("42", "42.0", "The answer is 42.", "#### 42", "\\boxed{42}", "... so x = 42", "答案是42", "答：42。"):
         assert score(source, right, "42") == 1.0, right
     for wrong in ("420", "4.2", "-42", "The answer is 41.", "#### 41", "\\boxed{4}", "", "none", "42 + 1 = 43"):
@@ -103,7 +103,7 @@ def test_S3_44_S3_45_numbers_match_by_value(source):
 
 
 @pytest.mark.parametrize("source", ["math_reasoning", "gsm8k", "math"])
-def test_D_37_S3_45_truth_may_be_a_number_or_a_solution_that_ends_in_it(source):
+def test_truth_may_be_a_number_or_a_solution_that_ends_in_it(source):
     solution = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $18.\n#### 18"
     for truth in ("18", 18, "$18", "18.0", solution, "\\boxed{18}"):
         assert score(source, "#### 18", truth) == 1.0, truth
@@ -111,7 +111,7 @@ def test_D_37_S3_45_truth_may_be_a_number_or_a_solution_that_ends_in_it(source):
     assert score(source, solution, solution) == 1.0
 
 
-def test_S3_45_separators_fractions_and_percent():
+def test_separators_fractions_and_percent():
     assert score("gsm8k", "#### 1,234", "1234") == 1.0
     assert score("gsm8k", "#### 1234 dollars", "1,234") == 1.0
     assert score("math", "\\boxed{\\frac{1}{2}}", "0.5") == 1.0
@@ -175,7 +175,7 @@ def test_hostile_responses_take_little_of_the_processor(text):
 
 
 @pytest.mark.parametrize("source", ["qa", "trivia"])
-def test_S3_47_text_match_ignores_case_articles_and_punctuation(source):
+def test_text_match_ignores_case_articles_and_punctuation(source):
     for right in ("the Eiffel Tower!", "EIFFEL TOWER", "An eiffel   tower.", "The answer is the Eiffel Tower."):
         assert score(source, right, "The Eiffel Tower") == 1.0, right
     assert score(source, "It is in Paris, near the Eiffel Tower.", "The Eiffel Tower") == 1.0
@@ -185,7 +185,7 @@ def test_S3_47_text_match_ignores_case_articles_and_punctuation(source):
     assert score(source, "", "The Eiffel Tower") == 0.0
 
 
-def test_S3_47_a_list_of_accepted_answers_works():
+def test_a_list_of_accepted_answers_works():
     for truth in (["14 December 1972", "December 1972"], '["14 December 1972", "December 1972"]'):
         assert score("qa", "december 1972", truth) == 1.0
         assert score("qa", "14 December, 1972.", truth) == 1.0
@@ -194,7 +194,7 @@ def test_S3_47_a_list_of_accepted_answers_works():
     assert score("qa", "上海", ["北京"]) == 0.0
 
 
-def test_S3_48_right_label_whatever_case_and_words_around_it():
+def test_right_label_whatever_case_and_words_around_it():
     for right in ("positive", "POSITIVE.", "The label is Positive", "I would say: positive!", "\\boxed{positive}"):
         assert score("classification", right, "positive") == 1.0, right
     for wrong in ("negative", "", "positively", "\\boxed{negative} not positive"):
@@ -202,7 +202,7 @@ def test_S3_48_right_label_whatever_case_and_words_around_it():
     assert score("classification", "It is card arrival.", "card_arrival") == 1.0
 
 
-def test_S3_48_known_labels_make_naming_several_wrong():
+def test_known_labels_make_naming_several_wrong():
     labels = {"labels": ["spam", "not spam"]}
     assert score("classification", "not spam", "spam", labels) == 0.0
     assert score("classification", "This is not spam.", "not spam", labels) == 1.0
@@ -221,7 +221,7 @@ def test_hub_names_of_data_sets_find_their_scorer():
         assert score(source, "#### 42", "42") == 1.0
 
 
-def test_S3_67_unknown_sources_are_listed_together_with_the_nearest_known_one():
+def test_unknown_sources_are_listed_together_with_the_nearest_known_one():
     check_sources(known_sources())
     with pytest.raises(RewardError, match=r"'gsm8'.*'mine'") as caught:
         check_sources(["gsm8", "qa", "mine"])

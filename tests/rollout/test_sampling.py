@@ -28,12 +28,12 @@ def chi_squared(tokens: torch.Tensor, p: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_S1_22_frequencies_follow_the_tempered_distribution(temperature):
+def test_frequencies_follow_the_tempered_distribution(temperature):
     tokens, _ = draw(Sampling(max_tokens=1, temperature=temperature))
     assert chi_squared(tokens, (LOGITS / temperature).softmax(-1)) < 20.5  # 99.9% point of 5 degrees of freedom
 
 
-def test_S1_23_top_p_keeps_the_smallest_sufficient_set_and_log_probs_stay_unfiltered():
+def test_top_p_keeps_the_smallest_sufficient_set_and_log_probs_stay_unfiltered():
     p = LOGITS.softmax(-1)  # 0.56, 0.21, 0.13, 0.08, ...
     tokens, log_probs = draw(Sampling(max_tokens=1, top_p=0.7))
     assert set(tokens.tolist()) == {0, 1}
@@ -69,7 +69,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_S1_23_the_log_prob_of_what_was_sampled_from_counts_the_kept_tokens_alone(name):
+def test_the_log_prob_of_what_was_sampled_from_counts_the_kept_tokens_alone(name):
     setting, kept = FILTERS[name]
     tokens, log_probs, drawn = draw_all(setting)
     log_p = (LOGITS / setting.temperature).log_softmax(-1)

@@ -68,7 +68,7 @@ def drained(sglang):
     return outputs
 
 
-def test_S4_71_without_sglang_the_answer_says_how_to_install_it(monkeypatch, model, tiny_model):
+def test_without_sglang_the_answer_says_how_to_install_it(monkeypatch, model, tiny_model):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package sglang is not installed[\s\S]*pip install --no-deps sglang"):
         load_config([f"{ROLLOUT}.name=sglang"], environment=True)
@@ -76,7 +76,7 @@ def test_S4_71_without_sglang_the_answer_says_how_to_install_it(monkeypatch, mod
         build_engine(RolloutConfig(name="sglang"), model, load_tokenizer(ModelConfig(path=str(tiny_model))))
 
 
-def test_S4_71_with_sglang_the_engine_is_recorded_by_its_name_and_proved(fake, model, tiny_model, monkeypatch):
+def test_with_sglang_the_engine_is_recorded_by_its_name_and_proved(fake, model, tiny_model, monkeypatch):
     tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model)))
     assert load_config([f"{ROLLOUT}.name=sglang"], environment=True).value(f"{ROLLOUT}.name") == "sglang"
     made, said = build_engine(RolloutConfig(name="sglang"), model, tokenizer, longest=64)

@@ -62,7 +62,7 @@ def rows(tiny_model, parquet, tmp_path):
     return of
 
 
-def test_S0_95_the_asynchronous_worker_samples_what_a_synchronous_one_does(rows):
+def test_the_asynchronous_worker_samples_what_a_synchronous_one_does(rows):
     under_way = rows(AsyncActorRolloutRefWorker)
     at_once = rows(Synchronous)
     assert Synchronous.calls == 3 and under_way == at_once

@@ -77,13 +77,13 @@ def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_els
     assert "4711" not in said
 
 
-def test_S4_88_rows_of_a_prompt_alone_are_told_that_they_name_no_source():
+def test_rows_of_a_prompt_alone_are_told_that_they_name_no_source():
     with pytest.raises(RewardError, match="not named: the rows have none") as refused:
         check_sources([None])
     assert "'None'" not in str(refused.value) and "data.data_source" in str(refused.value)
 
 
-def test_S4_94_a_file_that_imports_verl_says_what_to_do_without_it(tmp_path, monkeypatch):
+def test_a_file_that_imports_verl_says_what_to_do_without_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "verl", None)  # as where it is not installed
     (tmp_path / "my_algorithm.py").write_text("import verl\n")
     with pytest.raises(Exception, match="Write `posttrain` for `verl` in it, or install"):

@@ -25,7 +25,7 @@ MODEL = "actor_rollout_ref.model"
 # -- files and names
 
 
-def test_S0_61_the_entrys_help_works_from_any_folder(tmp_path):
+def test_the_entrys_help_works_from_any_folder(tmp_path):
     command = [sys.executable, "-m", "posttrain.trainer.main_ppo", "--help"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert shown.returncode == 0 and "algorithm.adv_estimator" in shown.stdout, shown.stderr
@@ -59,11 +59,11 @@ def test_the_named_module_gives_the_named_things_and_opens_with_what_it_is(modul
     assert found.__doc__ and found.__doc__.strip()
 
 
-def test_S0_69_DataProto_is_one_class_under_two_addresses():
+def test_DataProto_is_one_class_under_two_addresses():
     assert posttrain.DataProto is DataProto
 
 
-def test_S0_71_a_runner_of_ones_own_has_its_run_called():
+def test_a_runner_of_ones_own_has_its_run_called():
     from posttrain.trainer.main_ppo import TaskRunner, run_ppo
 
     class Mine(TaskRunner):
@@ -73,7 +73,7 @@ def test_S0_71_a_runner_of_ones_own_has_its_run_called():
     assert run_ppo({"a": 1}, task_runner_class=Mine) == ("mine", {"a": 1})
 
 
-def test_S0_74_an_exception_inside_the_runner_reaches_the_caller():
+def test_an_exception_inside_the_runner_reaches_the_caller():
     from posttrain.trainer.main_ppo import TaskRunner, run_ppo
 
     class Failing(TaskRunner):
@@ -88,7 +88,7 @@ def environment_reward(data_source, solution_str, ground_truth, extra_info=None)
     return float(os.environ["POSTTRAIN_TEST_OF_CONSTANTS"])
 
 
-def test_S0_66_a_constant_of_the_runs_environment_is_what_a_worker_process_sees(small, monkeypatch):
+def test_a_constant_of_the_runs_environment_is_what_a_worker_process_sees(small, monkeypatch):
     from posttrain.trainer.constants_ppo import PPO_ENVIRONMENT
 
     name = "POSTTRAIN_TEST_OF_CONSTANTS"
@@ -99,7 +99,7 @@ def test_S0_66_a_constant_of_the_runs_environment_is_what_a_worker_process_sees(
     assert {row["score"] for row in seen.samples()} == {0.75}
 
 
-def test_S0_70_S0_105_S0_112_the_start_names_its_stages_in_order(main_ppo, brief_model, four_rows, monkeypatch):
+def test_the_start_names_its_stages_in_order(main_ppo, brief_model, four_rows, monkeypatch):
     from posttrain.trainer import main_ppo as entry
 
     calls, plain_start, plain_run = [], entry.run_ppo, entry.TaskRunner.run
@@ -133,14 +133,14 @@ def test_the_section_is_in_the_resolved_tree_and_in_the_runs_file(grpo, row):
 # -- fit
 
 
-def test_S0_76_each_step_shows_its_stages_in_order(grpo):
+def test_each_step_shows_its_stages_in_order(grpo):
     for line in grpo.steps:
         stages = [name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/")]
         assert stages[:6] == ["gen", "reward", "old_log_prob", "ref", "adv", "update_actor"]
         assert all(line[f"timing_s/{stage}"] > 0 for stage in stages)
 
 
-def test_S0_78_a_checkpoint_is_loaded_before_the_first_generation(tiny_model, parquet, tmp_path):
+def test_a_checkpoint_is_loaded_before_the_first_generation(tiny_model, parquet, tmp_path):
     def train(steps: int):
         chosen = settings(tiny_model, parquet, tmp_path, trainer__total_training_steps=steps)
         return see(lambda: posttrain.train(chosen, reward=parity_reward)).trainer
@@ -150,13 +150,13 @@ def test_S0_78_a_checkpoint_is_loaded_before_the_first_generation(tiny_model, pa
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_S0_79_validation_before_training_is_optional(small, parquet, before):
+def test_validation_before_training_is_optional(small, parquet, before):
     seen = small(data__val_files=str(parquet["test"]), trainer__val_before_train=before)
     at_0 = [line for line in seen.lines if line["step"] == 0]
     assert [any(name.startswith("val/") for name in line) for line in at_0] == [True] * before
 
 
-def test_S0_110_every_step_has_a_line_and_validation_comes_at_its_frequency(small, parquet):
+def test_every_step_has_a_line_and_validation_comes_at_its_frequency(small, parquet):
     seen = small(data__val_files=str(parquet["test"]), trainer__test_freq=2, trainer__total_training_steps=5)
     assert [line["step"] for line in seen.lines] == [0, 1, 2, 3, 4, 5]
     validated = [line["step"] for line in seen.lines if "val/math_reasoning/mean@1" in line]
@@ -164,7 +164,7 @@ def test_S0_110_every_step_has_a_line_and_validation_comes_at_its_frequency(smal
 
 
 @pytest.mark.parametrize(("freq", "saved"), [(-1, [3]), (2, [2, 3]), (50, [3])])
-def test_S0_111_the_last_step_has_a_checkpoint_that_loads(small, freq, saved):
+def test_the_last_step_has_a_checkpoint_that_loads(small, freq, saved):
     seen = small(trainer__save_freq=freq, trainer__total_training_steps=3)
     manager = CheckpointManager(seen.path / "checkpoints")
     assert sorted(int(path.name[12:]) for path in (seen.path / "checkpoints").glob("global_step_*")) == saved
@@ -179,7 +179,7 @@ def test_S0_111_the_last_step_has_a_checkpoint_that_loads(small, freq, saved):
 # -- what a run says and records
 
 
-def test_S0_107_S0_108_S0_132_scores_and_advantages_of_a_run_are_those_of_the_formula(grpo):
+def test_scores_and_advantages_of_a_run_are_those_of_the_formula(grpo):
     for step in (1, 2):
         samples = grpo.samples(step)
         assert len([row["score"] for row in samples if row["score"] is not None]) == 20
@@ -191,7 +191,7 @@ def test_S0_107_S0_108_S0_132_scores_and_advantages_of_a_run_are_those_of_the_fo
                 assert row["advantages"] == pytest.approx([value] * len(row["response_ids"]), abs=1e-5)
 
 
-def test_S0_138_kl_in_the_reward_works_with_both_estimators_and_twice_only_on_request(small):
+def test_kl_in_the_reward_works_with_both_estimators_and_twice_only_on_request(small):
     gae = small(algorithm__adv_estimator="gae", algorithm__use_kl_in_reward=True)
     grpo = small(algorithm__use_kl_in_reward=True)
     for seen in (gae, grpo):
@@ -215,7 +215,7 @@ def printing(token_level_rewards, response_mask, index, **kwargs):
 """
 
 
-def test_S0_143_a_print_in_ones_own_estimator_is_in_console_and_log(small, tmp_path):
+def test_a_print_in_ones_own_estimator_is_in_console_and_log(small, tmp_path):
     file = tmp_path / "my_estimator.py"
     file.write_text(MINE)
     try:
@@ -228,9 +228,7 @@ def test_S0_143_a_print_in_ones_own_estimator_is_in_console_and_log(small, tmp_p
     assert "Using advantage estimator: printing_grpo" in seen.log
 
 
-def test_S0_143_a_print_added_to_the_built_in_function_is_seen_and_group_mean_and_deviation_are_metrics(
-    small, monkeypatch
-):
+def test_a_print_added_to_the_built_in_function_is_seen_and_group_mean_and_deviation_are_metrics(small, monkeypatch):
     built_in = ADV_ESTIMATORS["grpo"]
 
     @functools.wraps(built_in.function)

@@ -38,7 +38,7 @@ def problems(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_S0_01_the_entry_prints_the_composed_tree_as_yaml(capsys, monkeypatch):
+def test_the_entry_prints_the_composed_tree_as_yaml(capsys, monkeypatch):
     import yaml
 
     monkeypatch.setattr(sys, "argv", ["main_ppo", "--cfg", "job"])
@@ -46,7 +46,7 @@ def test_S0_01_the_entry_prints_the_composed_tree_as_yaml(capsys, monkeypatch):
     assert set(yaml.safe_load(capsys.readouterr().out)) >= {"algorithm", "data", "actor_rollout_ref", "trainer"}
 
 
-def test_S0_10_S0_135_S0_139_only_gae_builds_a_critic_and_logs_a_value_loss(gae, small):
+def test_only_gae_builds_a_critic_and_logs_a_value_loss(gae, small):
     grpo = small()
     ours, theirs = gae.config, grpo.config
     assert {key for key in leaves(PPOConfig) if _value(ours, key) != _value(theirs, key)} == {"algorithm.adv_estimator"}
@@ -71,7 +71,7 @@ def _value(tree: dict, key: str):
     return tree
 
 
-def test_S0_11_S0_03_the_four_keys_on_the_command_line_train(main_ppo, parquet, brief_model):
+def test_the_four_keys_on_the_command_line_train(main_ppo, parquet, brief_model):
     rows = f"{MODEL}.path={brief_model}", "data.train_batch_size=4", "trainer.total_training_steps=1"
     sizes = "data.max_prompt_length=32", "data.max_response_length=6", f"{ACTOR}.ppo_mini_batch_size=4"
     seen = main_ppo(
@@ -82,7 +82,7 @@ def test_S0_11_S0_03_the_four_keys_on_the_command_line_train(main_ppo, parquet, 
     assert len(seen.samples()) == 20
 
 
-def test_S4_24_a_run_goes_on_without_loggers_that_are_not_installed(main_ppo, parquet, brief_model, monkeypatch):
+def test_a_run_goes_on_without_loggers_that_are_not_installed(main_ppo, parquet, brief_model, monkeypatch):
     names = ("wandb", "mlflow", "swanlab", "trackio", "tensorboard")
     for name in names:
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
@@ -106,13 +106,13 @@ def test_S4_24_a_run_goes_on_without_loggers_that_are_not_installed(main_ppo, pa
         assert seen.console.count(f"package {name} is not installed") == 1, "said once"
 
 
-def test_S4_24_a_misspelt_logger_ends_the_run_before_it_starts(main_ppo, capsys, monkeypatch):
+def test_a_misspelt_logger_ends_the_run_before_it_starts(main_ppo, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main_ppo", 'trainer.logger=["console","wandbb"]'])
     assert entry.cli() == 2
     assert "did you mean `wandb`" in capsys.readouterr().err
 
 
-def test_S0_12_S0_140_S0_141_the_estimator_is_named_once_and_groups_sum_to_zero(grpo, gae):
+def test_the_estimator_is_named_once_and_groups_sum_to_zero(grpo, gae):
     for text in (grpo.console, grpo.log):
         assert text.splitlines().count("Using advantage estimator: grpo") == 1
     assert gae.log.splitlines().count("Using advantage estimator: gae") == 1
@@ -124,7 +124,7 @@ def test_S0_12_S0_140_S0_141_the_estimator_is_named_once_and_groups_sum_to_zero(
     assert any(row["advantages"][0] > 0.1 for row in grpo.samples())
 
 
-def test_S0_13_S0_39_prompts_come_from_the_files_given(small, parquet, sums, tmp_path):
+def test_prompts_come_from_the_files_given(small, parquet, sums, tmp_path):
     asked = {row["prompt"] for row in pq.read_table(parquet["train"]).to_pylist()}
     assert {_question(row) for row in small().samples()} <= asked
     second = tmp_path / "second.jsonl"
@@ -143,7 +143,7 @@ def _question(row: dict) -> str:
 
 
 @pytest.mark.parametrize("n", [5, 3])
-def test_S0_14_S0_18_S0_106_each_prompt_has_n_samples_with_one_uid(small, n):
+def test_each_prompt_has_n_samples_with_one_uid(small, n):
     seen = small(actor_rollout_ref__rollout__n=n)
     for step in (1, 2):
         found = groups(seen.samples(step))
@@ -151,7 +151,7 @@ def test_S0_14_S0_18_S0_106_each_prompt_has_n_samples_with_one_uid(small, n):
         assert all(len({row["prompt"] for row in rows}) == 1 for rows in found.values())
 
 
-def test_S0_15_S0_19_S0_28_halving_the_mini_batch_doubles_the_optimizer_steps(small):
+def test_halving_the_mini_batch_doubles_the_optimizer_steps(small):
     steps = {size: small(**{MINI: size, "data__train_batch_size": 8}) for size in (8, 4, 2)}
     assert {size: seen.updates for size, seen in steps.items()} == {8: 2, 4: 4, 2: 8}  # in two training steps
     assert [line["actor/optimizer_steps"] for line in steps[2].steps] == [4, 4]
@@ -159,14 +159,14 @@ def test_S0_15_S0_19_S0_28_halving_the_mini_batch_doubles_the_optimizer_steps(sm
     assert fit_sizes(config, set(), rows=1024)[0].updates_per_step == 4
 
 
-def test_S0_29_four_passes_make_four_times_the_optimizer_steps(small):
+def test_four_passes_make_four_times_the_optimizer_steps(small):
     more = {MINI: 2}
     once, four = small(**more), small(**more, actor_rollout_ref__actor__ppo_epochs=4)
     assert (once.updates, four.updates) == (4, 16)
     assert [line["actor/optimizer_steps"] for line in four.steps] == [8, 8]
 
 
-def test_S0_17_to_S0_21_S0_23_a_run_from_an_edited_copy_of_the_main_file(main_ppo, tmp_path, brief_model, four_rows):
+def test_to_S0_21_S0_23_a_run_from_an_edited_copy_of_the_main_file(main_ppo, tmp_path, brief_model, four_rows):
     (tmp_path / "mine").mkdir()
     copy = tmp_path / "mine" / "my_grpo_config.yaml"
     shutil.copy(PACKAGE / "trainer/config/ppo_trainer.yaml", copy)
@@ -185,7 +185,7 @@ def test_S0_17_to_S0_21_S0_23_a_run_from_an_edited_copy_of_the_main_file(main_pp
     assert line["actor/kl_term"] == pytest.approx(0.5 * line["kl_loss"])
 
 
-def test_S0_31_S0_20_the_kl_loss_loads_a_reference_and_without_it_there_is_none(small, grpo):
+def test_the_kl_loss_loads_a_reference_and_without_it_there_is_none(small, grpo):
     without = small()
     assert grpo.trainer.actor_rollout_wg.worker.reference.engine is not None
     assert all("kl_loss" in line for line in grpo.steps)
@@ -201,7 +201,7 @@ def test_S0_31_S0_20_the_kl_loss_loads_a_reference_and_without_it_there_is_none(
     assert all("kl_loss" not in line for line in in_reward.steps)
 
 
-def test_S4_19_entropy_is_measured_and_enters_the_loss_only_by_its_coefficient(small):
+def test_entropy_is_measured_and_enters_the_loss_only_by_its_coefficient(small):
     """0, the default: the loss is the policy loss; 0.01 takes 0.01 x entropy from it."""
     for coefficient in (0.0, 0.01):
         seen = small(**({"actor_rollout_ref__actor__entropy_coeff": coefficient} if coefficient else {}))
@@ -215,7 +215,7 @@ def _roles(console: str) -> str:
     return next(line for line in console.splitlines() if line.startswith("Creating workers"))
 
 
-def test_S0_32_S0_21_S0_123_S0_144_the_total_loss_exceeds_the_policy_loss_by_coefficient_times_kl(small):
+def test_the_total_loss_exceeds_the_policy_loss_by_coefficient_times_kl(small):
     more = {MINI: 2, "actor_rollout_ref__actor__use_kl_loss": True, "actor_rollout_ref__model__dtype": "float64"}
     excess = {}
     for coefficient in (0.01, 0.1):
@@ -230,7 +230,7 @@ def test_S0_32_S0_21_S0_123_S0_144_the_total_loss_exceeds_the_policy_loss_by_coe
     assert excess[0.1] == pytest.approx(10 * excess[0.01], rel=1e-6)
 
 
-def test_S0_35_S0_137_one_response_per_prompt_is_refused_before_a_model_is_loaded(tiny_model, parquet, tmp_path):
+def test_one_response_per_prompt_is_refused_before_a_model_is_loaded(tiny_model, parquet, tmp_path):
     wrong = settings(tiny_model / "nowhere", parquet, tmp_path / "out", actor_rollout_ref__rollout__n=1)
     with pytest.raises(ConfigError, match=r"rollout\.n=1` under `grpo`.*\n.*\n.*set .*rollout\.n to 2 or more"):
         posttrain.train(wrong, reward=parity_reward)
@@ -238,13 +238,13 @@ def test_S0_35_S0_137_one_response_per_prompt_is_refused_before_a_model_is_loade
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_S0_137_gae_runs_with_one_response_per_prompt_and_with_several(small, n):
+def test_gae_runs_with_one_response_per_prompt_and_with_several(small, n):
     seen = small(algorithm__adv_estimator="gae", actor_rollout_ref__rollout__n=n)
     assert len(seen.steps) == 2 and len(seen.samples()) == 4 * n
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_S0_36_an_engine_that_is_not_there_says_so_and_names_one_that_is(monkeypatch, four_rows, installed):
+def test_an_engine_that_is_not_there_says_so_and_names_one_that_is(monkeypatch, four_rows, installed):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find("json" if installed else "nowhere_at_all"))
     installs = {"vllm": 'pip install "posttrain[vllm]"', "sglang": "pip install --no-deps sglang"}
@@ -257,12 +257,12 @@ def test_S0_36_an_engine_that_is_not_there_says_so_and_names_one_that_is(monkeyp
             assert install in text and f"set {ROLLOUT}.name=native" in text
 
 
-def test_S0_37_a_parallel_size_that_does_not_divide_the_devices_is_an_error(four_rows):
+def test_a_parallel_size_that_does_not_divide_the_devices_is_an_error(four_rows):
     text = problems(f"{ROLLOUT}.tensor_model_parallel_size=2", f"data.train_files={four_rows}")
     assert "tensor_model_parallel_size=2` does not divide the 1 x 1 = 1 worker(s)" in text
 
 
-def test_S0_38_on_a_cpu_a_note_says_that_gpu_memory_utilization_has_no_effect(small):
+def test_on_a_cpu_a_note_says_that_gpu_memory_utilization_has_no_effect(small):
     seen = small(actor_rollout_ref__rollout__gpu_memory_utilization=0.6, trainer__device="cpu")
     assert f"note: {ROLLOUT}.gpu_memory_utilization has no effect: the run is on the CPU." in seen.log.splitlines()
 
@@ -271,7 +271,7 @@ def truth_reward(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth)
 
 
-def test_S0_40_validation_metrics_are_those_of_the_validation_file(small, tmp_path):
+def test_validation_metrics_are_those_of_the_validation_file(small, tmp_path):
     held_out = tmp_path / "held_out.json"
     held_out.write_text(
         json.dumps([{"prompt": f"q{x}", "ground_truth": str(x), "data_source": "mine"} for x in (1, 2, 6)])
@@ -282,7 +282,7 @@ def test_S0_40_validation_metrics_are_those_of_the_validation_file(small, tmp_pa
 
 
 @pytest.mark.parametrize("size", [4, 6])
-def test_S0_41_S0_44_a_step_has_that_many_uids_and_says_how_many_responses(small, size):
+def test_a_step_has_that_many_uids_and_says_how_many_responses(small, size):
     seen = small(data__train_batch_size=size, **{MINI: 2})
     assert len(groups(seen.samples())) == len(groups(seen.samples(2))) == size
     assert len(seen.samples()) == size * 5
@@ -290,7 +290,7 @@ def test_S0_41_S0_44_a_step_has_that_many_uids_and_says_how_many_responses(small
 
 
 @pytest.mark.parametrize("limit", [30, 12])
-def test_S0_43_no_response_is_longer_and_one_at_the_limit_is_recorded(small, limit):
+def test_no_response_is_longer_and_one_at_the_limit_is_recorded(small, limit):
     seen = small(data__max_response_length=limit, data__train_batch_size=16)
     lengths = [len(row["response_ids"]) for row in seen.samples()]
     assert max(lengths) == limit and min(lengths) < limit
@@ -301,14 +301,14 @@ def test_S0_43_no_response_is_longer_and_one_at_the_limit_is_recorded(small, lim
 
 
 @pytest.mark.parametrize("name", list(AdvantageEstimator))
-def test_S0_45_S0_46_S0_151_every_estimator_is_chosen_through_the_one_entry(main_ppo, brief_model, four_rows, name):
+def test_every_estimator_is_chosen_through_the_one_entry(main_ppo, brief_model, four_rows, name):
     more = ["data.max_prompt_length=64", "data.max_response_length=4", "trainer.total_training_steps=1"]
     more += [f"{MODEL}.path={brief_model}", f"data.train_files={four_rows}"]
     seen = main_ppo(f"algorithm.adv_estimator={name}", *more)
     assert seen.status == 0 and f"Using advantage estimator: {name}" in seen.log
 
 
-def test_S0_46_main_hands_its_configuration_to_run_ppo(monkeypatch):
+def test_main_hands_its_configuration_to_run_ppo(monkeypatch):
     from posttrain.trainer.main_ppo import main, run_ppo
 
     given = []
@@ -321,7 +321,7 @@ def test_S0_46_main_hands_its_configuration_to_run_ppo(monkeypatch):
     assert callable(run_ppo)
 
 
-def test_S0_47_four_keys_are_enough(main_ppo, brief_model, four_rows):
+def test_four_keys_are_enough(main_ppo, brief_model, four_rows):
     keys = [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={four_rows}",
@@ -335,7 +335,7 @@ def test_S0_47_four_keys_are_enough(main_ppo, brief_model, four_rows):
     assert "No validation file is set" in seen.log
 
 
-def test_S0_48_model_and_tokenizer_come_from_the_folder_and_a_wrong_one_stops_the_run(
+def test_model_and_tokenizer_come_from_the_folder_and_a_wrong_one_stops_the_run(
     grpo, small, tiny_model, parquet, tmp_path
 ):
     assert grpo.config["actor_rollout_ref"]["model"]["path"] == str(tiny_model)
@@ -351,9 +351,7 @@ def test_S0_48_model_and_tokenizer_come_from_the_folder_and_a_wrong_one_stops_th
         posttrain.train(settings(Path("org/no-such-model"), parquet, tmp_path / "b"), reward=parity_reward)
 
 
-def test_S0_51_gsm8k_files_under_home_are_read_and_absent_ones_name_their_command(
-    main_ppo, brief_model, tmp_path, parquet
-):
+def test_gsm8k_files_under_home_are_read_and_absent_ones_name_their_command(main_ppo, brief_model, tmp_path, parquet):
     home = tmp_path / "home"
     train, test = home / "data/gsm8k/train.parquet", home / "data/gsm8k/test.parquet"
     keys = [f"data.train_files={train}", f"data.val_files={test}"]
@@ -369,7 +367,7 @@ def test_S0_51_gsm8k_files_under_home_are_read_and_absent_ones_name_their_comman
     assert seen.status == 0 and "val/math_reasoning/mean@1" in seen.lines[0]
 
 
-def test_S0_53_the_logged_learning_rate_is_the_number_given(main_ppo, small, brief_model, four_rows, tmp_path):
+def test_the_logged_learning_rate_is_the_number_given(main_ppo, small, brief_model, four_rows, tmp_path):
     warm = small(
         actor_rollout_ref__actor__optim__lr=1e-6,
         actor_rollout_ref__actor__optim__lr_warmup_steps=2,
@@ -384,21 +382,21 @@ def test_S0_53_the_logged_learning_rate_is_the_number_given(main_ppo, small, bri
     assert from_file.steps[0]["actor/lr"] == from_line.steps[0]["actor/lr"] == 1e-6
 
 
-def test_S0_54_S0_55_one_worker_on_one_node_and_more_than_there_are_is_an_error(grpo, four_rows):
+def test_one_worker_on_one_node_and_more_than_there_are_is_an_error(grpo, four_rows):
     assert grpo.trainer.actor_rollout_wg.world_size == 1
     assert (grpo.config["trainer"]["n_gpus_per_node"], grpo.config["trainer"]["nnodes"]) == (1, 1)
     text = problems("trainer.n_gpus_per_node=4096", "trainer.device=cpu", f"data.train_files={four_rows}")
     assert "asks for 4096 workers; this machine has" in text
 
 
-def test_S0_56_steps_are_epochs_times_batches_per_epoch(small):
+def test_steps_are_epochs_times_batches_per_epoch(small):
     seen = small(data__train_max_samples=10, trainer__total_epochs=3, trainer__total_training_steps=None)
     assert [line["step"] for line in seen.steps] == [1, 2, 3, 4, 5, 6]  # 10 rows are two batches of 4
     first_epoch = {row["prompt"] for step in (1, 2) for row in seen.samples(step)}
     assert len(first_epoch) == 8
 
 
-def test_S0_57_S0_58_project_and_experiment_name_the_run_directory_and_the_loggers_run(small, monkeypatch):
+def test_project_and_experiment_name_the_run_directory_and_the_loggers_run(small, monkeypatch):
     started = {}
     wandb = types.ModuleType("wandb")
     run = types.SimpleNamespace(log=lambda metrics, step: None, finish=lambda: None)
@@ -412,13 +410,13 @@ def test_S0_57_S0_58_project_and_experiment_name_the_run_directory_and_the_logge
     assert started["config"]["algorithm"]["adv_estimator"] == "grpo"
 
 
-def test_S0_59_several_nodes_without_a_cluster_say_how_to_give_one(four_rows):
+def test_several_nodes_without_a_cluster_say_how_to_give_one(four_rows):
     text = problems("trainer.nnodes=4", "trainer.n_gpus_per_node=8", f"data.train_files={four_rows}")
     assert "`trainer.nnodes=4` asks for 4 machines" in text
     assert all(form in text for form in ("Ray cluster", "torchrun", "RAY_HEAD_ADDRESS=HOST:6379"))
 
 
-def test_S0_60_in_a_run_the_command_line_wins_over_the_file(main_ppo, tmp_path, brief_model, four_rows):
+def test_in_a_run_the_command_line_wins_over_the_file(main_ppo, tmp_path, brief_model, four_rows):
     (tmp_path / "my_grpo_config.yaml").write_text(
         "algorithm: {adv_estimator: grpo}\n"
         f"actor_rollout_ref: {{model: {{path: {brief_model}}}, rollout: {{n: 3}}}}\n"

@@ -64,7 +64,7 @@ def weights(trainer) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in module.parameters()])
 
 
-def test_S0_75_S0_113_a_constructed_trainer_has_made_no_step_and_fit_makes_the_configured_ones(trainer):
+def test_a_constructed_trainer_has_made_no_step_and_fit_makes_the_configured_ones(trainer):
     worker = trainer.actor_rollout_wg.worker
     assert (trainer.step, worker.engine.optimizer.steps_done, trainer.recorder.history) == (0, 0, [])
     result = trainer.fit()
@@ -72,7 +72,7 @@ def test_S0_75_S0_113_a_constructed_trainer_has_made_no_step_and_fit_makes_the_c
     assert worker.engine.optimizer.steps_done == 4
 
 
-def test_S0_80_the_generation_batch_has_the_prompts_fields_and_the_rest_stays(trainer):
+def test_the_generation_batch_has_the_prompts_fields_and_the_rest_stays(trainer):
     batch = trainer._next_prompts()
     order = list(batch.non_tensor_batch["uid"])
     prompts = trainer._get_gen_batch(batch)
@@ -84,7 +84,7 @@ def test_S0_80_the_generation_batch_has_the_prompts_fields_and_the_rest_stays(tr
     assert {"ground_truth", "data_source", "extra_info"} <= set(batch.non_tensor_batch)
 
 
-def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_input(trainer):
+def test_generation_gives_batch_times_n_rows_in_the_order_of_its_input(trainer):
     rows = trainer._get_gen_batch(trainer._next_prompts()).repeat(repeat_times=3, interleave=True)
     rows.non_tensor_batch["seed"] = np.arange(12, dtype=object)
     out = trainer.actor_rollout_wg.generate_sequences(rows)
@@ -94,7 +94,7 @@ def test_S0_82_S0_96_generation_gives_batch_times_n_rows_in_the_order_of_its_inp
     assert torch.equal(again.batch["responses"], out.batch["responses"][[5, 0]])
 
 
-def test_S0_83_S0_114_the_reward_function_puts_each_score_on_the_last_response_token(trainer, generated):
+def test_the_reward_function_puts_each_score_on_the_last_response_token(trainer, generated):
     trainer.experience.wait_for_scores(generated)  # while they were generated
     scores = trainer.reward_fn(generated)
     texts = trainer.tokenizer.batch_decode(generated.batch["responses"], skip_special_tokens=True)
@@ -105,7 +105,7 @@ def test_S0_83_S0_114_the_reward_function_puts_each_score_on_the_last_response_t
         assert scores[row].count_nonzero() <= 1
 
 
-def test_S0_84_S0_93_S0_115_compute_advantage_takes_enum_and_string_on_a_hand_made_batch():
+def test_compute_advantage_takes_enum_and_string_on_a_hand_made_batch():
     def made() -> DataProto:
         rewards = torch.zeros(5, 3)
         rewards[0, 2] = 1.0
@@ -124,7 +124,7 @@ def test_S0_84_S0_93_S0_115_compute_advantage_takes_enum_and_string_on_a_hand_ma
     assert torch.equal(by_name["returns"], data.batch["returns"])
 
 
-def test_S0_85_S0_97_S0_109_update_actor_changes_the_weights_and_gives_its_metrics(trainer, ready):
+def test_update_actor_changes_the_weights_and_gives_its_metrics(trainer, ready):
     before = weights(trainer)
     metrics = trainer.actor_rollout_wg.update_actor(ready)
     assert {"policy_loss", "kl_loss", "actor/grad_norm", "actor/lr"} <= set(metrics)
@@ -132,7 +132,7 @@ def test_S0_85_S0_97_S0_109_update_actor_changes_the_weights_and_gives_its_metri
     assert (weights(trainer) - before).abs().max() > 1e-4
 
 
-def test_S0_98_log_probs_equal_a_plain_forward_pass_under_both_names(trainer, generated):
+def test_log_probs_equal_a_plain_forward_pass_under_both_names(trainer, generated):
     worker = trainer.actor_rollout_wg
     ours = worker.compute_log_probs(generated).batch
     assert torch.equal(ours["old_log_probs"], worker.compute_log_prob(generated).batch["old_log_probs"])
@@ -146,7 +146,7 @@ def test_S0_98_log_probs_equal_a_plain_forward_pass_under_both_names(trainer, ge
     assert (plain - ours["old_log_probs"])[real].abs().max() < 1e-5
 
 
-def test_S0_104_S0_125_to_S0_134_one_batch_goes_through_the_stages_and_each_only_adds_to_it(trainer):
+def test_to_S0_134_one_batch_goes_through_the_stages_and_each_only_adds_to_it(trainer):
     prompts = trainer._next_prompts()
     batch = trainer._generate(prompts)
     fields = {"prompts", "responses", "input_ids", "attention_mask", "response_mask"}
@@ -178,7 +178,7 @@ def test_S0_104_S0_125_to_S0_134_one_batch_goes_through_the_stages_and_each_only
         assert text == trainer.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_S0_116_S0_119_S0_124_passes_outside_mini_batches_inside_and_no_gradient_is_left(trainer, ready, monkeypatch):
+def test_passes_outside_mini_batches_inside_and_no_gradient_is_left(trainer, ready, monkeypatch):
     actor, engine = trainer.actor_rollout_wg.worker.actor, trainer.actor_rollout_wg.worker.engine
     seen, plain = [], engine.update
 
@@ -195,11 +195,11 @@ def test_S0_116_S0_119_S0_124_passes_outside_mini_batches_inside_and_no_gradient
     assert all(weight.grad is None or weight.grad.abs().max() == 0 for weight in engine.module.parameters())
 
 
-def test_S0_121_on_policy_the_ratio_is_one_at_the_first_mini_batch(grpo):
+def test_on_policy_the_ratio_is_one_at_the_first_mini_batch(grpo):
     assert all(line["actor/ratio_deviation"] < 1e-5 for line in grpo.steps)
 
 
-def test_S0_142_the_first_batch_must_hold_whole_groups_of_one_prompt(generated):
+def test_the_first_batch_must_hold_whole_groups_of_one_prompt(generated):
     check_groups(generated, 3)
     with pytest.raises(GroupError, match=r"uid '3' has 2 rows instead of 3 \(actor_rollout_ref.rollout.n\)"):
         check_groups(generated[list(range(11))], 3)
@@ -209,7 +209,7 @@ def test_S0_142_the_first_batch_must_hold_whole_groups_of_one_prompt(generated):
         check_groups(generated, 3)
 
 
-def test_S0_142_a_run_whose_groups_are_mixed_stops_at_its_first_batch(trainer, monkeypatch):
+def test_a_run_whose_groups_are_mixed_stops_at_its_first_batch(trainer, monkeypatch):
     plain = trainer._generate
 
     def mixed(batch):

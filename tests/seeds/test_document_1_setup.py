@@ -20,14 +20,14 @@ from posttrain.config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_S1_09_the_version_is_that_of_the_distribution(capsys):
+def test_the_version_is_that_of_the_distribution(capsys):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = declared.get("version", posttrain.__version__)
     assert posttrain.__version__ == version
     assert cli.main(["version"]) == 0 and version in capsys.readouterr().out
 
 
-def test_S1_08_a_checkout_is_installed_editable_and_an_edit_takes_effect_at_once(tmp_path):
+def test_a_checkout_is_installed_editable_and_an_edit_takes_effect_at_once(tmp_path):
     """`pip install -e .` in a copy, into an empty environment (what it needs is there already: nothing is fetched)."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
@@ -47,12 +47,12 @@ def test_S1_08_a_checkout_is_installed_editable_and_an_edit_takes_effect_at_once
     assert said.split() == ["at", "once", str(source)] and (tmp_path / "env" / "bin" / "posttrain").is_file()
 
 
-def test_S1_51_the_docs_name_the_light_path_on_one_device():
+def test_the_docs_name_the_light_path_on_one_device():
     index, page = (ROOT / "docs" / "README.md").read_text(), (ROOT / "docs" / "lora.md").read_text()
     assert "LoRA and QLoRA" in index and "nf4" in page
 
 
-def test_S1_54_S1_03_every_key_of_verl_is_answered_and_grpo_needs_no_plug_in(monkeypatch, tmp_path):
+def test_every_key_of_verl_is_answered_and_grpo_needs_no_plug_in(monkeypatch, tmp_path):
     from posttrain.other_systems.verl.answers import all_answers
 
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_S1_54_S1_03_every_key_of_verl_is_answered_and_grpo_needs_no_plug_in(mon
     assert [key for key in leaves(PPOConfig) if f"`{key}`" not in settings] == []
 
 
-def test_S3_09_train_sh_without_an_argument_trains_the_embedded_model_on_groups_of_5(monkeypatch, tmp_path):
+def test_train_sh_without_an_argument_trains_the_embedded_model_on_groups_of_5(monkeypatch, tmp_path):
     from posttrain import launch
 
     monkeypatch.chdir(tmp_path)
@@ -74,7 +74,7 @@ def test_S3_09_train_sh_without_an_argument_trains_the_embedded_model_on_groups_
     assert resolved.value("actor_rollout_ref.model.path") == resolved.value("data.train_files") == "embedded"
 
 
-def test_S3_09_the_default_run_writes_five_samples_of_each_prompt(monkeypatch, tmp_path, own_cache):
+def test_the_default_run_writes_five_samples_of_each_prompt(monkeypatch, tmp_path, own_cache):
     """One step of it, with a tiny model in the embedded one's place (scripts/check_default_run.py makes all 200)."""
     from posttrain import cli
     from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files

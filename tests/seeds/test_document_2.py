@@ -34,27 +34,27 @@ def uneven(brief_model) -> dict:
 # -- definition and key components
 
 
-def test_S2_23_each_of_the_four_steps_is_one_stage_of_the_loop_and_one_timing(grpo):
+def test_each_of_the_four_steps_is_one_stage_of_the_loop_and_one_timing(grpo):
     source = inspect.getsource(ray_trainer.RayPPOTrainer)
     for stage in ("gen", "reward", "adv", "update_actor"):  # sampling, reward, baseline, update
         assert len(re.findall(rf'stage\("{stage}"\)', source)) == 1
         assert all(line[f"timing_s/{stage}"] > 0 for line in grpo.steps)
 
 
-def test_S2_24_a_step_of_grpo_has_no_value_stage_and_one_of_gae_has(grpo, gae):
+def test_a_step_of_grpo_has_no_value_stage_and_one_of_gae_has(grpo, gae):
     value_stages = {"timing_s/values", "timing_s/update_critic"}
     assert all(not value_stages & set(line) for line in grpo.steps)
     assert all(value_stages <= set(line) for line in gae.steps)
 
 
-def test_S2_11_S2_25_each_uid_has_n_samples_that_are_not_all_equal(grpo):
+def test_each_uid_has_n_samples_that_are_not_all_equal(grpo):
     assert grpo.config["actor_rollout_ref"]["rollout"]["temperature"] == 1.0
     for step in (1, 2):
         for rows in groups(grpo.samples(step)).values():
             assert len(rows) == 5 and len({tuple(row["response_ids"]) for row in rows}) > 1
 
 
-def test_S2_26_a_constant_added_to_the_rewards_of_a_group_changes_no_advantage(grpo):
+def test_a_constant_added_to_the_rewards_of_a_group_changes_no_advantage(grpo):
     batch = grpo.trainer.batches[0]
     names = sorted(set(batch.non_tensor_batch["uid"]))
     shift = torch.tensor([7.0 * names.index(uid) - 3 for uid in batch.non_tensor_batch["uid"]])
@@ -73,14 +73,14 @@ def test_S2_26_a_constant_added_to_the_rewards_of_a_group_changes_no_advantage(g
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae"])
-def test_S2_27_S2_31_mini_batches_and_passes_act_the_same_under_every_estimator(small, estimator):
+def test_mini_batches_and_passes_act_the_same_under_every_estimator(small, estimator):
     once = small(algorithm__adv_estimator=estimator, **{MINI: 2})
     twice = small(algorithm__adv_estimator=estimator, **{MINI: 2, EPOCHS: 2})
     assert (once.updates, twice.updates) == (4, 8)  # in two steps of 4 prompts
     assert [line["actor/optimizer_steps"] for line in twice.steps] == [4, 4]
 
 
-def test_S2_28_M_05_a_run_with_the_documents_spelling_of_n(main_ppo, brief_model, four_rows):
+def test_a_run_with_the_documents_spelling_of_n(main_ppo, brief_model, four_rows):
     keys = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={brief_model}"]
     seen = main_ppo(*keys, f"data.train_files={four_rows}", "actor_rollout.ref.rollout.n=3", *SHORT)
     assert seen.status == 0 and set(map(len, groups(seen.samples()).values())) == {3}
@@ -89,19 +89,19 @@ def test_S2_28_M_05_a_run_with_the_documents_spelling_of_n(main_ppo, brief_model
 
 
 @pytest.mark.parametrize("size", [4, 8])
-def test_S2_29_the_batch_size_is_the_number_of_prompts_and_times_n_that_of_responses(small, size):
+def test_the_batch_size_is_the_number_of_prompts_and_times_n_that_of_responses(small, size):
     seen = small(data__train_batch_size=size, **{MINI: 2, N: 3})
     for step in (1, 2):
         assert Counter(map(len, groups(seen.samples(step)).values())) == {3: size}
 
 
-def test_S2_30_the_mini_batch_counts_prompts_not_responses(small):
+def test_the_mini_batch_counts_prompts_not_responses(small):
     for n in (2, 3):
         seen = small(data__train_batch_size=8, **{MINI: 4, N: n})
         assert [line["actor/optimizer_steps"] for line in seen.steps] == [2, 2]
 
 
-def test_S2_32_the_clip_range_is_0_2_unless_set_and_decides_what_is_clipped(small):
+def test_the_clip_range_is_0_2_unless_set_and_decides_what_is_clipped(small):
     more = {MINI: 2, EPOCHS: 2, f"{ACTOR}optim__lr": 3e-3, "trainer__total_training_steps": 1}
     unset, same = small(**more), small(**more, **{f"{ACTOR}clip_ratio": 0.2})
     narrow, wide = small(**more, **{f"{ACTOR}clip_ratio": 0.02}), small(**more, **{f"{ACTOR}clip_ratio": 0.99})
@@ -110,14 +110,14 @@ def test_S2_32_the_clip_range_is_0_2_unless_set_and_decides_what_is_clipped(smal
     assert unset.steps[0]["actor/grad_norm"] == same.steps[0]["actor/grad_norm"] != narrow.steps[0]["actor/grad_norm"]
 
 
-def test_S2_12_the_upper_side_of_the_clip_alone_can_be_wider(small):
+def test_the_upper_side_of_the_clip_alone_can_be_wider(small):
     more = {MINI: 2, EPOCHS: 2, f"{ACTOR}optim__lr": 3e-3, "trainer__total_training_steps": 1}
     sides = {f"{ACTOR}clip_ratio_low": 0.02, f"{ACTOR}clip_ratio_high": 0.02}
     both, higher = small(**more, **sides), small(**more, **(sides | {f"{ACTOR}clip_ratio_high": 0.3}))
     assert both.steps[0]["actor/pg_clipfrac"] > higher.steps[0]["actor/pg_clipfrac"] > 0
 
 
-def test_S2_33_unset_the_estimator_is_gae_and_the_log_says_which(main_ppo, brief_model, four_rows, grpo):
+def test_unset_the_estimator_is_gae_and_the_log_says_which(main_ppo, brief_model, four_rows, grpo):
     seen = main_ppo(f"actor_rollout_ref.model.path={brief_model}", f"data.train_files={four_rows}", *SHORT)
     assert seen.log.splitlines().count("Using advantage estimator: gae") == 1
     assert set(map(len, groups(seen.samples()).values())) == {1} and "critic/vf_loss" in seen.steps[0]
@@ -141,7 +141,7 @@ MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_S2_34_S2_35_S2_36_S2_44_the_loss_of_a_run_is_that_of_its_aggregation_mode(small, brief_model, mode):
+def test_the_loss_of_a_run_is_that_of_its_aggregation_mode(small, brief_model, mode):
     given = {} if mode == "token-mean" else {f"{ACTOR}loss_agg_mode": mode}  # the first is what an unset key means
     seen = small(**uneven(brief_model), **given)
     rows = seen.samples()
@@ -152,13 +152,13 @@ def test_S2_34_S2_35_S2_36_S2_44_the_loss_of_a_run_is_that_of_its_aggregation_mo
     assert all(abs(value - expected[mode]) > 1e-3 for value in others)
 
 
-def test_S2_34_every_grpo_example_leaves_the_aggregation_as_it_is():
+def test_every_grpo_example_leaves_the_aggregation_as_it_is():
     scripts = sorted((ROOT / "examples" / "grpo_trainer").glob("*.sh"))
     assert scripts and all("loss_agg_mode" not in script.read_text() for script in scripts)
     assert load_config(["algorithm=grpo"]).value("actor_rollout_ref.actor.loss_agg_mode") == "token-mean"
 
 
-def test_S2_37_the_kl_loss_brings_a_reference_and_puts_nothing_into_the_reward(small, grpo):
+def test_the_kl_loss_brings_a_reference_and_puts_nothing_into_the_reward(small, grpo):
     without = small()
     assert without.trainer.actor_rollout_wg.worker.reference.engine is None
     assert grpo.trainer.actor_rollout_wg.worker.reference.engine is not None
@@ -167,7 +167,7 @@ def test_S2_37_the_kl_loss_brings_a_reference_and_puts_nothing_into_the_reward(s
     assert all("actor/reward_kl_penalty" not in line for line in grpo.steps)
 
 
-def test_S2_38_the_coefficient_is_0_001_unless_set(grpo, small):
+def test_the_coefficient_is_0_001_unless_set(grpo, small):
     ten = small(**{f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_coef": 0.01, MINI: 2})
     for seen, coefficient in ((grpo, 0.001), (ten, 0.01)):
         assert seen.config["actor_rollout_ref"]["actor"]["kl_loss_coef"] == coefficient
@@ -186,7 +186,7 @@ KL = {
 @pytest.mark.parametrize(
     ("kind", "formula"), [*((name, name) for name in KL), ("k1", "kl"), ("k1+", "kl"), ("k3+", "low_var_kl")]
 )
-def test_S2_39_S2_40_S2_41_S2_42_the_kl_loss_of_a_run_is_that_of_its_type(small, kind, formula):
+def test_the_kl_loss_of_a_run_is_that_of_its_type(small, kind, formula):
     """With one update per step the policy of the update is the one that sampled, whose log-probs are recorded."""
     more = {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_type": kind, f"{ACTOR}old_log_probs": "trainer"}
     seen = small(**more, **{f"{ACTOR}optim__lr": 1e-2}, actor_rollout_ref__model__dtype="float64")
@@ -203,7 +203,7 @@ def test_S2_39_S2_40_S2_41_S2_42_the_kl_loss_of_a_run_is_that_of_its_type(small,
 # -- DrGRPO
 
 
-def test_S2_43_the_mean_length_of_right_and_of_wrong_answers_is_a_metric_of_a_run(small, brief_model):
+def test_the_mean_length_of_right_and_of_wrong_answers_is_a_metric_of_a_run(small, brief_model):
     seen = small(**uneven(brief_model))
     rows = seen.samples()
     for name, wanted in (("right", True), ("wrong", False)):
@@ -211,14 +211,14 @@ def test_S2_43_the_mean_length_of_right_and_of_wrong_answers_is_a_metric_of_a_ru
         assert len(lengths) > 2 and seen.steps[0][f"response_length/{name}/mean"] == pytest.approx(fmean(lengths))
 
 
-def test_S2_44_one_constant_divides_all_rows_and_it_is_a_setting(small, brief_model):
+def test_one_constant_divides_all_rows_and_it_is_a_setting(small, brief_model):
     given = {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}loss_scale_factor": 5}
     seen = small(**uneven(brief_model), **given)
     expected = aggregated(seen.samples(), "seq-mean-token-sum-norm", constant=5)
     assert seen.steps[0]["policy_loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_S2_45_without_the_kl_loss_no_reference_is_loaded_and_no_term_stands_in_the_loss(small):
+def test_without_the_kl_loss_no_reference_is_loaded_and_no_term_stands_in_the_loss(small):
     seen = small(**{f"{ACTOR}use_kl_loss": False, f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"})
     assert seen.trainer.actor_rollout_wg.worker.reference.engine is None
     assert all("ref_log_prob" not in batch.batch for batch in seen.trainer.batches)
@@ -226,7 +226,7 @@ def test_S2_45_without_the_kl_loss_no_reference_is_loaded_and_no_term_stands_in_
         assert "kl_loss" not in line and line["actor/loss"] == line["policy_loss"]
 
 
-def test_S2_46_without_the_division_advantages_are_the_distance_from_the_group_mean(small):
+def test_without_the_division_advantages_are_the_distance_from_the_group_mean(small):
     rewards = torch.zeros(5, 2, dtype=torch.float64)
     rewards[0, 1] = 1.0
     given = {"token_level_rewards": rewards, "response_mask": torch.ones(5, 2), "index": np.array(["a"] * 5)}

@@ -20,7 +20,7 @@ def per_prompt(seen: Seen) -> Counter[int]:
     return Counter(map(len, groups(seen.samples()).values()))
 
 
-def test_S3_02_S3_05_S3_28_a_json_list_is_trained_on_with_five_samples_per_prompt_by_default(train_sh):
+def test_a_json_list_is_trained_on_with_five_samples_per_prompt_by_default(train_sh):
     seen = train_sh(*SHORT)
     assert seen.status == 0 and per_prompt(seen) == {5: 4}
     texts = {row["prompt"]: row for row in seen.samples()}
@@ -29,14 +29,14 @@ def test_S3_02_S3_05_S3_28_a_json_list_is_trained_on_with_five_samples_per_promp
         assert (sample["ground_truth"], sample["data_source"]) == (row["ground_truth"], row["data_source"])
 
 
-def test_S3_01_S3_16_under_grpo_there_is_no_critic(train_sh):
+def test_under_grpo_there_is_no_critic(train_sh):
     seen = train_sh(*SHORT)
     assert seen.trainer.critic_wg is None and ", critic" not in seen.console
     assert "Using advantage estimator: grpo" in seen.log
     assert "values" not in seen.trainer.batches[0].batch
 
 
-def test_S3_16_S3_19_the_same_run_with_gae_has_a_critic_whose_values_enter_the_advantages(train_sh):
+def test_the_same_run_with_gae_has_a_critic_whose_values_enter_the_advantages(train_sh):
     keys = ("algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "critic.optim.lr=1e-2")
     seen = train_sh("--epochs", "4", "--reward_func", str(LENGTH_REWARD), *keys)
     assert seen.trainer.critic_wg is not None and per_prompt(seen) == {1: 4}
@@ -49,7 +49,7 @@ def test_S3_16_S3_19_the_same_run_with_gae_has_a_critic_whose_values_enter_the_a
     assert torch.allclose(batch["advantages"][real], whitened, atol=1e-4)
 
 
-def test_S3_08_an_unknown_source_is_an_error_that_lists_the_known_ones_before_training(train_sh, tmp_path):
+def test_an_unknown_source_is_an_error_that_lists_the_known_ones_before_training(train_sh, tmp_path):
     path = tmp_path / "poems.json"
     path.write_text(json.dumps([{"prompt": "a", "ground_truth": "b", "data_source": "poems"}] * 4))
     reward = "custom_reward_function.path=null"  # the built-in scorers themselves
@@ -58,7 +58,7 @@ def test_S3_08_an_unknown_source_is_an_error_that_lists_the_known_ones_before_tr
     assert "gsm8k" in str(caught.value)
 
 
-def test_S3_10_to_S3_13_model_rollout_n_and_epochs_together(train_sh, brief_model):
+def test_to_S3_13_model_rollout_n_and_epochs_together(train_sh, brief_model):
     seen = train_sh("--rollout_n", "8", "--epochs", "20")
     assert seen.status == 0 and per_prompt(seen) == {8: 4}
     assert [line["step"] for line in seen.steps] == list(range(1, 21))
@@ -88,14 +88,14 @@ def recorded(train_sh, tmp_path_factory) -> tuple[Seen, list[list]]:
     return seen, [json.loads(line) for line in calls.read_text().splitlines()]
 
 
-def test_S3_14_S3_38_the_function_of_the_file_is_called_for_every_response(recorded):
+def test_the_function_of_the_file_is_called_for_every_response(recorded):
     seen, calls = recorded
     assert seen.status == 0 and len(calls) == 2 * 4 * 5
     for step in (1, 2):
         assert all(row["score"] == len(row["response"]) % 3 for row in seen.samples(step))
 
 
-def test_S3_39_S3_40_S3_41_its_arguments_are_the_rows_values_and_the_decoded_response(recorded):
+def test_its_arguments_are_the_rows_values_and_the_decoded_response(recorded):
     seen, calls = recorded
     samples = seen.samples(1) + seen.samples(2)
     wanted = Counter((row["data_source"], row["response"], row["ground_truth"]) for row in samples)
@@ -106,20 +106,20 @@ def test_S3_39_S3_40_S3_41_its_arguments_are_the_rows_values_and_the_decoded_res
     assert not any("<|" in text or "user" in text for _, text, *_ in calls)
 
 
-def test_S3_42_extra_info_holds_the_rows_own_and_its_other_columns(recorded):
+def test_extra_info_holds_the_rows_own_and_its_other_columns(recorded):
     _, calls = recorded
     assert Counter(extra["level"] for *_, extra in calls) == {0: 10, 1: 10, 2: 10, 3: 10}
     assert {extra["by"] for *_, extra in calls} == {"me"}
 
 
-def test_S3_14_a_file_with_no_function_to_take_is_an_error_before_training(train_sh, tmp_path):
+def test_a_file_with_no_function_to_take_is_an_error_before_training(train_sh, tmp_path):
     file = tmp_path / "my_reward.py"
     file.write_text("a = 1\n")
     with pytest.raises(Exception, match=r"my_reward\.py[\s\S]*compute_score"):
         train_sh(*SHORT, "--reward_func", str(file))
 
 
-def test_S3_15_outputs_checkpoints_leads_to_the_newest_model_which_loads_with_transformers(train_sh):
+def test_outputs_checkpoints_leads_to_the_newest_model_which_loads_with_transformers(train_sh):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     seen = train_sh(*SHORT)
@@ -132,11 +132,11 @@ def test_S3_15_outputs_checkpoints_leads_to_the_newest_model_which_loads_with_tr
     assert AutoTokenizer.from_pretrained(newest).decode([258]) == "<|user|>"
 
 
-def test_S3_21_the_environment_variable_sets_the_samples_per_prompt(train_sh):
+def test_the_environment_variable_sets_the_samples_per_prompt(train_sh):
     assert per_prompt(train_sh(*SHORT, ROLLOUT_N="3")) == {3: 4}
 
 
-def test_S3_23_without_the_kl_loss_no_reference_is_loaded(train_sh):
+def test_without_the_kl_loss_no_reference_is_loaded(train_sh):
     on, off = train_sh(*SHORT), train_sh(*SHORT, USE_KL_LOSS="false")
     assert on.trainer.actor_rollout_wg.worker.reference.engine is not None and "kl_loss" in on.steps[0]
     assert off.trainer.actor_rollout_wg.worker.reference.engine is None and "kl_loss" not in off.steps[0]
@@ -150,7 +150,7 @@ def test_this_number_of_responses_per_prompt_runs(train_sh, n):
     assert seen.status == 0 and per_prompt(seen) == {n: 4}
 
 
-def test_S3_27_S3_63_generated_tokens_grow_in_proportion_to_n_and_the_time_is_printed(small):
+def test_generated_tokens_grow_in_proportion_to_n_and_the_time_is_printed(small):
     """What n costs in seconds is measured by hand: a test that asserts times fails on a busy machine."""
     tokens = {}
     for n in (3, 6):
@@ -162,7 +162,7 @@ def test_S3_27_S3_63_generated_tokens_grow_in_proportion_to_n_and_the_time_is_pr
     assert tokens[6] == 2 * tokens[3] > 0
 
 
-def test_S3_54_S3_56_an_offloaded_reference_gives_the_same_numbers_and_a_cpu_run_says_it_has_no_effect(small):
+def test_an_offloaded_reference_gives_the_same_numbers_and_a_cpu_run_says_it_has_no_effect(small):
     more = {"actor_rollout_ref__actor__use_kl_loss": True, "trainer__device": "cpu"}
     plain = small(**more)
     offloaded = small(**more, actor_rollout_ref__ref__fsdp_config__param_offload=True)
@@ -172,7 +172,7 @@ def test_S3_54_S3_56_an_offloaded_reference_gives_the_same_numbers_and_a_cpu_run
     assert "param_offload has no effect: the run is on the CPU" in offloaded.log
 
 
-def test_S3_58_adapters_of_rank_8_and_scale_2_change_and_the_base_does_not_by_a_bit(train_sh, brief_model):
+def test_adapters_of_rank_8_and_scale_2_change_and_the_base_does_not_by_a_bit(train_sh, brief_model):
     from peft.tuners.lora import LoraLayer
     from safetensors.torch import load_file
 
@@ -191,7 +191,7 @@ def test_S3_58_adapters_of_rank_8_and_scale_2_change_and_the_base_does_not_by_a_
     assert all(torch.equal(base[name], tensor) for name, tensor in stored.items()) and len(stored) > 10
 
 
-def test_S3_59_an_unknown_key_gives_the_error_of_main_ppo(train_sh, capsys, monkeypatch):
+def test_an_unknown_key_gives_the_error_of_main_ppo(train_sh, capsys, monkeypatch):
     import sys
 
     from posttrain.config import ConfigError

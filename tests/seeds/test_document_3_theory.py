@@ -17,7 +17,7 @@ def scores(samples: list[dict]) -> list[float]:
     return [row["score"] for row in samples]
 
 
-def test_S3_03_S3_19_S3_49_advantages_are_rewards_relative_to_their_group_and_not_ranks(grpo):
+def test_advantages_are_rewards_relative_to_their_group_and_not_ranks(grpo):
     for rows in groups(grpo.samples()).values():
         found = [row["advantages"][0] for row in rows]
         assert found == pytest.approx(relative_to_group(scores(rows)), abs=1e-5)
@@ -27,7 +27,7 @@ def test_S3_03_S3_19_S3_49_advantages_are_rewards_relative_to_their_group_and_no
     assert len({round(above - below, 2) for below, above in pairwise(values)}) > 1  # ranks would be evenly spaced
 
 
-def test_S3_04_the_sign_of_an_advantage_is_that_of_reward_minus_group_mean(grpo):
+def test_the_sign_of_an_advantage_is_that_of_reward_minus_group_mean(grpo):
     signs = {-1: 0, 0: 0, 1: 0}
     for step in (1, 2):
         for rows in groups(grpo.samples(step)).values():
@@ -39,7 +39,7 @@ def test_S3_04_the_sign_of_an_advantage_is_that_of_reward_minus_group_mean(grpo)
     assert signs[1] > 3 and signs[-1] > 3
 
 
-def test_S3_18_several_samples_per_prompt_under_grpo_and_one_under_gae(grpo, small):
+def test_several_samples_per_prompt_under_grpo_and_one_under_gae(grpo, small):
     one = small(algorithm__adv_estimator="gae", **{N: 1})
     assert {len(rows) for rows in groups(grpo.samples()).values()} == {5}
     assert {len(rows) for rows in groups(one.samples()).values()} == {1}
@@ -70,7 +70,7 @@ def objective(model: torch.nn.Module, samples: list[dict]) -> tuple[torch.Tensor
     return torch.cat(policy).mean(), torch.cat(kl).mean(), torch.cat(ratios)
 
 
-def test_S3_50_the_logged_loss_is_minus_the_objective_recomputed_in_float64_from_the_samples(small, tiny_model):
+def test_the_logged_loss_is_minus_the_objective_recomputed_in_float64_from_the_samples(small, tiny_model):
     """Three passes over one batch; the weights between them are followed by a plain AdamW over a plain model."""
     from transformers import AutoModelForCausalLM
 
@@ -105,14 +105,14 @@ def test_S3_50_the_logged_loss_is_minus_the_objective_recomputed_in_float64_from
     assert logged["actor/grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-5)
 
 
-def test_S3_51_before_the_first_update_the_ratio_is_one_for_every_token(grpo):
+def test_before_the_first_update_the_ratio_is_one_for_every_token(grpo):
     for batch, now in zip(grpo.trainer.batches, grpo.trainer.log_probs_before_update, strict=True):
         real = batch.batch["response_mask"].bool()
         ratio = (now - batch.batch["old_log_probs"]).exp()[real]
         assert ratio.numel() == 120 and (ratio - 1).abs().max() < 1e-5
 
 
-def test_S3_52_the_key_from_a_file_changes_the_aggregation_alone(small, tmp_path):
+def test_the_key_from_a_file_changes_the_aggregation_alone(small, tmp_path):
     from posttrain.config import load_config
 
     (tmp_path / "drgrpo.yaml").write_text(
@@ -138,7 +138,7 @@ def test_S3_52_the_key_from_a_file_changes_the_aggregation_alone(small, tmp_path
     assert abs(wanted - mean) > 1e-5
 
 
-def test_S3_71_S3_72_S3_75_reward_and_length_metrics_are_those_of_the_samples(grpo):
+def test_reward_and_length_metrics_are_those_of_the_samples(grpo):
     for step, line in zip((1, 2), grpo.steps, strict=True):
         samples = grpo.samples(step)
         assert line["reward_mean"] == pytest.approx(math.fsum(scores(samples)) / 20)
@@ -150,7 +150,7 @@ def test_S3_71_S3_72_S3_75_reward_and_length_metrics_are_those_of_the_samples(gr
         assert line["response_length"] == math.fsum(sum(row["response_mask"]) for row in samples) / 20
 
 
-def test_S3_73_S3_74_policy_and_kl_loss_are_means_over_the_mini_batches(small, monkeypatch):
+def test_policy_and_kl_loss_are_means_over_the_mini_batches(small, monkeypatch):
     from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 
     each, plain = [], DataParallelPPOActor._step

@@ -43,14 +43,14 @@ def ran(brief_model: Path, parquet: dict[str, Path], tmp_path_factory: pytest.Te
         return seen
 
 
-def test_S4_64_S4_65_S4_66_S4_67_the_command_runs_and_its_keys_are_the_canonical_ones(ran):
+def test_the_command_runs_and_its_keys_are_the_canonical_ones(ran):
     assert ran.status == 0 and len(ran.steps) == 2
     model = ran.config["actor_rollout_ref"]["model"]
     assert (model["lora_rank"], model["lora_alpha"], model["target_modules"]) == (16, 32, ["q_proj", "v_proj"])
     assert ran.config["actor_rollout_ref"]["rollout"]["n"] == 5  # as D-02 has it: nobody set it
 
 
-def test_S4_66_S4_67_S4_68_rank_16_and_scale_2_on_exactly_the_two_kinds_of_modules(ran):
+def test_rank_16_and_scale_2_on_exactly_the_two_kinds_of_modules(ran):
     module = ran.trainer.actor_rollout_wg.worker.engine.module.get_base_model()
     layers = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
     assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "v_proj"} and len(layers) == 4
@@ -58,7 +58,7 @@ def test_S4_66_S4_67_S4_68_rank_16_and_scale_2_on_exactly_the_two_kinds_of_modul
     assert {part.scaling["default"] for part in layers.values()} == {2.0}
 
 
-def test_S4_69_the_rollout_goes_through_the_adapters(ran):
+def test_the_rollout_goes_through_the_adapters(ran):
     """After the first update the adapters count; rollout and trainer still give the same log-probs."""
     batch = ran.trainer.batches[1]
     real = batch.batch["response_mask"].bool()
@@ -66,7 +66,7 @@ def test_S4_69_the_rollout_goes_through_the_adapters(ran):
     assert float(gap.max()) < 1e-5
 
 
-def test_S4_64_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model: Path, tmp_path: Path, forked):
+def test_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model: Path, tmp_path: Path, forked):
     from posttrain.data.recipes.gsm8k import prepare
 
     text = SCRIPT.read_text()

@@ -74,11 +74,11 @@ def ppo(small, parquet, reward_model) -> Seen:
     return seen
 
 
-def test_S4_32_the_estimator_is_named_and_a_critic_is_made(ppo):
+def test_the_estimator_is_named_and_a_critic_is_made(ppo):
     assert "Using advantage estimator: gae" in ppo.console and ", critic, reward model" in ppo.console
 
 
-def test_S4_33_S4_34_advantages_follow_the_plain_recursion(ppo):
+def test_advantages_follow_the_plain_recursion(ppo):
     batch = ppo.trainer.batches[-1].batch
     rewards, values, mask = (batch[name].double() for name in ("token_level_rewards", "values", "response_mask"))
     assert values.abs().max() > 0
@@ -90,7 +90,7 @@ def test_S4_33_S4_34_advantages_follow_the_plain_recursion(ppo):
             assert float(batch["returns"][row, t]) == pytest.approx(advantage + float(values[row, t]), abs=1e-5)
 
 
-def test_S4_35_kl_is_taken_from_the_reward_token_by_token(ppo):
+def test_kl_is_taken_from_the_reward_token_by_token(ppo):
     batch, line = ppo.trainer.batches[-1].batch, ppo.steps[-1]
     kl = (batch["old_log_probs"] - batch["ref_log_prob"]) * batch["response_mask"]
     assert kl.abs().max() > 0
@@ -98,7 +98,7 @@ def test_S4_35_kl_is_taken_from_the_reward_token_by_token(ppo):
     torch.testing.assert_close(batch["token_level_rewards"], expected, rtol=0, atol=1e-6)
 
 
-def test_S4_36_S4_37_S4_38_the_coefficient_starts_at_its_value_and_adapts_to_the_target(ppo):
+def test_the_coefficient_starts_at_its_value_and_adapts_to_the_target(ppo):
     lines = ppo.steps
     assert lines[0]["actor/reward_kl_penalty_coeff"] == 0.02
     for before, after in pairwise(lines):
@@ -109,14 +109,14 @@ def test_S4_36_S4_37_S4_38_the_coefficient_starts_at_its_value_and_adapts_to_the
         assert after["actor/reward_kl_penalty_coeff"] != before["actor/reward_kl_penalty_coeff"]
 
 
-def test_S4_39_the_critic_starts_from_the_actors_model_and_says_so(ppo):
+def test_the_critic_starts_from_the_actors_model_and_says_so(ppo):
     assert ppo.console.count("critic.model.path is not set: the critic starts from the actor's model") == 1
     actor, critic = ppo.weights[0]
     head = 32 + 1  # weight and bias of the value head
     assert torch.equal(critic[:-head], actor[: len(critic) - head]) and not critic[-head:].any()
 
 
-def test_S4_40_S4_44_actor_and_critic_have_rates_and_schedules_of_their_own(ppo):
+def test_actor_and_critic_have_rates_and_schedules_of_their_own(ppo):
     trained = ppo.steps[WARMUP:]
     updates = 4 * 2 * len(trained)
     linear = [1e-3 * (1 - step / updates) for step in range(updates)]
@@ -127,7 +127,7 @@ def test_S4_40_S4_44_actor_and_critic_have_rates_and_schedules_of_their_own(ppo)
         assert line["critic/lr"] == pytest.approx(sum(cosine[3 * number : 3 * number + 3]) / 3)
 
 
-def test_S4_41_S4_45_passes_and_mini_batches_are_counted_for_each(ppo):
+def test_passes_and_mini_batches_are_counted_for_each(ppo):
     for line in ppo.steps:
         assert line["critic/optimizer_steps"] == 3 * 1
     assert [line.get("actor/optimizer_steps") for line in ppo.steps] == [None, 4 * 2, 4 * 2]
@@ -135,7 +135,7 @@ def test_S4_41_S4_45_passes_and_mini_batches_are_counted_for_each(ppo):
     assert ppo.trainer.critic_wg.worker.engine.optimizer.steps_done == 3 * STEPS
 
 
-def test_S4_42_S4_43_S4_46_clip_fractions_and_the_entropy_bonus_are_metrics(ppo):
+def test_clip_fractions_and_the_entropy_bonus_are_metrics(ppo):
     for line in ppo.steps[WARMUP:]:
         assert 0 <= line["actor/pg_clipfrac"] <= 1
         assert line["actor/loss"] == pytest.approx(line["policy_loss"] - 0.01 * line["actor/entropy"], abs=1e-6)
@@ -154,7 +154,7 @@ def test_value_metrics_tell_how_good_the_critic_is(ppo):
     assert ppo.steps[0]["critic/vf_explained_var"] == 0.0 != ppo.steps[1]["critic/vf_explained_var"]
 
 
-def test_S4_47_the_models_scores_are_the_rewards_and_the_function_is_recorded(ppo):
+def test_the_models_scores_are_the_rewards_and_the_function_is_recorded(ppo):
     assert "Reward: 1 x reward model; the function's score is recorded" in ppo.console
     for line, batch in zip(ppo.steps, ppo.trainer.batches, strict=True):
         scores = batch.batch["token_level_scores"]
@@ -175,7 +175,7 @@ def test_validation_is_by_the_function_and_shows_the_models_score_beside_it(ppo)
     assert first["val/math_reasoning/mean@1"] == 0.0 != first["val/math_reasoning/reward_model/mean@1"]
 
 
-def test_S4_50_M_33_in_the_warm_up_the_critic_learns_and_the_actor_stays_to_the_bit(ppo):
+def test_in_the_warm_up_the_critic_learns_and_the_actor_stays_to_the_bit(ppo):
     actors, critics = zip(*ppo.weights, strict=True)
     assert torch.equal(actors[0], actors[1]) and not torch.equal(actors[1], actors[2])
     assert all(not torch.equal(a, b) for a, b in pairwise(critics))
@@ -183,7 +183,7 @@ def test_S4_50_M_33_in_the_warm_up_the_critic_learns_and_the_actor_stays_to_the_
     assert "The first step trains the critic only." in ppo.console
 
 
-def test_S4_31_M_33_a_warm_up_over_the_whole_epoch_is_said(small):
+def test_a_warm_up_over_the_whole_epoch_is_said(small):
     """As the document has it: one epoch, ten steps of warm-up, and the data does not reach that far."""
     seen = small(
         algorithm__adv_estimator="gae",
@@ -196,13 +196,11 @@ def test_S4_31_M_33_a_warm_up_over_the_whole_epoch_is_said(small):
     assert len(seen.steps) == 2 and seen.updates == 0  # S4-51: one pass over 8 prompts in batches of 4
 
 
-def test_S4_53_without_a_reward_model_none_is_loaded(gae):
+def test_without_a_reward_model_none_is_loaded(gae):
     assert gae.trainer.rm_wg is None and "reward model" not in gae.console
 
 
-def test_S4_52_S4_54_S4_55_the_command_with_a_function_runs_on_the_embedded_task(
-    tiny_model, sums, tmp_path, main_ppo, monkeypatch
-):
+def test_the_command_with_a_function_runs_on_the_embedded_task(tiny_model, sums, tmp_path, main_ppo, monkeypatch):
     folder = tmp_path / "embedded"
     shutil.copytree(tiny_model, folder / "model")
     for name in ("train", "test"):

@@ -49,7 +49,7 @@ def at_home(folder: Path, python: str = sys.executable) -> dict[str, str]:
     return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
 
 
-def test_S0_149_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(monkeypatch):
+def test_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     command = QWEN3_8B.read_text().partition("main_ppo")[2]
     assert "#" not in command and not re.search(r"\\[ \t]+\n|\n\s*\n", command)
@@ -61,9 +61,7 @@ def test_S0_149_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_comm
     assert {key: resolved.value(key) for key in wanted} == wanted
 
 
-def test_S0_149_S2_48_S4_103_the_script_trains_two_small_steps_and_the_hubs_token_is_written_nowhere(
-    brief_model: Path, tmp_path: Path
-):
+def test_the_script_trains_two_small_steps_and_the_hubs_token_is_written_nowhere(brief_model: Path, tmp_path: Path):
     """Added settings win; the model comes from a hub that gives it to whoever shows the token."""
     from posttrain.data.recipes.gsm8k import prepare
 
@@ -126,7 +124,7 @@ DOCUMENT_4 = {  # §3.1
 
 
 @pytest.mark.parametrize("script", [PPO_RM, PPO_LLM], ids=lambda script: script.stem)
-def test_S4_02_S4_31_the_ppo_scripts_are_unbroken_commands_with_the_documents_keys(script, monkeypatch):
+def test_the_ppo_scripts_are_unbroken_commands_with_the_documents_keys(script, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     command = script.read_text().partition("main_ppo")[2]
     assert "#" not in command and not re.search(r"\\[ \t]+\n|\n\s*\n", command)
@@ -138,9 +136,7 @@ def test_S4_02_S4_31_the_ppo_scripts_are_unbroken_commands_with_the_documents_ke
 
 
 @pytest.mark.parametrize("script", [PPO_RM, PPO_LLM], ids=lambda script: script.stem)
-def test_S4_02_S4_31_the_ppo_scripts_train_two_small_steps_with_a_critic(
-    script, brief_model: Path, tmp_path: Path, forked
-):
+def test_the_ppo_scripts_train_two_small_steps_with_a_critic(script, brief_model: Path, tmp_path: Path, forked):
     from reward_models import other_tokenizer, write_reward_model
 
     from posttrain.data.recipes.gsm8k import prepare

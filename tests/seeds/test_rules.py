@@ -27,7 +27,7 @@ def batch(mask_width=3):
     )
 
 
-def test_D_28_compute_advantage_returns_the_data_with_advantages_and_returns():
+def test_compute_advantage_returns_the_data_with_advantages_and_returns():
     data = batch()
     given = compute_advantage(data, adv_estimator="grpo")
     assert given is data
@@ -35,29 +35,29 @@ def test_D_28_compute_advantage_returns_the_data_with_advantages_and_returns():
     assert data.batch["advantages"][0, 0] > 0 > data.batch["advantages"][1, 0]
 
 
-def test_D_30_other_names_of_log_probs_read_the_same_tensors():
+def test_other_names_of_log_probs_read_the_same_tensors():
     data = batch()
     assert torch.equal(data.batch["log_probs"], data.batch["old_log_probs"])
     assert torch.equal(data.batch["ref_log_probs"], data.batch["ref_log_prob"])
     assert ActorRolloutRefWorker.compute_log_probs is ActorRolloutRefWorker.compute_log_prob
 
 
-def test_M_17_gsm8k_reward_is_a_name_of_ours():
+def test_gsm8k_reward_is_a_name_of_ours():
     assert gsm8k_reward("so it is\n#### 1,234", "1234") == 1.0
     assert gsm8k_reward("openai/gsm8k", "#### 12", "... #### 13") == 0.0
 
 
-def test_M_21_a_wrong_shape_is_answered_with_both_shapes():
+def test_a_wrong_shape_is_answered_with_both_shapes():
     with pytest.raises(AlgorithmError, match=r"`token_level_rewards` has shape \(2, 3\) and `response_mask` \(2, 4\)"):
         compute_advantage(batch(mask_width=4), adv_estimator="grpo")
 
 
-def test_M_34_the_example_has_the_file_name_of_the_document():
+def test_the_example_has_the_file_name_of_the_document():
     script = Path(__file__).parents[2] / "examples" / "grpo_trainer" / "run_qwen3-8b.sh"
     assert script.is_file() and "posttrain.trainer.main_ppo" in script.read_text()
 
 
-def test_D_24_every_way_of_starting_makes_the_same_run(main_ppo, tiny_model, four_rows, tmp_path, monkeypatch):
+def test_every_way_of_starting_makes_the_same_run(main_ppo, tiny_model, four_rows, tmp_path, monkeypatch):
     """The module, the module in torchrun's one process, `posttrain train` and `posttrain.train`: numbers and place."""
     from runs import metrics_of
 

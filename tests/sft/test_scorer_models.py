@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "packed"), [("llama", True), ("gemma2", False), ("bloom", False), ("bert", False)])
-def test_S4_48_scores_equal_a_plain_forward_pass_in_any_passes(folders, kind, packed):
+def test_scores_equal_a_plain_forward_pass_in_any_passes(folders, kind, packed):
     from transformers import AutoModelForSequenceClassification
 
     plain = AutoModelForSequenceClassification.from_pretrained(folders / kind, attn_implementation="eager").eval()

@@ -25,7 +25,7 @@ def text(rows, **config):
     return [trained_texts(tokenizer, row) for row in made]
 
 
-def test_S4_77_S4_86_prompt_and_response_from_every_file_format(tmp_path):
+def test_prompt_and_response_from_every_file_format(tmp_path):
     import pyarrow
     import pyarrow.parquet
 

@@ -19,9 +19,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("folder", CASES)
-def test_S4_06_S4_76_S4_78_S4_79_S4_107_S4_112_the_script_trains_in_its_small_form(
-    tiny_model, tmp_path, folder, forked
-):
+def test_the_script_trains_in_its_small_form(tiny_model, tmp_path, folder, forked):
     rows, more = CASES[folder]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = ["data.train_files=rows.jsonl", "data.val_files=rows.jsonl", f"model.path={tiny_model}"]

@@ -78,7 +78,7 @@ def expected(tiny_model):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_S4_83_loss_and_gradient_are_the_token_mean_of_the_whole_batch_in_every_layout(tiny_model, expected, layout):
+def test_loss_and_gradient_are_the_token_mean_of_the_whole_batch_in_every_layout(tiny_model, expected, layout):
     loss, gradient = engine_gradient(tiny_model, ragged_rows(), **layout)
     assert loss == pytest.approx(expected[0], rel=1e-7)  # the weight 1 / tokens is float32
     assert float((gradient - expected[1]).norm() / expected[1].norm()) < 1e-7

@@ -83,7 +83,7 @@ def test_a_run_with_adapters_that_failed_goes_on_to_the_bit(tiny_model, tmp_path
     same_to_the_bit(path, straight.path)
 
 
-def test_S4_80_S4_81_S4_82_S4_83_the_keys_of_document_4(tiny_model, tmp_path):
+def test_the_keys_of_document_4(tiny_model, tmp_path):
     """20 rows, 3 epochs, 2 rows per pass x 4 passes = 8 rows per step: 3 x 3 steps."""
     more = {
         "model__enable_gradient_checkpointing": True,

@@ -60,7 +60,7 @@ def texts(tools: dict[str, Tool], *calls: ToolCall, given=None) -> list[str]:
         return [part for answer in answers for part in (answer.text, answer.error) if part is not None]
 
 
-def test_S4_74_an_unknown_name_is_an_error_that_lists_the_known_ones():
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
     with pytest.raises(UserError, match=r"there is no tool 'calculater'. Did you mean calculator\?") as caught:
         make_tools(["calculater"], {})
     assert all(name in str(caught.value) for name in TOOLS) and "path/to/file.py:function" in str(caught.value)

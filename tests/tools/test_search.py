@@ -177,7 +177,7 @@ def test_a_server_is_asked_as_search_r1_asks_and_both_forms_of_answers_are_read(
     assert ask(SearchTool(url=f"{server.url}/busy"), "Po") == "Nothing was found. Try other words.", "tried again"
 
 
-def test_S4_75_the_server_receives_the_key_and_nobody_else_sees_it(server):
+def test_the_server_receives_the_key_and_nobody_else_sees_it(server):
     settings = {"search": {"url": f"{server.url}/leak?key={KEY}", "api_key": KEY}}
     tools = make_tools(["search"], settings)
     with ToolRunner(tools, timeout_s=20, max_chars=1000, side="left") as runner:
@@ -188,7 +188,7 @@ def test_S4_75_the_server_receives_the_key_and_nobody_else_sees_it(server):
 
 
 @pytest.mark.parametrize("path", ["/refuse", "/elsewhere", "/odd", "/gone"])
-def test_S4_75_a_server_that_gives_nothing_is_refused_before_a_run_without_its_key(server, path):
+def test_a_server_that_gives_nothing_is_refused_before_a_run_without_its_key(server, path):
     before = len(server.seen)
     with pytest.raises(UserError, match=r"the search server http://127.0.0.1.* gives no passages: ") as caught:
         SearchTool(url=f"{server.url}{path}", api_key=KEY)
@@ -216,7 +216,7 @@ def test_only_plain_http_addresses_are_taken(url):
     assert "pass@" not in str(caught.value)
 
 
-def test_S4_75_an_empty_key_means_the_local_index_with_a_note(tmp_path):
+def test_an_empty_key_means_the_local_index_with_a_note(tmp_path):
     (tmp_path / "a.txt").write_text("Rome is old.")
     tool = SearchTool(url="http://nobody.invalid/x", corpus=str(tmp_path / "a.txt"), api_key="")
     assert ask(tool, "Rome") == "[1] Rome is old."
@@ -238,7 +238,7 @@ def test_without_corpus_and_server_search_is_refused_in_words_that_say_how_to_gi
     )
 
 
-def test_S4_75_a_key_alone_goes_to_the_server_that_the_environment_names(server, monkeypatch):
+def test_a_key_alone_goes_to_the_server_that_the_environment_names(server, monkeypatch):
     monkeypatch.setenv("SEARCH_API_URL", f"{server.url}/plain")
     tool = make_tools(["search"], {"search": {"api_key": KEY}})["search"]
     assert ask(tool, "Po") == "[1] Po\nA river.\n\n[2] Old." and server.seen[-1][2] == f"Bearer {KEY}"
@@ -261,7 +261,7 @@ def test_S4_75_a_key_alone_goes_to_the_server_that_the_environment_names(server,
         ("of-another-form", "serper", "/serper", {"q": "Po", "num": 3}, ("X-API-KEY", "{key}")),
     ],
 )
-def test_S4_75_a_key_alone_is_sent_to_the_service_that_gave_it(
+def test_a_key_alone_is_sent_to_the_service_that_gave_it(
     service_server, monkeypatch, key, provider, path, body, header
 ):
     """The services' addresses are the stand-in's; how they are asked and answer is theirs."""

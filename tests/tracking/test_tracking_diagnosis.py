@@ -83,7 +83,7 @@ def test_line_names_the_trend_only_when_it_is_more_than_scatter():
     assert diagnose({}, []) == ("", [])
 
 
-def test_M_15_all_rewards_zero_points_to_the_truth():
+def test_all_rewards_zero_points_to_the_truth():
     zero = {"critic/score/max": 0.0, "critic/score/min": 0.0, "reward_mean": 0.0}
     advice = diagnosis.rewards_all_zero(known(zero, [zero, zero]))
     assert advice and "ground truth" in advice and "posttrain reward try FN DATA" in advice
@@ -95,7 +95,7 @@ def test_M_15_all_rewards_zero_points_to_the_truth():
 @pytest.mark.parametrize(
     ("right", "wrong", "said"), [(0.8, 0.1, "harder"), (0.1, 0.8, "easier"), (0.0, 0.0, "finer reward")]
 )
-def test_S3_72_groups_without_signal_are_named_with_their_cause(right, wrong, said):
+def test_groups_without_signal_are_named_with_their_cause(right, wrong, said):
     now = {"groups/no_signal": 0.9, "groups/all_right": right, "groups/all_wrong": wrong}
     advice = diagnosis.groups_without_signal(known(now, n=5))
     assert (
@@ -123,7 +123,7 @@ def names_remedies_in_order(advice: str | None) -> bool:
     return places == sorted(places)
 
 
-def test_S3_71_D_31_S3_66_falling_reward_names_rate_kl_n_and_clip_last():
+def test_falling_reward_names_rate_kl_n_and_clip_last():
     falling = over("reward_mean", ramp(0.6, 0.2))
     advice = diagnosis.reward_falls(falling)
     assert advice and "fell by 0.222" in advice and names_remedies_in_order(advice)
@@ -150,7 +150,7 @@ def test_a_change_counts_above_three_deviations_of_what_neighbours_differ_by():
     assert not over("reward_mean", risen[:5] + [value + 0.15 for value in risen[5:]]).is_noise("reward_mean")
 
 
-def test_S1_47_too_high_a_rate_is_named_with_its_value():
+def test_too_high_a_rate_is_named_with_its_value():
     now = {"actor/pg_clipfrac": 0.5}
     advice = diagnosis.update_unstable(known(now, lr=1e-5, clip_ratio=0.2, kl_on=True, kl_coef=0.001))
     assert names_remedies_in_order(advice) and advice is not None
@@ -166,7 +166,7 @@ def test_gradient_jump_and_skipped_update_are_instability():
     assert diagnosis.update_unstable(known({"actor/ppo_kl": 0.13})) is None
 
 
-def test_S3_73_M_29_kl_range_counts_after_the_first_steps_and_with_kl_on():
+def test_kl_range_counts_after_the_first_steps_and_with_kl_on():
     small = {"kl_loss": 0.0}
     assert diagnosis.kl_out_of_range(known(small, [small] * 4, kl_on=True)) is None
     late = diagnosis.kl_out_of_range(known(small, [small] * 5, kl_on=True))
@@ -177,7 +177,7 @@ def test_S3_73_M_29_kl_range_counts_after_the_first_steps_and_with_kl_on():
     assert diagnosis.kl_out_of_range(known({"kl_loss": math.nan}, kl_on=True)) is None
 
 
-def test_S3_70_M_27_drift_of_length_without_reward_names_the_loss():
+def test_drift_of_length_without_reward_names_the_loss():
     advice = diagnosis.length_drifts(over("response_length", ramp(100, 200)))
     assert advice and "seq-mean-token-sum-norm (now token-mean)" in advice and "grew by 45%" in advice
     already = over("response_length", ramp(100, 200))
@@ -185,7 +185,7 @@ def test_S3_70_M_27_drift_of_length_without_reward_names_the_loss():
     assert "max_response_length" in (diagnosis.length_drifts(already) or "")
 
 
-def test_S3_75_M_27_reward_that_grows_with_length_is_told_apart():
+def test_reward_that_grows_with_length_is_told_apart():
     both = over("response_length", ramp(100, 200), reward_mean=ramp(0.2, 0.6))
     advice = diagnosis.length_drifts(both)
     assert advice and "the reward with them" in advice and "seq-mean-token-sum-norm" not in advice
@@ -211,7 +211,7 @@ def test_cut_off_responses_and_failing_rewards_are_named():
     assert diagnosis.reward_failures(known({"reward/failures": 0.0})) is None
 
 
-def test_M_28_no_rule_is_built_on_policy_loss():
+def test_no_rule_is_built_on_policy_loss():
     steps = [HEALTHY | {"policy_loss": value} for value in ramp(-5, 50)]
     assert diagnose(steps[-1], steps[:-1])[1] == []
 

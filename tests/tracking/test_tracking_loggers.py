@@ -68,7 +68,7 @@ def test_unknown_logger_is_refused(run):
         open_loggers(["console", "comet"], run, {})
 
 
-def test_S4_24_missing_package_is_said_and_the_run_goes_on(run, monkeypatch):
+def test_missing_package_is_said_and_the_run_goes_on(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     said: list[str] = []
     loggers = open_loggers(["details", "wandb"], run, {}, say=said.append)
@@ -101,7 +101,7 @@ class FakeWandb:
         pass
 
 
-def test_S4_24_wandb_receives_every_metric_and_records_offline_without_a_key(run, monkeypatch):
+def test_wandb_receives_every_metric_and_records_offline_without_a_key(run, monkeypatch):
     fake, said = FakeWandb(), []
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

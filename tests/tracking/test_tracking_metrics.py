@@ -38,11 +38,11 @@ def batch(dtype: torch.dtype = torch.float32) -> dict:
     }
 
 
-def test_S3_71_reward_mean_is_the_mean_of_the_rewards():
+def test_reward_mean_is_the_mean_of_the_rewards():
     assert step_metrics(batch())["reward_mean"] == math.fsum(FLAT) / 12
 
 
-def test_S3_72_reward_std_is_the_mean_over_groups_of_the_sample_deviation():
+def test_reward_std_is_the_mean_over_groups_of_the_sample_deviation():
     expected = statistics.fmean(statistics.stdev(group) for group in REWARDS)
     assert step_metrics(batch())["reward_std"] == pytest.approx(expected, abs=1e-15)
 
@@ -56,7 +56,7 @@ def test_reward_std_follows_uid_not_the_order_of_rows():
     assert step_metrics(shuffled) == step_metrics(batch())
 
 
-def test_S3_73_S3_74_losses_are_means_over_mini_batches_under_their_plain_names():
+def test_losses_are_means_over_mini_batches_under_their_plain_names():
     update = {"actor/policy_loss": [0.1, 0.2, 0.6], "actor/kl_loss": 0.03, "actor/grad_norm": [1.0, 3.0]}
     metrics = step_metrics(batch(), update=update)
     assert metrics["policy_loss"] == pytest.approx(0.3, abs=1e-15)
@@ -65,13 +65,13 @@ def test_S3_73_S3_74_losses_are_means_over_mini_batches_under_their_plain_names(
     assert step_metrics(batch(), update={"actor/pg_loss": 0.5})["policy_loss"] == 0.5
 
 
-def test_S3_75_response_length_is_the_mean_number_of_response_tokens():
+def test_response_length_is_the_mean_number_of_response_tokens():
     metrics = step_metrics(batch())
     assert metrics["response_length"] == metrics["response_length/mean"] == sum(FLAT_LENGTHS) / 12
     assert (metrics["response_length/max"], metrics["response_length/min"]) == (6, 1)
 
 
-def test_S2_43_length_of_right_and_of_wrong_answers():
+def test_length_of_right_and_of_wrong_answers():
     metrics = step_metrics(batch())
     right = [length for length, reward in zip(FLAT_LENGTHS, FLAT, strict=True) if reward >= 0.5]
     wrong = [length for length, reward in zip(FLAT_LENGTHS, FLAT, strict=True) if reward < 0.5]
@@ -81,7 +81,7 @@ def test_S2_43_length_of_right_and_of_wrong_answers():
     assert "response_length/wrong/mean" not in step_metrics(all_right)
 
 
-def test_M_26_groups_without_signal_all_right_and_all_wrong():
+def test_groups_without_signal_all_right_and_all_wrong():
     metrics = step_metrics(batch())
     assert metrics["groups/no_signal"] == 2 / 4
     assert metrics["groups/all_right"] == 1 / 4 and metrics["groups/all_wrong"] == 1 / 4

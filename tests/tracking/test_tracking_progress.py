@@ -57,7 +57,7 @@ def rows_of(written: str, width: int = 80) -> list[str]:
     return [line.rstrip() for line in screen if line.strip()]
 
 
-def test_S0_143_prints_of_user_code_reach_console_and_log(tmp_path, capsys):
+def test_prints_of_user_code_reach_console_and_log(tmp_path, capsys):
     log = tmp_path / "logs" / "run.log"
     with tee_output(log):
         print("from a reward", 42)

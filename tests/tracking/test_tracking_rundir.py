@@ -86,7 +86,7 @@ def test_place_that_cannot_be_made_is_said(tmp_path):
         RunDirectory(tmp_path / "file", "p", "e").open()
 
 
-def test_D_20_checkpoints_link_leads_to_the_newest_run(tmp_path):
+def test_checkpoints_link_leads_to_the_newest_run(tmp_path):
     for experiment in ("one", "two"):
         with RunDirectory(tmp_path, "p", experiment) as run:
             (run.checkpoints / "global_step_1").mkdir()
@@ -168,7 +168,7 @@ def test_changed_settings_are_listed_by_key_and_the_length_of_a_run_may_change(t
         assert run.changed_settings(NEW) == diff_config(OLD, NEW)
 
 
-def test_S4_75_S4_102_secrets_are_written_nowhere(tmp_path, monkeypatch):
+def test_secrets_are_written_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret-value")
     config = {"tool": {"api_key": "abc123"}, "url": "https://x?k=wandb-secret-value", "password": None, "max_tokens": 5}
     with RunDirectory(tmp_path, "p", "e") as run:

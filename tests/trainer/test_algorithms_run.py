@@ -61,7 +61,7 @@ def assert_five_sound_steps(result, seen):
 
 
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
-def test_S0_45_every_estimator_and_every_loss_runs_five_steps(tiny_model, sums, tmp_path, seen, estimator, loss):
+def test_every_estimator_and_every_loss_runs_five_steps(tiny_model, sums, tmp_path, seen, estimator, loss):
     chosen = {"algorithm__adv_estimator": estimator or "grpo", f"{ACTOR}policy_loss__loss_mode": loss or "vanilla"}
     lines = assert_five_sound_steps(run(tiny_model, sums, tmp_path, reward=in_parts, **chosen, **FIVE_STEPS), seen)
     assert (seen["trainer"].critic_wg is not None) == (estimator == "gae")
@@ -90,7 +90,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", [name.partition("/")[2] for name in PRESETS if name.startswith("algorithm/")])
-def test_S1_53_S2_12_every_preset_runs(tiny_model, sums, tmp_path, seen, name):
+def test_every_preset_runs(tiny_model, sums, tmp_path, seen, name):
     beside = BESIDE.get(name, {})
     given = settings(tiny_model, sums, tmp_path, **FIVE_STEPS, **beside)
     del given["algorithm.adv_estimator"]
@@ -101,7 +101,7 @@ def test_S1_53_S2_12_every_preset_runs(tiny_model, sums, tmp_path, seen, name):
     assert all(metric in line for line in lines for metric in SHOWN.get(name, ()))
 
 
-def test_S2_47_drgrpo_by_its_three_settings_equals_the_preset(tiny_model, sums, tmp_path):
+def test_drgrpo_by_its_three_settings_equals_the_preset(tiny_model, sums, tmp_path):
     three = {
         "algorithm__norm_adv_by_std_in_grpo": False,
         f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
@@ -173,7 +173,7 @@ def test_a_gdpo_run_learns_from_its_functions_by_their_signs(tiny_model, sums, t
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_S1_23_filters_are_seen_by_the_correction_and_named_at_step_0(tiny_model, sums, tmp_path, capsys, corrected):
+def test_filters_are_seen_by_the_correction_and_named_at_step_0(tiny_model, sums, tmp_path, capsys, corrected):
     more = {"actor_rollout_ref__rollout__top_k": 3, "trainer__total_training_steps": 1}
     if corrected:
         more |= {"algorithm__rollout_correction__rollout_is": "token"}

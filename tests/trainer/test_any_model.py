@@ -41,7 +41,7 @@ def write(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_S2_16_a_decoder_only_folder_trains_without_code(kind, sums, tmp_path, capsys):
+def test_a_decoder_only_folder_trains_without_code(kind, sums, tmp_path, capsys):
     result = run(write(kind, tmp_path / "model"), sums, tmp_path, trainer__total_training_steps=1)
     (line,) = metrics_of(result.path)
     assert line["actor/optimizer_steps"] == 1 and line["actor/grad_norm"] > 0 and line["mismatch/logp_max"] < 1e-4
@@ -52,7 +52,7 @@ def test_S2_16_a_decoder_only_folder_trains_without_code(kind, sums, tmp_path, c
     assert bool(fallen_back) == (MODELS[kind][1] == "hf")
 
 
-def test_S4_57_the_experts_and_the_router_of_a_mixture_learn(sums, tmp_path):
+def test_the_experts_and_the_router_of_a_mixture_learn(sums, tmp_path):
     """DeepSeek-V3's kind: after a step every part of the mixture has moved."""
     from safetensors.torch import load_file
 

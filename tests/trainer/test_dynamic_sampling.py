@@ -135,7 +135,7 @@ FILTERED = {
 }
 
 
-def test_S2_12_a_run_with_dynamic_sampling_resumes_with_its_surplus_to_the_bit(tiny_model, sums, tmp_path):
+def test_a_run_with_dynamic_sampling_resumes_with_its_surplus_to_the_bit(tiny_model, sums, tmp_path):
     straight = run(tiny_model, sums, tmp_path / "straight", reward=rarely_right, **FILTERED)
     halves = {**FILTERED, "trainer__total_training_steps": 2}
     run(tiny_model, sums, tmp_path / "halves", reward=rarely_right, **halves)

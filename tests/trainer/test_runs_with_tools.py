@@ -59,9 +59,7 @@ def samples(result, step: int = 1) -> list[dict]:
     return pq.read_table(Path(result.path) / "samples" / f"step_{step}.parquet").to_pylist()
 
 
-def test_S2_19_S4_72_S4_74_turns_are_one_row_and_only_what_the_model_wrote_is_trained(
-    tiny_model, sums, tmp_path, add, capsys
-):
+def test_turns_are_one_row_and_only_what_the_model_wrote_is_trained(tiny_model, sums, tmp_path, add, capsys):
     made = scripted.use(asks_once)
     result = run(tiny_model, sums, tmp_path, **TOOLS)
     said, tokenizer = capsys.readouterr().out, byte_tokenizer()
@@ -174,7 +172,7 @@ def test_thousands_of_calls_in_a_turn_end_a_response_that_has_no_room_for_their_
     assert set(rendered) == {1}
 
 
-def test_S4_73_no_response_has_more_turns_than_allowed_and_one_that_wanted_more_is_marked(tiny_model, sums, tmp_path):
+def test_no_response_has_more_turns_than_allowed_and_one_that_wanted_more_is_marked(tiny_model, sums, tmp_path):
     scripted.use(lambda read, seed: call(1, 1) if seed % 3 else "2")
     more = {"actor_rollout_ref__rollout__max_turns": 2, "trainer__total_training_steps": 1}
     result = run(tiny_model, sums, tmp_path, **TOOLS | more)
@@ -338,7 +336,7 @@ def test_three_steps_and_three_more_are_six_to_the_bit_whenever_tools_answer(tin
     assert at_once == [one for ids in later for one in ids], "conversations go on in the same rounds"
 
 
-def test_S4_74_a_tool_that_is_not_known_and_a_template_that_shows_none_are_refused_before_a_model_is_loaded(
+def test_a_tool_that_is_not_known_and_a_template_that_shows_none_are_refused_before_a_model_is_loaded(
     tiny_model, sums, tmp_path, monkeypatch
 ):
     scripted.use(asks_once)
@@ -356,7 +354,7 @@ def test_S4_74_a_tool_that_is_not_known_and_a_template_that_shows_none_are_refus
         run(tiny_model, sums, tmp_path / "b", **TOOLS)
 
 
-def test_S4_75_a_tools_secret_reaches_the_tool_and_nothing_else(tiny_model, sums, tmp_path, capsys):
+def test_a_tools_secret_reaches_the_tool_and_nothing_else(tiny_model, sums, tmp_path, capsys):
     keys = []
 
     @register_tool("ask")

@@ -156,13 +156,13 @@ def test_values_are_those_before_each_response_token(critic):
         ({"critic.ppo_epochs": 2, "critic.ppo_mini_batch_size": 3}, 6),
     ],
 )
-def test_S4_45_steps_are_passes_times_mini_batches_and_the_actors_where_unset(critic, settings, steps):
+def test_steps_are_passes_times_mini_batches_and_the_actors_where_unset(critic, settings, steps):
     group = critic(settings)
     assert group.update_critic(batch())["critic/optimizer_steps"] == steps
     assert group.worker.engine.optimizer.steps_done == steps
 
 
-def test_S4_46_a_value_beyond_the_clip_range_gets_no_gradient_towards_its_return(critic):
+def test_a_value_beyond_the_clip_range_gets_no_gradient_towards_its_return(critic):
     data = batch()
     values = critic().compute_values(data).batch["values"]
     data.batch["values"] = values - 1.0  # every value has moved up by 1 and should go on

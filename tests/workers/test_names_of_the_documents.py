@@ -26,7 +26,7 @@ NAMES_OF_DOCUMENT_4 = [
 ]
 
 
-def test_S0_68_workers_engine_gives_the_contract_and_its_fsdp_implementation():
+def test_workers_engine_gives_the_contract_and_its_fsdp_implementation():
     from posttrain.engine import base, torch_engine
     from posttrain.workers import engine
 
@@ -34,7 +34,7 @@ def test_S0_68_workers_engine_gives_the_contract_and_its_fsdp_implementation():
     assert issubclass(engine.FSDPEngine, engine.TrainEngine)
 
 
-def test_D_13_sizes_of_rollout_and_training_are_settings_of_their_own():
+def test_sizes_of_rollout_and_training_are_settings_of_their_own():
     for spelling in ("tensor_model_parallel_size", "tensor_parallel_size"):
         resolved = load_config(["trainer.n_workers=4", f"rollout.{spelling}=2", f"{ACTOR}.fsdp_config.fsdp_size=4"])
         assert resolved.value(f"{ROLLOUT}.tensor_model_parallel_size") == 2
@@ -43,7 +43,7 @@ def test_D_13_sizes_of_rollout_and_training_are_settings_of_their_own():
 
 
 @pytest.mark.parametrize("argument", NAMES_OF_DOCUMENT_4)
-def test_M_18_keys_that_only_document_4_has_are_taken_or_answered_by_name(argument):
+def test_keys_that_only_document_4_has_are_taken_or_answered_by_name(argument):
     try:
         load_config([argument, "trainer.seed=1"])
     except ConfigError as error:

@@ -75,7 +75,7 @@ def test_the_users_token_is_shown_to_a_ray_whose_address_was_given(no_secret, tm
     assert seen == [shown] and os.environ.get("RAY_AUTH_MODE") == mode
 
 
-def test_M_32_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monkeypatch):
+def test_a_head_that_is_to_be_found_is_that_of_this_machine_or_started(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
     with socket.create_server(("127.0.0.1", 0)) as head:

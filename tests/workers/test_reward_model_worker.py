@@ -83,7 +83,7 @@ def test_with_the_policys_tokenizer_its_ids_are_scored_as_they_are(rm_same):
     assert scores(group).std() > 0.1
 
 
-def test_S4_48_M_35_another_tokenizer_reads_the_conversation_in_its_own_template(rm_other):
+def test_another_tokenizer_reads_the_conversation_in_its_own_template(rm_other):
     texts = [
         "".join(f"[{m['role'].upper()}] {m['content']}\n" for m in [*chat, {"role": "assistant", "content": answer}])
         for chat, answer in CHATS
@@ -94,7 +94,7 @@ def test_S4_48_M_35_another_tokenizer_reads_the_conversation_in_its_own_template
     torch.testing.assert_close(scores(group), plain(rm_other, rows), rtol=0, atol=1e-5)
 
 
-def test_S4_49_no_more_rows_per_pass_than_set_and_the_same_scores(rm_same, monkeypatch):
+def test_no_more_rows_per_pass_than_set_and_the_same_scores(rm_same, monkeypatch):
     from posttrain.models import scorer
 
     settings = (
@@ -177,7 +177,7 @@ def test_a_conversation_that_the_template_refuses_costs_its_own_row_only(tmp_pat
         group.check_prompt(CHATS[3][0])
 
 
-def test_M_35_without_a_template_the_setting_is_named(tmp_path):
+def test_without_a_template_the_setting_is_named(tmp_path):
     tokenizer = other_tokenizer()
     tokenizer.chat_template = None
     folder = write_reward_model(tmp_path / "bare", tokenizer=tokenizer)

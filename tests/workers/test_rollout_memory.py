@@ -50,7 +50,7 @@ def test_the_cache_sleeps_while_weights_are_synced_and_wakes_with_the_next_reque
         seen.clear()
 
 
-def test_S1_45_who_trains_and_generates_holds_the_weights_once_no_cache_while_it_trains_and_logs_the_peak_of_each_stage(
+def test_who_trains_and_generates_holds_the_weights_once_no_cache_while_it_trains_and_logs_the_peak_of_each_stage(
     tiny_model, sums, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("posttrain.rollout.native.pool.KEPT", 0)

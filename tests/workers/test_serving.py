@@ -64,7 +64,7 @@ def head():
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_S4_106_a_machine_leaves_when_the_ranks_that_worked_on_it_are_gone(node, head, monkeypatch, tmp_path, capsys):
+def test_a_machine_leaves_when_the_ranks_that_worked_on_it_are_gone(node, head, monkeypatch, tmp_path, capsys):
     """Through the run's own entry: no run directory is made, and the status is 0."""
     kind = node(0, 0, 1, 1, 0, 1, 0, 0, 0, 7)  # a rank that is not seen once is not gone
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -89,7 +89,7 @@ def test_a_head_that_goes_ends_the_service_and_before_any_rank_came_it_is_an_err
     assert Node.ranks_seen == [1, 9]
 
 
-def test_S4_106_a_head_that_never_answers_is_an_error_when_its_time_is_over(node, monkeypatch):
+def test_a_head_that_never_answers_is_an_error_when_its_time_is_over(node, monkeypatch):
     clock, told = [0.0], []
     monkeypatch.setenv("RAY_HEAD_ADDRESS", "127.0.0.1:9")
     monkeypatch.setattr(ray_serving.time, "monotonic", lambda: clock[0])
@@ -122,7 +122,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     return started, connected
 
 
-def test_S4_105_the_first_machine_starts_a_head_with_its_settings_and_says_what_to_type_on_the_others(
+def test_the_first_machine_starts_a_head_with_its_settings_and_says_what_to_type_on_the_others(
     monkeypatch,
 ):
     started, connected = heads(monkeypatch)
@@ -149,9 +149,7 @@ def signed_without() -> str:
     return torchrun._signature("10.6.6.6:6379 other", "")
 
 
-def test_S1_42_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first_and_nobody_else_does(
-    monkeypatch, tmp_path
-):
+def test_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first_and_nobody_else_does(monkeypatch, tmp_path):
     started, _ = heads(monkeypatch)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -191,7 +189,7 @@ def test_S1_42_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first
         torchrun.wait_for_address(tmp_path)
 
 
-def test_S0_59_D_25_the_same_command_on_a_second_machine_sees_the_run_and_leaves(monkeypatch, tmp_path, capsys):
+def test_the_same_command_on_a_second_machine_sees_the_run_and_leaves(monkeypatch, tmp_path, capsys):
     """In a Ray that runs; on one machine a directory in use stays an error."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     named = {"trainer.default_local_dir": str(tmp_path), "trainer.experiment_name": "mine", "trainer.device": "cpu"}
@@ -248,7 +246,7 @@ def commands_of_the_docs() -> list[list[str]]:
     return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def test_S2_03_the_commands_of_the_docs_for_several_machines_are_taken():
+def test_the_commands_of_the_docs_for_several_machines_are_taken():
     """`scripts/drill_machine_commands.py` runs them, on three nodes of Ray; here every word of them must be known."""
     from ray.scripts.scripts import start
 

@@ -53,7 +53,7 @@ def calls(role: str, group: LocalWorkerGroup) -> list[Any]:
 
 
 @pytest.mark.parametrize("role", KEYS)
-def test_S1_33_S4_17_S0_52_at_most_so_many_rows_per_pass_and_padding_only_where_asked(tiny_model, passes, role):
+def test_at_most_so_many_rows_per_pass_and_padding_only_where_asked(tiny_model, passes, role):
     settings = {KEYS[role]["micro"]: 3, PADDING[role]: False, f"{ACTOR}.ppo_mini_batch_size": 8}
     group, data = worker(role, tiny_model, settings), batch()
     real = int(data.batch["attention_mask"].sum())
@@ -76,7 +76,7 @@ def test_at_most_so_many_tokens_per_packed_pass(tiny_model, passes, role):
 
 
 @pytest.mark.parametrize("role", KEYS)
-def test_S4_79_gradient_checkpointing_computes_layers_again_and_changes_no_number(tiny_model, role):
+def test_gradient_checkpointing_computes_layers_again_and_changes_no_number(tiny_model, role):
     found = {}
     for on in (False, True):
         group = worker(role, tiny_model, {RECOMPUTE[role]: on, f"{ACTOR}.ppo_mini_batch_size": 8})
@@ -158,7 +158,7 @@ def write(lively, monkeypatch):
     return responses
 
 
-def test_S1_22_S1_23_each_sampling_setting_of_a_run_acts_on_its_responses(lively, write):
+def test_each_sampling_setting_of_a_run_acts_on_its_responses(lively, write):
     likeliest, sampled = write(greedy=True), write()
     assert likeliest != sampled
     for one in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}, {"temperature": 0}):
@@ -210,7 +210,7 @@ def test_a_gpu_computes_more_tokens_in_a_step_where_nothing_is_set():
     assert {step_limit(RolloutConfig(max_num_batched_tokens=100), kind) for kind in ("cuda", "cpu")} == {100}
 
 
-def test_S0_38_the_cache_may_take_the_share_of_the_device_that_is_set():
+def test_the_cache_may_take_the_share_of_the_device_that_is_set():
     assert cache_limit(RolloutConfig(gpu_memory_utilization=0.5), "cuda", 1000) == 500
     assert cache_limit(RolloutConfig(), "cuda", 1000) == cache_limit(RolloutConfig(), "cpu", 1000) == 300
     assert cache_limit(RolloutConfig(gpu_memory_utilization=0.5), "cpu", 1000) == 300
@@ -251,7 +251,7 @@ def test_the_critics_adapters_have_rank_scale_and_place_of_their_own(tiny_model)
     assert module.base_model.layers[0].mlp.up_proj.scaling["default"] == 4.0
 
 
-def test_S4_20_S4_21_S3_54_S3_56_weights_and_moments_come_for_their_stage_leave_again_and_no_number_changes(tiny_model):
+def test_weights_and_moments_come_for_their_stage_leave_again_and_no_number_changes(tiny_model):
     """Here host and device are one: what is seen is that each is brought and taken away at its time."""
     away = {
         f"{ACTOR}.fsdp_config.param_offload": True,
@@ -277,7 +277,7 @@ def test_S4_20_S4_21_S3_54_S3_56_weights_and_moments_come_for_their_stage_leave_
 
 
 @pytest.mark.parametrize("moved", ["actor", "ref"])
-def test_S0_08_offloading_the_reference_and_the_actor_are_separate_settings(tiny_model, moved):
+def test_offloading_the_reference_and_the_actor_are_separate_settings(tiny_model, moved):
     """The documents keep the actor's weights on their device and move the reference's."""
     keys = {"actor": f"{ACTOR}.fsdp_config.param_offload", "ref": "actor_rollout_ref.ref.fsdp_config.param_offload"}
     group = actor(tiny_model, {key: role == moved for role, key in keys.items()}, reference=True)
@@ -289,7 +289,7 @@ def test_S0_08_offloading_the_reference_and_the_actor_are_separate_settings(tiny
     assert set(seen) == {moved}
 
 
-def test_S4_20_an_engine_that_reads_the_actors_weights_holds_nothing_where_they_were(tiny_model, monkeypatch):
+def test_an_engine_that_reads_the_actors_weights_holds_nothing_where_they_were(tiny_model, monkeypatch):
     """Here a move is a copy: what lay at the old place must be free once the weights have left it."""
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self._apply(torch.clone))
     group = actor(tiny_model, {f"{ACTOR}.fsdp_config.param_offload": True})

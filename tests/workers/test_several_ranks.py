@@ -87,7 +87,7 @@ def ranks(cluster):
     four.close()
 
 
-def test_S0_73_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monkeypatch, capsys):
+def test_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monkeypatch, capsys):
     from posttrain.controller import ray_pool
     from posttrain.trainer.run.workers import open_workers
 
@@ -178,12 +178,12 @@ def test_short_calls_that_follow_each_other_are_one_span_of_work():
     assert host.take_spans() == [["decode", 1.0, 0.3], ["decode", 2.0, 0.1], ["update", 2.1, 0.9]] and host.spans == []
 
 
-def test_S0_54_there_are_as_many_processes_as_workers(ranks):
+def test_there_are_as_many_processes_as_workers(ranks):
     for count in (2, 4):
         assert len(set(ranks(count).create("toy", Toy, None).process()) - {os.getpid()}) == count
 
 
-def test_S0_70_S0_112_the_runner_can_be_an_actor_and_uses_the_ray_that_it_is_in(cluster, tiny_model, sums, tmp_path):
+def test_the_runner_can_be_an_actor_and_uses_the_ray_that_it_is_in(cluster, tiny_model, sums, tmp_path):
     from posttrain.trainer.main_ppo import TaskRunner
 
     runner = ray.remote(TaskRunner).options(num_cpus=0).remote()
@@ -371,13 +371,13 @@ def check_same_metrics(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", APART)
-def test_M_31_other_workers_that_generate_change_no_number(apart, colocated, layout):
+def test_other_workers_that_generate_change_no_number(apart, colocated, layout):
     ended = apart(layout)
     check_same(colocated, ended)
     assert {"perf/memory_gb/update_actor", "perf/rollout_memory_gb/gen"} <= ended.metrics[0].keys()
 
 
-def test_S1_43_those_that_train_hold_the_optimizer_the_others_none_and_weights_are_proved_in_every_step(
+def test_those_that_train_hold_the_optimizer_the_others_none_and_weights_are_proved_in_every_step(
     runs, ranks, colocated
 ):
     workers = Watched(ranks((2, 2)))
@@ -390,7 +390,7 @@ def test_S1_43_those_that_train_hold_the_optimizer_the_others_none_and_weights_a
     assert [held for _, held in rollout] == [{"engine"}] * 2
 
 
-def test_S1_05_the_run_says_which_processes_train_and_which_generate_and_none_does_both(ranks):
+def test_the_run_says_which_processes_train_and_which_generate_and_none_does_both(ranks):
     workers = ranks((2, 2))
     training, rollout = (workers.create(role, Toy, None).process() for role in ("actor", "rollout"))
     assert not set(training) & set(rollout)
@@ -560,9 +560,7 @@ def responses(group: Any, **how: bool) -> tuple[list[list[int]], torch.Tensor]:
     return tokens, made["rollout_log_probs"]
 
 
-def test_S0_37_S3_62_workers_that_hold_one_engine_write_what_one_writes_with_half_the_weights_and_cache_each(
-    ranks, tiny_model
-):
+def test_workers_that_hold_one_engine_write_what_one_writes_with_half_the_weights_and_cache_each(ranks, tiny_model):
     one, two = rollouts(ranks(1), tiny_model), rollouts(ranks(2), tiny_model, tensor_model_parallel_size=2)
     four = rollouts(ranks(4), tiny_model, tensor_model_parallel_size=2)
     assert "cut over 2 workers" in two.rollout_engine() and two.engine_ranks() == 2 and one.engine_ranks() == 1
@@ -622,7 +620,7 @@ def test_heads_that_workers_cannot_share_out_are_refused_with_the_models_numbers
 
 
 @pytest.mark.parametrize("layout", [2, 4, (1, 2)])
-def test_S3_60_S4_62_engines_over_two_workers_change_no_number_of_a_run(runs, colocated, layout, capsys):
+def test_engines_over_two_workers_change_no_number_of_a_run(runs, colocated, layout, capsys):
     ended = runs.free(f"cut {layout}", layout, CUT)
     check_same(colocated, ended)
     said = {
@@ -685,7 +683,7 @@ def by_megatron(cut: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cut, layout", [("tensor", 2), ("pipeline", (2, 1))])
-def test_S4_58_a_run_by_megatron_has_the_numbers_of_one_by_fsdp_and_says_what_trains(runs, cut, layout, capsys):
+def test_a_run_by_megatron_has_the_numbers_of_one_by_fsdp_and_says_what_trains(runs, cut, layout, capsys):
     given = {**HALF, "algorithm.adv_estimator": "gae", "trainer.total_training_steps": 2, "trainer.export_hf": "last"}
     alone = runs.free(f"fsdp beside {cut}", 1, given)
     ended = runs.free(f"megatron {cut}", layout, {**given, **by_megatron(cut)})
@@ -703,7 +701,7 @@ def test_six_steps_by_megatron_are_three_and_three_to_the_bit(runs):
     assert furthest(weights_of(ended.path), weights_of(straight.path)) == 0.0
 
 
-def test_S1_41_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(
+def test_of_torchruns_processes_the_first_makes_one_run_with_a_worker_for_each_and_the_others_leave(
     runs, ranks, monkeypatch
 ):
     given = {
@@ -747,7 +745,7 @@ def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, for
     assert "machines: 1" in joined.stdout, joined.stderr[-2000:]
 
 
-def test_S4_105_S4_106_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
+def test_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.ray_address import OWN
     from posttrain.controller.ray_machines import check_same_programs, machines_for

@@ -20,7 +20,7 @@ def adamw(model) -> PlainAdamW:
     return PlainAdamW(model, betas=betas, eps=OPTIM["eps"], decay=OPTIM["weight_decay"], clip=CLIP)
 
 
-def test_S1_18_S1_19_S1_20_S4_42_the_actors_update_is_adamw_on_the_gradient_at_the_rollouts_temperature(tiny_model):
+def test_the_actors_update_is_adamw_on_the_gradient_at_the_rollouts_temperature(tiny_model):
     """Two passes over two mini-batches of 4 prompts: 4 optimizer steps."""
     wanted = {
         "loss_agg_mode": "seq-mean-token-mean",
@@ -78,7 +78,7 @@ def _values(model, ids: torch.Tensor, length: int, width: int) -> torch.Tensor:
     return pad(model.head(states)[:, 0], (0, width - length))
 
 
-def test_S1_22_all_log_probs_of_a_run_are_those_at_the_rollouts_temperature(tiny_model):
+def test_all_log_probs_of_a_run_are_those_at_the_rollouts_temperature(tiny_model):
     """Of the policy, of its reference, and of one micro-batch (S0-120)."""
     group, data = actor(tiny_model, {}, reference=True), batch()
     with torch.no_grad():
