@@ -42,8 +42,9 @@ def find(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
     """Where a name is defined, followed through imports; None for a plain value."""
     tree = _tree(module)
     for node, behind in pairwise(tree.body):  # an enumeration that is made from names: a class by assignment
-        assigned = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name
-        if assigned and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "StrEnum":
+        if not isinstance(node, ast.Assign) or getattr(node.targets[0], "id", "") != name:
+            continue
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "StrEnum":
             return ast.ClassDef(name, bases=[], keywords=[], body=[behind], decorator_list=[])
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
