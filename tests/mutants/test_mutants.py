@@ -82,7 +82,8 @@ def test_every_loss_estimator_aggregation_and_kl_type_has_a_mutant(mutants):
     named = {name for mutant in mutants for name in mutant.covers()}
     wanted = {f"loss {name}" for name in POLICY_LOSSES} | {f"estimator {name}" for name in ADV_ESTIMATORS}
     wanted |= set(AGGREGATION_MODES) | {name for name in KL_TYPES if name[0] != "k" or name == "kl"}
-    assert not wanted - named
+    missing = sorted(wanted - named)
+    assert not missing, f"a file of scripts/mutants (losses.toml, ...) lacks a mutant that breaks: {', '.join(missing)}"
 
 
 def test_every_mutant_was_caught_when_it_was_last_tried(script, mutants):
