@@ -153,7 +153,7 @@ class Renamer:
             for command in (["check", "-q", "--select", "I", "--fix", "--exit-zero"], ["format", "-q"]):
                 subprocess.run([ruff, *command, *map(str, files)], cwd=self.root, check=True)
 
-    # What speaks against it
+    # Collisions
 
     def _missing(self, python: dict[Path, str]) -> Iterator[str]:
         words = {word for text in python.values() for word in re.findall(r"\w+", text)}

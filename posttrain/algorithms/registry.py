@@ -147,7 +147,7 @@ def critic_estimators() -> list[str]:
 def own_settings(kind: type[S], config: Any, section: str = "") -> S:
     """An algorithm's own settings, from a section of any kind (`section` is its name); null or absent is the default.
 
-    A run's settings are checked before it starts. This check is for those who call an algorithm from Python.
+    A run's settings are checked before it starts. This check is for calls of an algorithm from Python.
     """
     fields = {one.name: one for one in dataclasses.fields(cast(Any, kind))}
     values = {name: value for name in fields if (value := read_setting(config, name, None)) is not None}

@@ -79,7 +79,7 @@ def _idle(*keys: str, reason: str) -> Effect:
 
 
 def _only(names: list[str], does: str, do: str, what: str) -> str:
-    """Who does what: `only the estimators gae and reinforce_plus_plus discount`."""
+    """Which algorithms read a setting: `only the estimators gae and reinforce_plus_plus discount`."""
     *first, last = names
     text = f"the estimators {', '.join(first)} and {last} {do}" if first else f"the estimator {last} {does}"
     return f"only {text} {what}".rstrip()

@@ -215,7 +215,7 @@ def check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     in_cluster = (nodes > 1 or (generating > 0 and not on_cpu)) and bool(addresses) and not by_torchrun
     most = cores.usable() if on_cpu else present
     here, count = resolved.value(key) + math.ceil(generating / max(nodes, 1)), workers_of(resolved.config) + generating
-    if here > max(most, 1) and not in_cluster:  # without any GPU the device is what is wrong, and is told of
+    if here > max(most, 1) and not in_cluster:  # without any GPU the device is wrong, and reported
         yield _too_many(resolved, key, generating, f"{most} CPU core(s)" if on_cpu else f"{present} GPU(s)", most)
     elif count > 1 and importlib.util.find_spec("ray") is None:
         several, none = (ROLLOUT_WORKERS, 0) if generating else (key, 1)

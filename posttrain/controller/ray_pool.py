@@ -145,7 +145,7 @@ class RayWorkers(Workers):
         return f"{count} processes{where} in Ray {ray.__version__}, {self.cluster.words()}"
 
     def places(self) -> list[str]:
-        """Who trains and who generates where, where these are not the same."""
+        """Which workers train and which generate, where they are disaggregated."""
         if not self.rollout_hosts:
             return []
         pools = {"Training": self.hosts, "Rollout": self.rollout_hosts}

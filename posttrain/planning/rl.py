@@ -147,7 +147,7 @@ class RLPlanner(Planner):
             prefix = "" if role == "actor" else "critic "
             plan.stages[f"{prefix}update"] = run.update(role, roles[role], held[role])
             plan.stages[f"{prefix}step"] = step_parts(role, device, held[role], workers=run.shape.workers)
-        _keep_while_asleep(plan, config.actor_rollout_ref.rollout.name)
+        _keep_while_asleep(plan, config.actor_rollout_ref.rollout.name, run.fp8_copies())
         _add_unpacked(plan, {role: run.count(role, counting.unpacked_bytes) for role in roles})
         self._place_models(plan, run, roles, held)
         _plan_loading(plan, held, run.count("actor", counting.joined_bytes))
@@ -265,10 +265,14 @@ class _Run:
         copies = math.ceil(actor.weights / size) if shape.workers > 1 and not shape.generating else 0
         if size == 1 and device.kind == "cpu" and response >= MANY:
             copies = self.count("actor", counting.packed_bytes)
-        if rollout.quantization == "fp8":
-            copies += math.ceil(self.count("actor", counting.fp8_bytes) / size)
+        copies += self.fp8_copies()
         made = {"rollout weights": copies, "KV cache": cache, "temporary tensors": temporary}
         return made | ({CAPTURED: captured} if captured else {})
+
+    def fp8_copies(self) -> int:
+        if self.rollout.quantization != "fp8":
+            return 0
+        return math.ceil(self.count("actor", counting.fp8_bytes) / self.rollout.tensor_model_parallel_size)
 
     def _step_tokens(self) -> int:
         """Tokens that meet in one step of an engine: a decode step of all responses, or a chunk of prefill."""
@@ -352,10 +356,14 @@ def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:
         plan.stages[name]["temporary tensors"] += max(by_role[role] for role in users[name])
 
 
-def _keep_while_asleep(plan: Plan, engine: str) -> None:
-    """What an engine keeps in the other stages: vLLM and SGLang their weights on a CPU; on a CUDA device `native` its
-    captured steps, and a cache of up to an eighth of the device."""
+def _keep_while_asleep(plan: Plan, engine: str, fp8_copies: int) -> None:
+    """What an engine keeps in the other stages: vLLM and SGLang their weights on a CPU; `native` its fp8 copies, whose
+    addresses captured steps hold, and on a CUDA device these steps and a cache of up to an eighth of the device."""
     generate = plan.stages["generate"]
+    if fp8_copies:
+        for name, parts in plan.stages.items():
+            if name != "generate":
+                parts["rollout weights"] = fp8_copies
     if engine in OUTSIDE and plan.device.kind == "cpu":
         for parts in plan.stages.values():
             parts["rollout weights"] = generate["rollout weights"]

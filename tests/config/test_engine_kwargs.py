@@ -139,3 +139,16 @@ def test_names_of_sglang_are_read_from_its_groups_of_arguments(load, problems, t
 def test_an_engine_of_ones_own_has_arguments_under_its_name(load, monkeypatch):
     monkeypatch.setitem(ENGINES, "mine", lambda order: "")
     assert load(f"{ROLLOUT}.name=mine", f"{KEY}.mine.depth=3").value(KEY) == {"mine": {"depth": 3}}
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
+def test_fp8_is_rejected_for_engines_that_do_not_read_it_and_taken_for_native(load, problems, engine):
+    key = "actor_rollout_ref.rollout.quantization"
+    common = ("actor_rollout_ref.model.path=m", "data.train_files=f.json", f"{key}=fp8")
+    text = problems(*common, f"actor_rollout_ref.rollout.name={engine}")
+    assert f"`{key}=fp8` is built for the engine native, and rollout.name={engine}." in text
+    resolved = load(*common)
+    assert resolved.config.actor_rollout_ref.rollout.quantization == "fp8"
+    assert resolved.config.algorithm.rollout_correction.rollout_is == "token"
+    kept = load(*common, "algorithm.rollout_correction.rollout_is=null")
+    assert kept.config.algorithm.rollout_correction.rollout_is is None

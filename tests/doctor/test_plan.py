@@ -180,6 +180,17 @@ def test_vllm_has_weights_of_its_own_and_takes_its_cache_at_once(planned):
     assert apart.stages["generate"][CACHE] + weights == 40 * GIB
 
 
+def test_fp8_copies_take_a_byte_of_every_weight_of_the_layers_and_stay_in_the_update(planned, planner, settings):
+    from posttrain.planning.counting import decoder_of
+
+    layers = decoder_of(planner.build(settings(), GPU, "actor")).layers
+    matrices = [weight for weight in layers.parameters() if weight.dim() > 1]
+    wanted = sum(weight.numel() + 4 * len(weight) for weight in matrices)
+    plan = planned(rollout__quantization="fp8")
+    assert plan.stages["generate"]["rollout weights"] == plan.stages["update"]["rollout weights"] == wanted > 0
+    assert planned().largest("rollout weights") == 0
+
+
 def test_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, planner):
     assert planned(**{CHECKPOINTING: True}).peak("update") < planned().peak("update")
     assert planned(rollout__n=2).peak("generate") < planned().peak("generate")
