@@ -17,7 +17,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaf_of, leaves, sections
 from posttrain.config.sft import SFTConfig
 from posttrain.config.values import NULLS
-from posttrain.config.yaml_text import parse_yaml
+from posttrain.yaml_text import parse_yaml
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

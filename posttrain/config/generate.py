@@ -20,6 +20,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaves, sections
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.config.tree import Tree
+from posttrain.yaml_text import dump_yaml
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -137,9 +138,7 @@ def _shared(left: list[str], right: list[str]) -> int:
 
 def scalar(value: Any) -> str:
     """A value as YAML on one line."""
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).strip()
+    text = dump_yaml(value, default_flow_style=True, width=1000).strip()
     return text.removesuffix("...").strip()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config.problem import Problem
 from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hint
-from posttrain.config.yaml_text import parse_yaml
+from posttrain.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from posttrain.config.aliases import Spellings
@@ -120,8 +120,9 @@ class Merged:
     # -- values as they are written -------------------------------------------------------------------------------
     def add_files(self, composed: Composed) -> None:
         """Take in what the files say."""
+        ranks = composed.ranks()
         for key, value in composed.values.items():
-            rank = composed.layer_of(key)
+            rank = ranks[key]
             layer = composed.layers[rank] if composed.layers else None
             found = self.names.canonical(key)
             if found.key is None and found.answer is None and self._keep_own_section(key, value, layer):
