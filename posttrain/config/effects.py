@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
-from posttrain.config.declared import ESTIMATOR_KIND, LOSS_KIND
 from posttrain.config.devices import runs_on_cpu
 from posttrain.config.optim import OptimConfig
 from posttrain.config.parallel import SHARD_SIZES, one_worker
 from posttrain.config.root import PPOConfig
+from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import dialect
-from posttrain.config.base import Section
-from posttrain.config.docs import heading_of
 from posttrain.config.presets import PRESETS
 from posttrain.config.root import PPOConfig
-from posttrain.config.schema import Leaf, leaves, sections
+from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.config.tree import Tree
 from posttrain.yaml_text import dump_yaml
@@ -103,7 +101,7 @@ def _group_text(group: str, section: str) -> str:
 
 def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     table = leaves(PPOConfig)
-    chosen = [Leaf(key, table[key].hint, value, "") for key, value in values.items()]
+    chosen = [Leaf(key, table[key].hint, value, object) for key, value in values.items()]  # without sentences
     order = list(table)
     chosen.sort(key=lambda leaf: order.index(leaf.key))
     made = "# Made by `python -m posttrain.config.generate` from posttrain/config/presets.py: change values there."

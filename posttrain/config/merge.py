@@ -72,6 +72,8 @@ class Merged:
     notes: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     """Keys whose value could not be read; checks of them are skipped."""
+    undeclared: tuple[str, ...] = ()
+    """Prefixes under which a file that could not be imported may have declared settings."""
     node_rank: int = 0
     """Which machine of the run this is."""
     dry_run: bool = False
@@ -269,7 +271,7 @@ class Merged:
             why, _, do = reason.partition("; ")
             if reason:
                 self.refuse(f"`{key}` cannot be used: {why}.", entry.source, do or "remove the key")
-            else:
+            elif not (self.undeclared and key.startswith(self.undeclared)):
                 self.refuse(f"Unknown key `{key}`.", entry.source, self.names.nearest(key))
         elif isinstance(value, str) and value.startswith("{"):
             try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.base import Section
 from posttrain.config.checked import Checked
 from posttrain.config.problem import Problem
+from posttrain.config.schema import Section
 
 if TYPE_CHECKING:
     from posttrain.config.aliases import Spellings

@@ -8,12 +8,11 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
-from posttrain.config.base import Section
 from posttrain.config.environment import check_on_any_machine
 from posttrain.config.parallel import workers_of
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
-from posttrain.config.schema import lookup
+from posttrain.config.schema import Section, lookup
 from posttrain.config.supervised_tree import command_tree
 from posttrain.config.train_engines import RL as RL_KEYS
 from posttrain.config.train_engines import SUPERVISED, train_engine

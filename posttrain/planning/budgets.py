@@ -13,9 +13,8 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig
-from posttrain.config.base import Section
 from posttrain.config.engine_kwargs import OUTSIDE
-from posttrain.config.schema import assign, lookup
+from posttrain.config.schema import Section, assign, lookup
 from posttrain.engine.facts import joining_cost
 from posttrain.planning import cuda_bytes
 from posttrain.planning.memory_plan import GIB, USABLE, Device, Plan, Planner, shown
