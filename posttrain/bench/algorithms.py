@@ -48,12 +48,11 @@ def main(options: argparse.Namespace) -> int:
             Run(entry, seed, options.steps) for seed in range(1, options.seeds + 1) for entry in chosen
         ]  # seed by seed: a table that was stopped early has every algorithm
         failed = train(wanted, record, path, jobs=options.jobs, threads=threads)
-    rows = gains(entries(), record)
-    found = [row for row in rows if row.runs]
+    found = [row for row in gains(entries(), record) if row.runs]
     if found:
         print("\n" + render(HEAD, lines([row for row in found if row.entry in chosen]), left=(0, 1)))
         if options.markdown:
-            fill_page(options.markdown, markdown(rows, record))
+            fill_page(options.markdown, markdown(found, record))
         if svg is not None:
             write_panels(svg, found, f"Accuracy on held-out sums over {record['steps']} steps")
     elif not failed:
