@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
+    "posttrain.config.train_engines": "posttrain.engine.settings",
     "posttrain.rollout.agents": "posttrain.conversations",
     "posttrain.rollout.agents.registry": "posttrain.conversations.agents",
     "posttrain.rollout.tools": "posttrain.conversations.tools",

@@ -11,6 +11,7 @@ from posttrain.config import references
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, known_choices
+from posttrain.config.environment import check_environment
 from posttrain.config.loggers import missing_notes
 from posttrain.config.lora import take_adapter
 from posttrain.config.merge import Merged, Source
@@ -195,7 +196,8 @@ def _judge(
     seen = copy.deepcopy(resolved.config)
     for key in provided:
         assign(seen, key, "given in Python")  # so that no check takes it for unset
-    found, notes = tree.check(Checked(seen, resolved.explicit, resolved.where))
+    findings = list(tree.check(Checked(seen, resolved.explicit, resolved.where)))
+    found, notes = ([one for one in findings if isinstance(one, kind)] for kind in (Problem, str))
     problems: list[Problem] = list(merged.problems)
     known = {key for problem in problems for key in problem.keys} | merged.bad
     found = [problem for problem in found if not known.intersection(problem.keys)]
@@ -203,7 +205,7 @@ def _judge(
         found = [problem for problem in found if problem.keys and resolved.explicit.issuperset(problem.keys)]
     problems += found
     if environment:
-        problems += tree.environment(resolved, cwd)
+        problems += check_environment(resolved, cwd)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     for section in dict.fromkeys(key.split(".")[0] for key in resolved.extra):

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import posttrain.config.megatron  # noqa: F401 - it registers its engine
 from posttrain.config.aliases import Spellings
 from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
-from posttrain.config.checked import Checked, Finding
+from posttrain.config.checked import Checked, Finding, checks_of_packages
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.derived import derive_command
 from posttrain.config.devices import runs_on_cpu
@@ -19,10 +18,8 @@ from posttrain.config.lora import SCORE_HEADS, check_quantization
 from posttrain.config.merge import Merged
 from posttrain.config.parallel import OF_THE_COMMAND, check_sizes, one_worker
 from posttrain.config.problem import Problem
-from posttrain.config.resolved import Resolved
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.sft import SFTConfig
-from posttrain.config.train_engines import SUPERVISED, check_train_engines, engine_names
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 
@@ -168,28 +165,17 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-def _check(checked: Checked) -> tuple[list[Problem], list[str]]:
-    findings = [
-        *check_choices(checked, {}, engine_names(SUPERVISED, checked.config)),
-        *check_ranges(checked),
-        *check_resume(checked),
-        *check_quantization(checked, "model"),
-        *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
-        *check_ray(checked),
-        *check_train_engines(checked, SUPERVISED),
-        *one_process(checked),
-        *_notes(checked),
-    ]
-    return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
-
-
-def _environment(heads: tuple[str, ...]) -> Callable[[Resolved, Path | None], list[Problem]]:
-    def check(resolved: Resolved, cwd: Path | None) -> list[Problem]:
-        from posttrain.config.environment import check_supervised_environment
-
-        return check_supervised_environment(resolved, cwd, heads)
-
-    return check
+def _check(checked: Checked) -> Iterator[Finding]:
+    yield from check_choices(checked)
+    yield from check_ranges(checked)
+    yield from check_resume(checked)
+    yield from check_quantization(checked, "model")
+    yield from check_sizes(checked, (_SHARDS,), (_SEQUENCE,))
+    yield from check_ray(checked)
+    for examine in checks_of_packages("check"):
+        yield from examine(checked)
+    yield from one_process(checked)
+    yield from _notes(checked)
 
 
 def _no_names(merged: Merged, cwd: Path) -> None:
@@ -206,7 +192,6 @@ SFT = Tree(
     check_names=_no_names,
     check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _SFT_EFFECTS),
-    environment=_environment(()),
 )
 REWARD_MODEL = Tree(
     main="reward_model_trainer",
@@ -218,7 +203,6 @@ REWARD_MODEL = Tree(
     check_names=_no_names,
     check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
-    environment=_environment(SCORE_HEADS),
     heads=SCORE_HEADS,
 )
 COMMANDS: dict[str, Tree] = {"sft": SFT, "reward-model": REWARD_MODEL}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.config.vllm import VLLM
 from posttrain.rollout.vllm.build import VARIABLES
+from posttrain.rollout.vllm.settings import VLLM
 
 ARGUMENTS = (
     *("model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.config.vllm import VLLM
 from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
 from posttrain.rollout.native.build import bytes_per_token, device_memory, step_limit
@@ -30,6 +29,7 @@ from posttrain.rollout.outside import (
     written_config,
 )
 from posttrain.rollout.vllm.engine import VLLMEngine
+from posttrain.rollout.vllm.settings import VLLM
 
 NAME = "actor_rollout_ref.rollout.name=vllm"
 VARIABLES = {
