@@ -19,7 +19,7 @@ from posttrain.config.problem import ConfigError, Problem
 from posttrain.yaml_text import read_yaml
 
 if TYPE_CHECKING:
-    from posttrain.config.aliases import Spellings
+    from posttrain.config.spellings import Spellings
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 MAIN = "ppo_trainer"

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
-from posttrain.config.devices import runs_on_cpu
-from posttrain.config.parallel import SHARD_SIZES, one_worker
+from posttrain.config.parallel import SHARD_SIZES, one_worker, runs_on_cpu
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, leaves, lookup
 

@@ -1,18 +1,26 @@
-"""Checks against this machine: files, folders, packages, devices. Run before torch is imported."""
+"""Checks against this machine: files, folders, packages, devices, loggers. Run before torch is imported."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from posttrain import cores
 from posttrain.config.checked import checks_of_packages
+from posttrain.config.choices import LOGGER_PACKAGES
 from posttrain.config.data import HELD_OUT
-from posttrain.config.devices import gpus_present, runs_on_cpu
-from posttrain.config.parallel import ROLLOUT_WORKERS, TORCHRUN, rollout_workers_of, workers_of
+from posttrain.config.parallel import (
+    ROLLOUT_WORKERS,
+    TORCHRUN,
+    gpus_present,
+    rollout_workers_of,
+    runs_on_cpu,
+    workers_of,
+)
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 
@@ -146,3 +154,30 @@ def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     if resume is not None and resolved.value("trainer.resume_mode") == "resume_path" and not (cwd / resume).is_dir():
         what = f"`trainer.resume_from_path`: the folder {resume} does not exist."
         yield Problem(what, resolved.where("trainer.resume_from_path"), "give a folder .../checkpoints/global_step_N")
+
+
+def missing_packages(resolved: Resolved) -> list[Problem]:
+    """One problem per logger of `trainer.logger` whose package is not installed; a run goes on without that logger."""
+    found = []
+    names = resolved.value("trainer.logger")
+    for name in sorted(set(names) - set(installed(names)), key=names.index):
+        what = f"`trainer.logger` names {name}, but the package {name} is not installed: the run goes on without it."
+        do = f'pip install "posttrain[{name}]" (or pip install {name}), or leave it out of trainer.logger'
+        found.append(Problem(what, resolved.where("trainer.logger"), do, ("trainer.logger",)))
+    return found
+
+
+def missing_notes(resolved: Resolved) -> list[str]:
+    """The same in one line each, for the notes that a run prints first."""
+    return [f"{problem.what} What to do: {problem.do}." for problem in missing_packages(resolved)]
+
+
+def installed(names: Sequence[str]) -> list[str]:
+    """The loggers among `names` that need no package, or whose package is there."""
+    return [name for name in names if name not in LOGGER_PACKAGES or _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None

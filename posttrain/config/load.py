@@ -11,17 +11,15 @@ from posttrain.config import references
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, known_choices
-from posttrain.config.environment import check_environment
-from posttrain.config.loggers import missing_notes
-from posttrain.config.lora import take_adapter
+from posttrain.config.derived import take_adapter
+from posttrain.config.environment import check_environment, missing_notes
 from posttrain.config.merge import Merged, Source
 from posttrain.config.names import EXTERNAL, load_own_algorithms
-from posttrain.config.parallel import TORCHRUN
+from posttrain.config.parallel import TORCHRUN, check_torchrun, torchruns_settings
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import KINDS, assign, place_declared_settings
-from posttrain.config.torchrun import check_torchrun, torchruns_settings
 from posttrain.config.tree import Tree
 from posttrain.config.truncated_command import find_lost_lines
 from posttrain.errors import working_folder

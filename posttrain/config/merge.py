@@ -10,8 +10,8 @@ from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hin
 from posttrain.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
-    from posttrain.config.aliases import Spellings
     from posttrain.config.compose import Composed, Layer
+    from posttrain.config.spellings import Spellings
 
 
 @dataclass(frozen=True)

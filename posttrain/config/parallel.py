@@ -1,11 +1,15 @@
-"""Over how many processes weights and rows are cut: sizes that must divide the number of workers."""
+"""Where a run runs: its workers, the sizes that must divide them, this machine's GPUs, processes of torchrun."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding
+from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -73,3 +77,61 @@ def check_sizes(
         what = f"`{key}={size}` does not divide the {workers} worker(s) of the run (trainer.n_gpus_per_node x nnodes)."
         fitting = ", ".join(str(count) for count in range(1, workers + 1) if workers % count == 0)
         yield checked.problem(what, f"set {key} to one of {fitting}, or another number of workers", key)
+
+
+def gpus_present() -> int:
+    """GPUs that a CUDA or ROCm build of torch would see, as far as files and variables tell."""
+    nvidia = [file for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdigit()]
+    count = len(nvidia)
+    if count == 0 and Path("/dev/kfd").exists():
+        count = len(list(Path("/dev/dri").glob("renderD*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    if visible is not None:
+        named = [part for part in visible.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+        count = min(count, len(named))
+    return count
+
+
+def runs_on_cpu(config: Any) -> bool:
+    """Whether the run will be on the CPU."""
+    return config.trainer.device == "cpu" or (config.trainer.device == "auto" and gpus_present() == 0)
+
+
+_WORKERS, _MACHINES = "trainer.n_gpus_per_node", "trainer.nnodes"
+
+
+def torchruns_settings() -> dict[str, int]:
+    """Settings that follow from what torchrun has started. The first process of each machine goes on: on the first one
+    it trains, on the others it lends the machine to that. All further ones leave here; torchrun waits for those that
+    stay, and has their status."""
+    count, here = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 0)
+    if count < 2:
+        return {}
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if here < 1 or count % here:
+        if not first:
+            raise SystemExit(2)  # the first process of each machine speaks
+        what = f"torchrun started {count} processes in all and {here} on this machine."
+        do = "give all machines the same --nproc_per_node"
+        raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
+    if not first:
+        raise SystemExit(0)
+    found = {_WORKERS: here}
+    if count > here:
+        found |= {_MACHINES: count // here, "trainer.node_rank": _number("GROUP_RANK", 0)}
+    return found
+
+
+def check_torchrun(resolved: Resolved, started: dict[str, int]) -> None:
+    """Refuses another number of workers or machines than torchrun has started."""
+    words = {_WORKERS: ("processes", "--nproc_per_node"), _MACHINES: ("machines", "--nnodes")}
+    for key, (kind, flag) in words.items():
+        if key in started and resolved.value(key) != started[key]:
+            what = f"`{key}={resolved.value(key)}`, but torchrun started {started[key]} {kind}."
+            do = f"use torchrun {flag}={resolved.value(key)}, or leave {key} out"
+            raise ConfigError([Problem(what, resolved.where(key), do)])
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default

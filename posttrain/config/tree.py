@@ -12,8 +12,8 @@ from posttrain.config.problem import Problem
 from posttrain.config.schema import Section
 
 if TYPE_CHECKING:
-    from posttrain.config.aliases import Spellings
     from posttrain.config.merge import Merged
+    from posttrain.config.spellings import Spellings
 
 
 @dataclass(frozen=True)

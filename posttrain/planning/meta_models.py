@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward_model import RewardModelModelConfig
+from posttrain.config.reward import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import first_line
 from posttrain.models.attention import set_attention

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from posttrain.config.reward import RewardConfig
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.rewards.scorers import canonical_source
 from posttrain.sandbox import Sandbox, SandboxError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.sandbox.process import Lost, SandboxProcess
 from posttrain.sandbox.refusal import not_linux
 from posttrain.sandbox.results import Result, TestReport

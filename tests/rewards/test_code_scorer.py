@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from posttrain.config.reward import RewardConfig
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, score_by_source, try_reward
 from posttrain.rewards.programs import NOT_ISOLATED, check_programs, code_settings
 from posttrain.rewards.scorers import canonical_source, code

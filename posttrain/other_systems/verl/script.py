@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from posttrain.config.aliases import Spellings
+from posttrain.config.spellings import Spellings
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.merge import Merged, Source
 from posttrain.config.tree import Tree

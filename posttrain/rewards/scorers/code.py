@@ -14,7 +14,7 @@ import threading
 import zlib
 from typing import Any
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.rewards.scorers import register_scorer
 from posttrain.rewards.scorers.code_compare import same_text, same_value
 from posttrain.rewards.scorers.code_tests import Tests, read_tests

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.algorithms.reward_terms import OVERLONG, SCORE
-from posttrain.config.reward import RewardConfig
-from posttrain.config.reward_model import RewardModelConfig
+from posttrain.config.reward import RewardConfig, RewardModelConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.combined import RIGHT

@@ -9,8 +9,7 @@ from typing import Any
 
 from posttrain.config.data import HELD_OUT, DataConfig
 from posttrain.config.resolved import Resolved
-from posttrain.config.reward import RewardConfig
-from posttrain.config.reward_model import RewardModelConfig
+from posttrain.config.reward import RewardConfig, RewardModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.data.dataset import PromptDataset

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng
-from posttrain.config.loggers import installed
+from posttrain.config.environment import installed
 from posttrain.controller.profiling import StagePeaks
 from posttrain.tracking.background import Background, Every
 from posttrain.tracking.loggers import open_loggers, read_metrics

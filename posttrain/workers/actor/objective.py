@@ -23,8 +23,8 @@ from posttrain.algorithms import (
     sampled_from,
     scalar_loss_note,
 )
-from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
+from posttrain.config.root import ActorConfig
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.importance import importance_weights
 from posttrain.workers.measures import Measures

@@ -1,5 +1,4 @@
-"""Every other spelling of a setting, in one table: renamed keys, moved sections, keys that act on several settings
-(resolved in `derived.py`), and keys whose feature is not built."""
+"""What the settings of a tree are called: canonical keys, other spellings of them, and the key that a typo meant."""
 
 from __future__ import annotations
 
@@ -10,31 +9,9 @@ from typing import Any, NamedTuple
 
 from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
 from posttrain.config.dialect import Dialect, dialect
-from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
-from posttrain.config.reward_trainer import RewardTrainerConfig
-from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, Section, leaf_of, leaves, sections
-from posttrain.config.sft import SFTConfig
 from posttrain.config.values import NULLS
 from posttrain.yaml_text import parse_yaml
-
-_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-
-MOVED_SECTIONS: dict[str, str] = {
-    **{f"{place}.tool_config.": f"{_ROLLOUT}.multi_turn.tool_config." for place in ("rollout", _ROLLOUT)},
-    **{f"{place}.megatron.": f"{_ACTOR}.megatron_config." for place in ("actor", _ACTOR)},
-    "actor_rollout.ref.": "actor_rollout_ref.",
-    "actor.": f"{_ACTOR}.",
-    "rollout.": f"{_ROLLOUT}.",
-    "ref.": "actor_rollout_ref.ref.",
-    "model.": f"{_MODEL}.",
-    "critic.model.fsdp_config.": "critic.fsdp_config.",
-    "reward_model.model.fsdp_config.": "reward_model.fsdp_config.",
-    "reward_model.overlong_buffer.": "reward.overlong_buffer.",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
-    "reward.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
-}
-"""Prefix -> prefix; applied before the renames below. The first that fits is taken."""
 
 
 @dataclass(frozen=True)
@@ -64,85 +41,6 @@ class FreeDict:
         return value if isinstance(value, dict) else None
 
 
-FREE_DICTS: dict[str, FreeDict] = {
-    f"{_ROLLOUT}.multi_turn": FreeDict(switch="enable"),
-    **{f"{_ROLLOUT}.{name}": FreeDict() for name in ("engine_kwargs", "engine_kwargs.vllm", "engine_kwargs.sglang")},
-    f"{_ROLLOUT}.agent": FreeDict(named_by="path"),
-}
-
-RENAMED: dict[str, str] = {
-    "algorithm.name": "algorithm.adv_estimator",
-    "algorithm.group_size": f"{_ROLLOUT}.n",
-    "algorithm.clip_range": f"{_ACTOR}.clip_ratio",
-    "algorithm.clip_ratio": f"{_ACTOR}.clip_ratio",
-    f"{_ACTOR}.clip_range": f"{_ACTOR}.clip_ratio",
-    "algorithm.entropy_coef": f"{_ACTOR}.entropy_coeff",
-    "algorithm.entropy_coeff": f"{_ACTOR}.entropy_coeff",
-    f"{_ACTOR}.entropy_coef": f"{_ACTOR}.entropy_coeff",
-    f"{_ACTOR}.model_name": f"{_MODEL}.path",
-    f"{_ACTOR}.learning_rate": f"{_ACTOR}.optim.lr",
-    f"{_ACTOR}.weight_decay": f"{_ACTOR}.optim.weight_decay",
-    f"{_ACTOR}.warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
-    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
-    f"{_ACTOR}.max_grad_norm": f"{_ACTOR}.grad_clip",
-    f"{_ACTOR}.policy_loss_fn": f"{_ACTOR}.policy_loss.loss_mode",
-    f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
-    f"{_ACTOR}.tau_neg": f"{_ACTOR}.policy_loss.tau_neg",
-    f"{_ACTOR}.peft_config.lora_r": f"{_MODEL}.lora_rank",
-    f"{_ACTOR}.peft_config.lora_rank": f"{_MODEL}.lora_rank",
-    f"{_ACTOR}.peft_config.lora_alpha": f"{_MODEL}.lora_alpha",
-    f"{_ACTOR}.peft_config.target_modules": f"{_MODEL}.target_modules",
-    f"{_ACTOR}.peft_config.exclude_modules": f"{_MODEL}.exclude_modules",
-    f"{_MODEL}.lora.type": f"{_ACTOR}.peft_config.peft_type",
-    f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
-    f"{_MODEL}.lora.alpha": f"{_MODEL}.lora_alpha",
-    f"{_MODEL}.lora.target_modules": f"{_MODEL}.target_modules",
-    f"{_MODEL}.lora.exclude_modules": f"{_MODEL}.exclude_modules",
-    f"{_MODEL}.lora.adapter_path": f"{_MODEL}.lora_adapter_path",
-    f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
-    f"{_ROLLOUT}.max_new_tokens": "data.max_response_length",
-    f"{_ROLLOUT}.max_turns": f"{_ROLLOUT}.multi_turn.max_assistant_turns",
-    f"{_ROLLOUT}.tools": f"{_ROLLOUT}.multi_turn.tools",
-    f"{_ROLLOUT}.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
-    "critic.learning_rate": "critic.optim.lr",
-    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
-    "reward.reward_fn": "custom_reward_function.path",
-    "trainer.reward_fn.path": "custom_reward_function.path",
-    "trainer.reward_fn.name": "custom_reward_function.name",
-    "data.train_path": "data.train_files",
-    "data.val_path": "data.val_files",
-    "data.tool_config_path": f"{_ROLLOUT}.multi_turn.tool_config_path",
-    "trainer.save_steps": "trainer.save_freq",
-    "trainer.n_workers": "trainer.n_gpus_per_node",
-    "trainer.micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    "trainer.gradient_accumulation_steps": "trainer.gradient_accumulation",
-}
-
-DERIVED: dict[str, Any] = {
-    **OF_THE_COMMAND,
-    TOGETHER: bool,
-    ROLLOUT_MACHINES: int,
-    ROLLOUT_EACH: int,
-    "algorithm.kl_coef": float,
-    "trainer.gradient_accumulation": int,
-    "reward.type": str,
-    "trainer.reward_fn.type": str,
-    f"{_ACTOR}.peft_config.peft_type": str,
-    f"{_ROLLOUT}.enable_lora": bool,
-    **dict.fromkeys(AS_THE_ACTOR, int),
-}
-"""Keys that set or check other settings, with their type; `derived.py` says how."""
-
-_SFT = "these are settings of supervised training (`posttrain sft`)"
-NOT_BUILT: dict[str, str] = {
-    "training.learning_rate": f"{_SFT}; here the learning rate is {_ACTOR}.optim.lr",
-    "training.num_train_epochs": f"{_SFT}; here the number of epochs is trainer.total_epochs",
-    "training.": _SFT,
-    "fsdp.": f"{_SFT}; here the engine is {_ACTOR}.strategy",
-}
-"""Key, or prefix that ends in a dot -> what is said about it."""
-
-
 class Canonical(NamedTuple):
     """What a spelling means."""
 
@@ -159,27 +57,25 @@ class Canonical(NamedTuple):
 
 
 _ROLES = ("actor_rollout_ref", "critic", "reward_model")
-_PROGRAMS: dict[type[Section], tuple[str, str]] = {
-    PPOConfig: ("`posttrain.trainer.main_ppo` (RL)", "posttrain config"),
-    SFTConfig: ("`posttrain sft`", "posttrain config sft"),
-    RewardTrainerConfig: ("`posttrain reward-model`", "posttrain config reward-model"),
-}
-"""Settings -> (their program, the command that lists them)."""
 
 
 @dataclass(frozen=True)
 class Spellings:
-    """What the settings of one tree are called: their keys, the other spellings of the tables above, and those of other
-    systems."""
+    """What the settings of one tree are called: their keys, other spellings, and those of other systems."""
 
     root: type[Section]
     program: str
     """Name of the tree's main file."""
     own_moved: Mapping[str, str] = field(default_factory=dict)
+    """Prefix -> prefix; applied before the renames. The first that fits is taken."""
     own_renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that set or check other settings, with their type."""
     not_built: Mapping[str, str] = field(default_factory=dict)
+    """Key, or prefix that ends in a dot -> what is said about it."""
     free_dicts: Mapping[str, FreeDict] = field(default_factory=dict)
+    programs: Mapping[type[Section], tuple[str, str]] = field(default_factory=dict)
+    """Settings of all programs -> (what the program is called, the command that lists them)."""
 
     @property
     def leaves(self) -> dict[str, Leaf]:
@@ -242,7 +138,7 @@ class Spellings:
     def nearest(self, spelling: str) -> str:
         """Advice for an unknown key: the program that has it, what a name of another system is here, the known spelling
         closest to it, or the sections."""
-        if others := [name for root, (name, _) in _PROGRAMS.items() if spelling in leaves(root)]:
+        if others := [name for root, (name, _) in self.programs.items() if spelling in leaves(root)]:
             same = [f"`{key}`" for key in self.leaves if key.endswith(f".{spelling}")]
             here = f"; did you mean {' or '.join(same)}?" if same else ", not of this program"
             return f"it is a key of {' and '.join(others)}{here}"
@@ -253,7 +149,7 @@ class Spellings:
         if found := self._likely(spelling):
             return "did you mean " + " or ".join(self._meaning(key) for key in found[:3]) + "?"
         tops = ", ".join(f"`{name}`" for name in self.sections if "." not in name)
-        return f"the sections are {tops}; `{_PROGRAMS[self.root][1]}` lists every key"
+        return f"the sections are {tops}; `{self.programs[self.root][1]}` lists every key"
 
     def _likely(self, spelling: str) -> list[str]:
         """Keys that a spelling is likely to stand for, by the first rule that gives some.
@@ -283,6 +179,3 @@ class Spellings:
     def _meaning(self, key: str) -> str:
         target = self.canonical(key).key
         return f"`{key}`" if target in (None, key) else f"`{key}` (that is `{target}`)"
-
-
-PPO_SPELLINGS = Spellings(PPOConfig, "ppo_trainer", MOVED_SECTIONS, RENAMED, DERIVED, NOT_BUILT, FREE_DICTS)
