@@ -17,18 +17,23 @@ from posttrain.config.choices import (
     PER_RESPONSE_LOSSES,
     REJECTIONS,
 )
-from posttrain.config.lora import check_quantization, check_quantized_offload
-from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
-from posttrain.config.root import PPOConfig
+from posttrain.config.parallel import (
+    ROLLOUT_WORKERS,
+    SEQUENCE_SIZES,
+    SHARD_SIZES,
+    one_worker,
+    rollout_workers_of,
+    workers_of,
+)
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.values import split_hint
 from posttrain.settings import Range
 
-_ACTOR = "actor_rollout_ref.actor"
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 
 
-def needs_reference(config: PPOConfig) -> bool:
+def needs_reference(config: Any) -> bool:
     """Whether a run needs the frozen reference policy: KL in the reward, or in the loss with a coefficient above 0."""
     actor = config.actor_rollout_ref.actor
     return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef != 0)
@@ -268,6 +273,50 @@ def _is_threshold(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return (len(numbers) == 1 and numbers[0] > 0) or (len(numbers) == 2 and 0 <= numbers[0] < numbers[1])
+
+
+def check_one_step_off(checked: Checked) -> Iterator[Finding]:
+    """Who trains cannot generate meanwhile."""
+    if checked.config.trainer.one_step_off and not rollout_workers_of(checked.config):
+        what = "`trainer.one_step_off=True` generates while it trains, but the same workers do both."
+        do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or trainer.one_step_off=False"
+        yield checked.problem(what, do, "trainer.one_step_off")
+
+
+def check_sizes(
+    checked: Checked, shards: tuple[str, ...] = SHARD_SIZES, sequences: tuple[str, ...] = SEQUENCE_SIZES
+) -> Iterator[Finding]:
+    """Sizes that do not divide the workers. One worker has nothing to cut its weights over, which is only noted."""
+    workers = workers_of(checked.config)
+    for key in (*shards, *sequences):
+        size = lookup(checked.config, key)
+        if size < 1 or workers % size == 0 or (key in shards and workers == 1):
+            continue
+        what = f"`{key}={size}` does not divide the {workers} worker(s) of the run (trainer.n_gpus_per_node x nnodes)."
+        fitting = ", ".join(str(count) for count in range(1, workers + 1) if workers % count == 0)
+        yield checked.problem(what, f"set {key} to one of {fitting}, or another number of workers", key)
+
+
+def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Finding]:
+    """4-bit weights cannot be trained, or multiplied in float64; `section` holds the settings of the model."""
+    model, key = lookup(checked.config, section), f"{section}.quantization"
+    if model.quantization is None:
+        return
+    name = f"`{key}={model.quantization}`"
+    if model.lora_rank == 0:
+        what = f"{name} without adapters: weights of 4 bits cannot be trained."
+        yield checked.problem(what, f"set {section}.lora_rank, e.g. to 16, or remove quantization", key)
+    if model.dtype == "float64":
+        what = f"{name} with {section}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
+        yield checked.problem(what, f"set {section}.dtype=auto", key, f"{section}.dtype")
+
+
+def check_quantized_offload(checked: Checked) -> Iterator[Finding]:
+    """4-bit weights cannot be moved between devices."""
+    kind, moves = checked.config.actor_rollout_ref.model.quantization, f"{_ACTOR}.fsdp_config.param_offload"
+    if kind is not None and lookup(checked.config, moves):
+        what = f"`{_MODEL}.quantization={kind}` with {moves}=True: weights of 4 bits stay on their device."
+        yield checked.problem(what, "remove one of them", f"{_MODEL}.quantization", moves)
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [

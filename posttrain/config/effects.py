@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
 from posttrain.config.parallel import SHARD_SIZES, one_worker, runs_on_cpu
-from posttrain.config.root import PPOConfig
 from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, leaves, lookup
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -54,7 +53,7 @@ SHARED_BY_LOSSES = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_rat
 """Settings of the actor that several policy losses read."""
 
 
-def _estimator_effects(config: PPOConfig) -> Iterator[Effect]:
+def _estimator_effects(config: Any) -> Iterator[Effect]:
     """Settings that the chosen estimator does not read, by its declaration; one that declares nothing may read all."""
     chosen = ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
     if chosen is None or chosen.reads is None:
@@ -75,7 +74,7 @@ def _estimator_effects(config: PPOConfig) -> Iterator[Effect]:
             yield _idle(*ESTIMATOR_KIND.own_keys(one), reason=reason)
 
 
-def _loss_effects(config: PPOConfig) -> Iterator[Effect]:
+def _loss_effects(config: Any) -> Iterator[Effect]:
     """The same for the chosen policy loss."""
     chosen = POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     if chosen is None or chosen.reads is None:
@@ -199,7 +198,7 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def idle_settings_of_ppo(config: PPOConfig, explicit: set[str]) -> Iterator[str]:
+def idle_settings_of_ppo(config: Any, explicit: set[str]) -> Iterator[str]:
     """One sentence for each set key that does nothing in a run of the PPO family."""
     return idle_settings(config, explicit, (*_estimator_effects(config), *_loss_effects(config), *EFFECTS))
 

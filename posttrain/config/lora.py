@@ -1,14 +1,11 @@
-"""LoRA: adapter folders in peft's format, and what weights of 4 bits need."""
+"""Folders of LoRA adapters in peft's format, read before anything is loaded."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from posttrain.config.checked import Checked, Finding
-from posttrain.config.schema import lookup
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -55,25 +52,3 @@ def _unusable(settings: dict[str, Any], heads: Sequence[str]) -> str | None:
     if start.startswith(_CHANGES_THE_BASE):
         return f"init_lora_weights={start} changed the base that it stands beside; convert it to plain LoRA with peft"
     return None
-
-
-def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Finding]:
-    """4-bit weights cannot be trained, or multiplied in float64; `section` holds the settings of the model."""
-    model, key = lookup(checked.config, section), f"{section}.quantization"
-    if model.quantization is None:
-        return
-    name = f"`{key}={model.quantization}`"
-    if model.lora_rank == 0:
-        what = f"{name} without adapters: weights of 4 bits cannot be trained."
-        yield checked.problem(what, f"set {section}.lora_rank, e.g. to 16, or remove quantization", key)
-    if model.dtype == "float64":
-        what = f"{name} with {section}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
-        yield checked.problem(what, f"set {section}.dtype=auto", key, f"{section}.dtype")
-
-
-def check_quantized_offload(checked: Checked) -> Iterator[Finding]:
-    """4-bit weights cannot be moved between devices."""
-    kind, moves = checked.config.actor_rollout_ref.model.quantization, f"{_ACTOR}.fsdp_config.param_offload"
-    if kind is not None and lookup(checked.config, moves):
-        what = f"`{_MODEL}.quantization={kind}` with {moves}=True: weights of 4 bits stay on their device."
-        yield checked.problem(what, "remove one of them", f"{_MODEL}.quantization", moves)

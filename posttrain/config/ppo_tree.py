@@ -8,11 +8,11 @@ from posttrain.config.check import check
 from posttrain.config.commandline import no_arguments
 from posttrain.config.derived import derive
 from posttrain.config.effects import idle_settings_of_ppo
+from posttrain.config.merge import FreeDict, Spellings
 from posttrain.config.names import check_names
 from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section
-from posttrain.config.spellings import FreeDict, Spellings
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.config.tree import Tree
 

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
+from posttrain.config.check import (
+    check_choices,
+    check_quantization,
+    check_ranges,
+    check_ray,
+    check_resume,
+    check_sizes,
+    one_process,
+)
 from posttrain.config.checked import Checked, Finding, checks_of_packages
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.derived import derive_command
@@ -18,12 +26,11 @@ from posttrain.config.effects import (
     idle_settings,
     without_validation,
 )
-from posttrain.config.lora import SCORE_HEADS, check_quantization
-from posttrain.config.merge import Merged
-from posttrain.config.parallel import OF_THE_COMMAND, check_sizes, one_worker
+from posttrain.config.lora import SCORE_HEADS
+from posttrain.config.merge import Merged, Spellings
+from posttrain.config.parallel import OF_THE_COMMAND, one_worker
 from posttrain.config.ppo_tree import PROGRAMS
 from posttrain.config.problem import Problem
-from posttrain.config.spellings import Spellings
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError

@@ -12,8 +12,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.schema import Section
 
 if TYPE_CHECKING:
-    from posttrain.config.merge import Merged
-    from posttrain.config.spellings import Spellings
+    from posttrain.config.merge import Merged, Spellings
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import importlib.util
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from posttrain.config.spellings import Spellings
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.merge import Merged, Source
+from posttrain.config.merge import Merged, Source, Spellings
 from posttrain.config.tree import Tree
 from posttrain.other_systems.verl.apply import apply_answers
 from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
