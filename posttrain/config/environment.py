@@ -38,7 +38,7 @@ RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banki
 def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
     """Everything on this machine that would stop the run."""
     folder = cwd or Path.cwd()
-    checks = [_data_files, *checks_of_packages("check_environment"), _own_code, _workers, _folders]
+    checks = [_data_files, *checks_of_packages("check_environment"), _own_code, _check_workers, _folders]
     return [problem for examine in checks for problem in examine(resolved, folder)]
 
 
@@ -104,7 +104,7 @@ def _module_exists(name: str, cwd: Path) -> bool:
         return False
 
 
-def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     on_cpu, present = runs_on_cpu(resolved.config), gpus_present()
     generating = rollout_workers_of(resolved.config)
