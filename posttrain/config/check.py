@@ -134,11 +134,11 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "trainer.resume_mode")
 
 
+# Arguments of `ray.init` that are not settings -> what serves instead.
 RAYS_PLACE = {
     "address": "set RAY_ADDRESS=HOST:6379 before the command",
     "_temp_dir": "set TMPDIR before the command: Ray's folder is made there, and removed with the run",
 }
-"""Arguments of `ray.init` that are not settings -> what serves instead."""
 
 
 def check_ray(checked: Checked) -> Iterator[Finding]:

@@ -32,15 +32,14 @@ class Layer:
     """One file of the composition."""
 
     label: str
+    # Flat, by the key as the file spells it.
     values: dict[str, Any]
-    """Flat, by the key as the file spells it."""
+    # Whether what it sets counts as set by the user.
     explicit: bool
-    """Whether what it sets counts as set by the user."""
+    # Keys of a file of the package's tree that this one is, or is a copy of: at their defaults they are not the user's.
     copied: frozenset[str] = frozenset()
-    """Keys of a file of the package's tree that this one is, or is a copy of: at their defaults they are not the
-    user's."""
+    # The group's name, for a group of the user's that lies outside the known sections.
     own_section: str = ""
-    """The group's name, for a group of the user's that lies outside the known sections."""
 
 
 @dataclass

@@ -251,13 +251,13 @@ def _lora(merged: Merged) -> None:
         merged.refuse(what, enable.source, do)
 
 
+# Key of the model's section -> the name in `adapter_config.json` that decides it.
 _FROM_THE_FILE = {
     "lora_rank": "r",
     "lora_alpha": "lora_alpha",
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",
 }
-"""Key of the model's section -> the name in `adapter_config.json` that decides it."""
 
 
 def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) -> None:

@@ -44,13 +44,13 @@ def without_validation(*keys: str) -> Effect:
     return Effect(keys, "there is no validation file (data.val_files)", lambda c: c.data.val_files is None)
 
 
+# Setting of `algorithm` that several estimators read -> what they do with it.
 SHARED_BY_ESTIMATORS = {
     "gamma": ("discounts", "discount", ""),
     "norm_adv_by_std_in_grpo": ("divides", "divide", "by the deviation of a group"),
 }
-"""Setting of `algorithm` that several estimators read -> what they do with it."""
+# Settings of the actor that several policy losses read.
 SHARED_BY_LOSSES = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-"""Settings of the actor that several policy losses read."""
 
 
 def _estimator_effects(config: Any) -> Iterator[Effect]:

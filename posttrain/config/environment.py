@@ -31,8 +31,8 @@ _HOW_TO_GIVE_A_CLUSTER = (
     "--master_addr=HOST; or once, on a running Ray cluster (ray start --head on one machine, ray start "
     "--address=HOST:6379 on the others), with RAY_ADDRESS=HOST:6379"
 )
+# Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
-"""Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
 
 
 def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:

@@ -25,8 +25,8 @@ from posttrain.config.truncated_command import find_lost_lines
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
+# The highest rank.
 _COMMAND_LINE = 10**6
-"""The highest rank."""
 
 
 def load_config(

@@ -9,8 +9,8 @@ from typing import Any
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What transformers calls the layer that gives the label; decoders call it `score`.
 SCORE_HEADS = ("score", "classifier", "classification_head", "logits_proj")
-"""What transformers calls the layer that gives the label; decoders call it `score`."""
 
 
 def read_adapter_config(folder: Path, heads: Sequence[str] = ()) -> dict[str, Any] | str:

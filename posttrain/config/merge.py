@@ -24,10 +24,10 @@ class FreeDict:
     """A setting that is a free dict, into which keys outside of it write, too: one that is given whole does not
     replace what these say."""
 
+    # `KEY=True` is `KEY.switch=True`.
     switch: str = ""
-    """`KEY=True` is `KEY.switch=True`."""
+    # `KEY=TEXT` is `KEY.named_by=TEXT`.
     named_by: str = ""
-    """`KEY=TEXT` is `KEY.named_by=TEXT`."""
 
     def inner_name(self, value: Any) -> str:
         """`.name` of the inner key that a plain value means; empty where it means the dict itself."""
@@ -49,16 +49,16 @@ class FreeDict:
 class Canonical(NamedTuple):
     """What a spelling means."""
 
+    # Canonical or derived key; None if unknown or not built.
     key: str | None
-    """Canonical or derived key; None if unknown or not built."""
+    # A sentence to print, for a spelling that is a slip.
     note: str = ""
-    """A sentence to print, for a spelling that is a slip."""
+    # Why the key cannot be used, if its feature is not built.
     not_built: str = ""
-    """Why the key cannot be used, if its feature is not built."""
+    # What the dialect says about a key of another system that is no setting here.
     answer: Any = None
-    """What the dialect says about a key of another system that is no setting here."""
+    # The key that it answers, in its own section.
     spelled: str = ""
-    """The key that it answers, in its own section."""
 
 
 _ROLES = ("actor_rollout_ref", "critic", "reward_model")
@@ -69,18 +69,18 @@ class Spellings:
     """What the settings of one tree are called: their keys, other spellings, and those of other systems."""
 
     root: type[Section]
+    # Name of the tree's main file.
     program: str
-    """Name of the tree's main file."""
+    # Prefix -> prefix; applied before the renames. The first that fits is taken.
     own_moved: Mapping[str, str] = field(default_factory=dict)
-    """Prefix -> prefix; applied before the renames. The first that fits is taken."""
     own_renamed: Mapping[str, str] = field(default_factory=dict)
+    # Keys that set or check other settings, with their type.
     derived: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that set or check other settings, with their type."""
+    # Key, or prefix that ends in a dot -> what is said about it.
     not_built: Mapping[str, str] = field(default_factory=dict)
-    """Key, or prefix that ends in a dot -> what is said about it."""
     free_dicts: Mapping[str, FreeDict] = field(default_factory=dict)
+    # Settings of all programs -> (what the program is called, the command that lists them).
     programs: Mapping[type[Section], tuple[str, str]] = field(default_factory=dict)
-    """Settings of all programs -> (what the program is called, the command that lists them)."""
 
     @property
     def leaves(self) -> dict[str, Leaf]:
@@ -191,12 +191,12 @@ class Spellings:
 class Source:
     """Where a value was written."""
 
+    # For messages: "command line", "conf/my.yaml", "flag --lr", ...
     label: str
-    """For messages: "command line", "conf/my.yaml", "flag --lr", ..."""
+    # The value of the highest rank counts.
     rank: int
-    """The value of the highest rank counts."""
+    # Whether what it says counts as set by the user.
     explicit: bool = True
-    """Whether what it says counts as set by the user."""
     is_file: bool = False
 
 
@@ -207,8 +207,8 @@ class Entry:
     value: Any
     origin: Source
     spelling: str
+    # What the dialect says about a key of another system that is no setting here.
     answer: Any = None
-    """What the dialect says about a key of another system that is no setting here."""
 
     @property
     def source(self) -> str:
@@ -227,30 +227,30 @@ class Entry:
         return self.source if self.spelling == key else f"{self.source}, written `{self.spelling}`"
 
 
+# What is empty there is so on purpose: a tool without a key may do something else than one that was given none.
 _TOOLS_OWN = ".tool_config."
-"""What is empty there is so on purpose: a tool without a key may do something else than one that was given none."""
 
 
 @dataclass
 class Merged:
     """Entries by canonical (or derived) key, sections of the user's own, and what was found on the way."""
 
+    # What the keys of this tree are called.
     names: Spellings
-    """What the keys of this tree are called."""
     entries: dict[str, Entry] = field(default_factory=dict)
+    # Keys of other systems that are no settings here; the dialect's `apply` answers them.
     elsewhere: dict[str, Entry] = field(default_factory=dict)
-    """Keys of other systems that are no settings here; the dialect's `apply` answers them."""
     extra: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # Keys whose value could not be read; checks of them are skipped.
     bad: set[str] = field(default_factory=set)
-    """Keys whose value could not be read; checks of them are skipped."""
+    # Prefixes under which a file that could not be imported may have declared settings.
     undeclared: tuple[str, ...] = ()
-    """Prefixes under which a file that could not be imported may have declared settings."""
+    # Which machine of the run this is.
     node_rank: int = 0
-    """Which machine of the run this is."""
+    # Whether the run is only looked at.
     dry_run: bool = False
-    """Whether the run is only looked at."""
 
     # -- what is in it --------------------------------------------------------------------------------------------
     def value(self, key: str) -> Any:

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 _ACTOR = "actor_rollout_ref.actor"
+# The source of settings that torchrun decides.
 TORCHRUN = "torchrun"
-"""The source of settings that torchrun decides."""
 ROLLOUT_WORKERS = "actor_rollout_ref.rollout.n_workers"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
 _REF = "actor_rollout_ref.ref"
+# Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes.
 AS_THE_ACTOR: dict[str, str] = {
     f"{_REF}.fsdp_config.fsdp_size": f"{_ACTOR}.fsdp_config.fsdp_size",
     f"{_REF}.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
     f"{_REF}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
 }
-"""Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes."""
 
 NODE_RANK, DRY_RUN = "trainer.node_rank", "trainer.dry_run"
+# What belongs to the command and not to the run: it is not stored with it.
 OF_THE_COMMAND: dict[str, Any] = {NODE_RANK: int, DRY_RUN: bool}
-"""What belongs to the command and not to the run: it is not stored with it."""
 TOGETHER, ROLLOUT_MACHINES, ROLLOUT_EACH = (
     "actor_rollout_ref.hybrid_engine",
     "actor_rollout_ref.rollout.nnodes",

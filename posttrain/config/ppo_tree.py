@@ -88,6 +88,7 @@ RENAMED: dict[str, str] = {
     "trainer.gradient_accumulation_steps": "trainer.gradient_accumulation",
 }
 
+# Keys that set or check other settings, with their type; `derived.py` says how.
 DERIVED: dict[str, Any] = {
     **OF_THE_COMMAND,
     TOGETHER: bool,
@@ -101,7 +102,6 @@ DERIVED: dict[str, Any] = {
     f"{_ROLLOUT}.enable_lora": bool,
     **dict.fromkeys(AS_THE_ACTOR, int),
 }
-"""Keys that set or check other settings, with their type; `derived.py` says how."""
 
 _SFT = "these are settings of supervised training (`posttrain sft`)"
 NOT_BUILT: dict[str, str] = {
@@ -112,12 +112,12 @@ NOT_BUILT: dict[str, str] = {
 }
 
 
+# Settings -> (their program, the command that lists them).
 PROGRAMS: dict[type[Section], tuple[str, str]] = {
     PPOConfig: ("`posttrain.trainer.main_ppo` (RL)", "posttrain config"),
     SFTConfig: ("`posttrain sft`", "posttrain config sft"),
     RewardTrainerConfig: ("`posttrain reward-model`", "posttrain config reward-model"),
 }
-"""Settings -> (their program, the command that lists them)."""
 
 
 PPO = Tree(

@@ -15,26 +15,25 @@ from posttrain.yaml_text import dump_yaml
 class Resolved:
     """What `load_config` gives."""
 
+    # The typed tree: a PPOConfig, SFTConfig or RewardModelConfig.
     config: Any
-    """The typed tree: a PPOConfig, SFTConfig or RewardModelConfig."""
+    # Canonical key -> "command line", "config/grpo.yaml", "flag --lr", ..., "default"; with the spelling if another.
     sources: dict[str, str]
-    """Canonical key -> "command line", "config/grpo.yaml", "flag --lr", ..., "default"; with the spelling if
-    another."""
+    # Printed at start, one sentence each.
     notes: list[str] = field(default_factory=list)
-    """Printed at start, one sentence each."""
+    # Canonical keys that the user set: command line, file, flag, environment variable.
     explicit: set[str] = field(default_factory=set)
-    """Canonical keys that the user set: command line, file, flag, environment variable."""
+    # The file whose defaults list was composed.
     main_file: str = "posttrain/trainer/config/ppo_trainer.yaml"
-    """The file whose defaults list was composed."""
+    # Sections of the user's own groups, by dotted key; only `${...}` references read them.
     extra: dict[str, Any] = field(default_factory=dict)
-    """Sections of the user's own groups, by dotted key; only `${...}` references read them."""
+    # What the command line asked to print instead of training: `help`, `job` or `all` (from `--cfg`).
     show: str | None = None
-    """What the command line asked to print instead of training: `help`, `job` or `all` (from `--cfg`)."""
+    # Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
+    # nowhere stored.
     node_rank: int = 0
-    """Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
-    nowhere stored."""
+    # Whether the run is only to be looked at (`trainer.dry_run`); of the command, too.
     dry_run: bool = False
-    """Whether the run is only to be looked at (`trainer.dry_run`); of the command, too."""
 
     def value(self, key: str) -> Any:
         """The value of a canonical key."""

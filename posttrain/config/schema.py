@@ -50,8 +50,8 @@ class Section:
 class Kind(NamedTuple):
     """A kind of algorithm whose entries declare settings."""
 
+    # The setting that names the algorithm; its own settings lie beside it.
     key: str
-    """The setting that names the algorithm; its own settings lie beside it."""
     registry: Registry[Any]
     decorator: str
 
@@ -145,12 +145,12 @@ class Leaf:
     key: str
     hint: Any
     default: Any
+    # The class whose source holds its sentence.
     owner: type
-    """The class whose source holds its sentence."""
+    # What a number must be; null is never tested.
     range: Range | None = None
-    """What a number must be; null is never tested."""
+    # The names that it takes, besides null where the type allows it; empty for any text.
     choices: tuple[str, ...] = ()
-    """The names that it takes, besides null where the type allows it; empty for any text."""
 
     @property
     def free_keys(self) -> bool:

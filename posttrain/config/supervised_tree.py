@@ -204,8 +204,8 @@ REWARD_MODEL = Tree(
     idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
     heads=SCORE_HEADS,
 )
+# Verb of `posttrain` -> its tree.
 COMMANDS: dict[str, Tree] = {"sft": SFT, "reward-model": REWARD_MODEL}
-"""Verb of `posttrain` -> its tree."""
 
 
 def command_tree(verb: str, args: Sequence[str]) -> Tree | None:

@@ -15,8 +15,8 @@ class Answer(NamedTuple):
     """What is done with a key."""
 
     kind: str
+    # In words; empty where a setting here has the key's name.
     says: str
-    """In words; empty where a setting here has the key's name."""
     rule: Rule | None = None
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from posttrain.config.commandline import CommandLine
 
+# Name in verl -> (main file here, settings that verl's file has).
 MAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
     "sft_trainer_engine": ("sft_trainer", ()),
 }
-"""Name in verl -> (main file here, settings that verl's file has)."""
 
 
 def as_ours(line: CommandLine, cwd: Path) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+# Under `optim.` of actor and critic -> key of that role.
 _OPTIM = {
     "clip_grad": "grad_clip",
     "warmup_style": "optim.lr_scheduler_type",
@@ -12,7 +13,6 @@ _OPTIM = {
     "lr_scheduler_num_warmup_steps": "optim.lr_warmup_steps",
     "lr_scheduler.num_warmup_steps": "optim.lr_warmup_steps",
 }
-"""Under `optim.` of actor and critic -> key of that role."""
 _LORA = {
     "rank": "lora_rank",
     "alpha": "lora_alpha",
@@ -20,6 +20,7 @@ _LORA = {
     "exclude_modules": "exclude_modules",
 }
 
+# Prefix -> prefix, as `MOVED_SECTIONS`.
 MOVED: dict[str, str] = {
     "ray_kwargs.ray_init.": "trainer.ray_init.",
     "ray_init.": "trainer.ray_init.",
@@ -27,7 +28,6 @@ MOVED: dict[str, str] = {
     "critic.fsdp.": "critic.fsdp_config.",
     f"{_MODEL}.override_config.model_config.": f"{_MODEL}.override_config.",
 }
-"""Prefix -> prefix, as `MOVED_SECTIONS`."""
 
 RENAMED: dict[str, str] = {
     **{

@@ -21,8 +21,8 @@ _ADDED = (
 )
 
 
+# Rollout engines that are packages of the same name -> what they call themselves.
 PACKAGES = {"vllm": "vLLM", "sglang": "SGLang"}
-"""Rollout engines that are packages of the same name -> what they call themselves."""
 
 
 def is_installed(package: str) -> bool:

@@ -257,6 +257,7 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     merged.add(f"{section}.{name}", turns, replace(entry.origin, is_file=False))
 
 
+# Name in a rule -> its function.
 TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "dynamic": _dynamic,
     "share": _share,
@@ -282,4 +283,3 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "model_group": _model_group,
     "user_turns": _user_turns,
 }
-"""Name in a rule -> its function."""

@@ -8,6 +8,7 @@ from posttrain.other_systems.verl.rule import plain
 
 _VAL = "actor_rollout_ref.rollout.val_kwargs"
 _RULES = "algorithm.rollout_correction.rollout_rs"
+# (key, value) -> the value here.
 WORDS: dict[tuple[str, str], object] = {
     (_RULES, "token"): "token_k1",
     (_RULES, "sequence"): "seq_sum_k1",
@@ -18,9 +19,8 @@ WORDS: dict[tuple[str, str], object] = {
     ("trainer.test_freq", "0"): -1,
     ("trainer.total_training_steps", "-1"): None,
 }
-"""(key, value) -> the value here."""
+# Loggers of verl that write what every run writes: `metrics.jsonl`.
 IN_FILES = ("file",)
-"""Loggers of verl that write what every run writes: `metrics.jsonl`."""
 
 
 def translate_values(merged: Merged) -> None:
