@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from posttrain.config.tree import Tree
-from posttrain.other_systems.verl.keys import verl_keys
 from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED, Rule
 from posttrain.other_systems.verl.supervised import GENERATION
+from posttrain.other_systems.verl.tables import verl_keys
 
 
 class Answer(NamedTuple):

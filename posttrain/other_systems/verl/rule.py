@@ -36,7 +36,7 @@ class Rule:
     # Key (or its end, from the name where both keys part) that switches the feature on in verl; where it is not on, an
     # unsupported key is only noted.
     switch: str = ""
-    # Name of the condition (`conditions.py`) under which an unsupported key does nothing in verl either.
+    # Name of the condition (`translations.py`) under which an unsupported key does nothing in verl either.
     idle: str = ""
     # Name of the translation (`translations.py`).
     how: str = ""

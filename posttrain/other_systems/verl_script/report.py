@@ -12,7 +12,7 @@ from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
 from posttrain.config.truncated_command import cut_short
 from posttrain.other_systems.verl.answers import answer
-from posttrain.other_systems.verl.mains import MAINS, as_ours
+from posttrain.other_systems.verl.renamed import MAINS, as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
 from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all, can_generate
 from posttrain.other_systems.verl_script.program import Call
