@@ -174,6 +174,7 @@ def test_another_prompt_column_and_verls_spelling(lively, generate, tmp_path, ca
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_workers_write_the_file_of_one_and_go_on_with_what_is_finished(
     lively, sums, tmp_path, capfd, monkeypatch
 ):
@@ -193,6 +194,7 @@ def test_several_workers_write_the_file_of_one_and_go_on_with_what_is_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"], "no parts are left"
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_ends_the_command_with_its_words(lively, sums, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     command = ["generate", str(lively), "--data", str(sums["test"]), "--device", "cpu", "--max-tokens", "4"]

@@ -111,6 +111,7 @@ def test_disaggregated_calls_go_to_the_workers_that_have_the_method():
     assert (pair.vocabulary(), pair.rollout_engine()) == (7, "an engine")
 
 
+@pytest.mark.slow
 def test_wrong_calls_that_are_planted_in_the_loop_are_found_and_the_loop_itself_has_none(tmp_path):
     pytest.importorskip("pyright")
     source = LOOP.read_text()

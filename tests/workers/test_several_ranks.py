@@ -43,6 +43,8 @@ from posttrain.workers.buckets import SyncError
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEEN_BY_RANKS=1", "trainer.n_workers=4"]
 
 
