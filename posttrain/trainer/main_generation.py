@@ -97,7 +97,7 @@ def read_pairs(args: Sequence[str], known: Sequence[str], entry: str) -> dict[st
 
 
 def main(args: Sequence[str]) -> int:
-    from posttrain.trainer.generation import command
+    from posttrain.commands.generation import command
 
     return command.main(translate(args))
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.commands.evaluation.statistics import estimate, majority_at_k
 from posttrain.tracking.metrics import mean, right_answers
 from posttrain.tracking.validation import pass_at_k, says_answer
 from posttrain.trainer.answers import given_answer
-from posttrain.trainer.evaluation.statistics import estimate, majority_at_k
 
 ALL = "all"
 """Name of the row over all data sources."""

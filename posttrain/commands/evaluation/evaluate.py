@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from posttrain.commands.evaluation.report import make_report, write_report, write_samples
+from posttrain.commands.evaluation.responses import answered_prompts
+from posttrain.commands.evaluation.scored import ScoredPrompt
+from posttrain.commands.evaluation.scoring import Scoring
+from posttrain.commands.generation.parts import Parts
+from posttrain.commands.generation.session import Session, say
+from posttrain.commands.generation.settings import Settings
 from posttrain.data.rows import RowTable
 from posttrain.rewards.types import RewardResult
 from posttrain.tracking.redact import redact
-from posttrain.trainer.evaluation.report import make_report, write_report, write_samples
-from posttrain.trainer.evaluation.responses import answered_prompts
-from posttrain.trainer.evaluation.scored import ScoredPrompt
-from posttrain.trainer.evaluation.scoring import Scoring
-from posttrain.trainer.generation.parts import Parts
-from posttrain.trainer.generation.session import Session, say
-from posttrain.trainer.generation.settings import Settings
 
 
 def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:

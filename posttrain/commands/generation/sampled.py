@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from posttrain.commands.generation.command import settings_folder
+from posttrain.commands.generation.settings import USED, USED_BY_REWARDS, read_settings
 from posttrain.trainer.constants_ppo import apply_environment
-from posttrain.trainer.generation.command import settings_folder
-from posttrain.trainer.generation.settings import USED, USED_BY_REWARDS, read_settings
 
 if TYPE_CHECKING:
-    from posttrain.trainer.generation.loop import Answers
+    from posttrain.commands.generation.loop import Answers
 
 
 def sample_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -19,8 +19,8 @@ def sample_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list
     Rows whose prompts are too long for the model have none.
     """
     apply_environment()
+    from posttrain.commands.generation.session import Session
     from posttrain.data.rows import table_of_rows
-    from posttrain.trainer.generation.session import Session
 
     options.n = options.k
     flags = argparse.Namespace(**{name: getattr(options, name) for name in ("n", "temperature", "max_tokens")})

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
+from posttrain.commands.generation.settings import Settings
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError, first_line
-from posttrain.trainer.generation.settings import Settings
 from posttrain.trainer.run.memory import is_out_of_memory
 
 Say = Callable[[str], None]

@@ -18,10 +18,10 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from posttrain.commands.generation.loop import Answers
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.lock import RunDirectoryError, RunLock
-from posttrain.trainer.generation.loop import Answers
 
 ROWS, SECONDS = 512, 30.0
 """A part is written when it holds this many prompts, or when so much time has passed."""

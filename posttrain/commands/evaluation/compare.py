@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.commands.evaluation.report import read_report
+from posttrain.commands.evaluation.scored import ALL
+from posttrain.commands.evaluation.statistics import CONFIDENCE, bootstrap, sign_flip_p
 from posttrain.errors import UserError
-from posttrain.trainer.evaluation.report import read_report
-from posttrain.trainer.evaluation.scored import ALL
-from posttrain.trainer.evaluation.statistics import CONFIDENCE, bootstrap, sign_flip_p
 
 _NOT_METRICS = ("key", "data_source", "n")
 

@@ -14,6 +14,19 @@ from typing import Any, Self
 
 import torch
 
+from posttrain.commands.generation.asking import Asking
+from posttrain.commands.generation.loop import Answers, answer
+from posttrain.commands.generation.memory import memory_words, settle_generation
+from posttrain.commands.generation.model import (
+    ModelSource,
+    find_model,
+    fit_lengths,
+    load_module,
+    load_tokenizer_of,
+)
+from posttrain.commands.generation.parts import Parts
+from posttrain.commands.generation.settings import Settings, described
+from posttrain.commands.generation.workers import Share
 from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import DataError, RowTable
@@ -29,19 +42,6 @@ from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.outside import check_installed
 from posttrain.tracking.terminal_text import tell
-from posttrain.trainer.generation.asking import Asking
-from posttrain.trainer.generation.loop import Answers, answer
-from posttrain.trainer.generation.memory import memory_words, settle_generation
-from posttrain.trainer.generation.model import (
-    ModelSource,
-    find_model,
-    fit_lengths,
-    load_module,
-    load_tokenizer_of,
-)
-from posttrain.trainer.generation.parts import Parts
-from posttrain.trainer.generation.settings import Settings, described
-from posttrain.trainer.generation.workers import Share
 from posttrain.workers.roles import pick_device
 
 

@@ -11,12 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.options import OptionParser
-from posttrain.errors import UserError
-from posttrain.texts import own_turns
-from posttrain.tracking.waiting import waiting
-from posttrain.trainer.constants_ppo import apply_environment
-from posttrain.trainer.generation.settings import (
+from posttrain.commands.generation.settings import (
     Settings,
     add_arguments,
     check_model,
@@ -25,11 +20,16 @@ from posttrain.trainer.generation.settings import (
     read_words,
     run_of,
 )
-from posttrain.trainer.generation.workers import Share, run_workers, shares
+from posttrain.commands.generation.workers import Share, run_workers, shares
+from posttrain.config.options import OptionParser
+from posttrain.errors import UserError
+from posttrain.texts import own_turns
+from posttrain.tracking.waiting import waiting
+from posttrain.trainer.constants_ppo import apply_environment
 
 if TYPE_CHECKING:
+    from posttrain.commands.generation.loop import Answers
     from posttrain.data.rows import RowTable
-    from posttrain.trainer.generation.loop import Answers
 
 USAGE = "posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE) [options] [key=value ...]"
 
@@ -101,9 +101,9 @@ def _embedded_file() -> Path:
 
 def _generate_by_workers(args: Sequence[str], table: RowTable, settings: Settings, options: argparse.Namespace) -> int:
     """The same file by several processes, each with its share of the rows."""
-    from posttrain.trainer.generation.parts import finished_table, remove_parts
-    from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
-    from posttrain.trainer.generation.session import check_target
+    from posttrain.commands.generation.parts import finished_table, remove_parts
+    from posttrain.commands.generation.results import SUFFIXES, check_rows, write_results
+    from posttrain.commands.generation.session import check_target
     from posttrain.workers.roles import pick_device
 
     out = options.out
@@ -124,9 +124,9 @@ def generate_file(
     """Answer the rows into a file; finished prompts lie in OUT.parts until all are. With a `share` only its rows are
     answered, and the parts stay for whoever joins them."""
     with waiting():
-        from posttrain.trainer.generation.parts import Parts
-        from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
-        from posttrain.trainer.generation.session import Session, check_target
+        from posttrain.commands.generation.parts import Parts
+        from posttrain.commands.generation.results import SUFFIXES, check_rows, write_results
+        from posttrain.commands.generation.session import Session, check_target
 
     check_target(out, SUFFIXES, overwrite=overwrite)
     check_rows(table, out, tools=settings.turns.enable)
@@ -175,7 +175,7 @@ def _led(answers: Answers, number: int, tokenizer: Any) -> str:
 
 def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
     with waiting():
-        from posttrain.trainer.generation.session import Session
+        from posttrain.commands.generation.session import Session
 
     found: dict[int, Any] = {}
     with Session(model, table, settings) as session:

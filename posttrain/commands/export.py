@@ -17,12 +17,12 @@ from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.export import HUGGINGFACE, export, free_folder, refuse_other_folders
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest
+from posttrain.commands.adapted import adapted_model, stored_adapters, stored_lora
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
 from posttrain.models.adapter_files import write_adapter
 from posttrain.models.loading import DTYPES, load_tokenizer
 from posttrain.models.lora import save_merged
-from posttrain.trainer.adapted import adapted_model, stored_adapters, stored_lora
 
 ADVICE = "Name the base with --base FOLDER, or write the adapters alone with --adapter."
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.commands.replay.steps import replayable, start_of
 from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
 from posttrain.tracking.rundir import find_run
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.replay.steps import replayable, start_of
 
 if TYPE_CHECKING:
     import torch
 
-    from posttrain.trainer.replay.updates import Watch
+    from posttrain.commands.replay.updates import Watch
 
 
 def main(args: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def main(args: Sequence[str]) -> int:
     start_of(run, options.step)
     watch, same = _watch(options), True
     with waiting():
-        from posttrain.trainer.replay.updates import COMPARED, replay
+        from posttrain.commands.replay.updates import COMPARED, replay
 
     for made in replay(run, options.step, watch):
         losses = ", ".join(f"{name} {made.metrics[name]!r}" for name in COMPARED if name in made.metrics)

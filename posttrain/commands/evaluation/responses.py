@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.commands.generation.results import COLUMNS, OF_TURNS
 from posttrain.config.data import DataConfig
 from posttrain.data.fields import PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable
-from posttrain.trainer.generation.results import COLUMNS, OF_TURNS
 
 SAMPLE_COLUMNS = ("uid", "sample", "score", "finish_reason", "response_ids")
 

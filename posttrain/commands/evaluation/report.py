@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from posttrain.commands.evaluation.scored import ScoredPrompt, keys_of, per_prompt, summary
+from posttrain.commands.evaluation.statistics import CONFIDENCE, RESAMPLES, SEED
 from posttrain.errors import UserError
 from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.redact import redact
 from posttrain.tracking.samples import sample_table
-from posttrain.trainer.evaluation.scored import ScoredPrompt, keys_of, per_prompt, summary
-from posttrain.trainer.evaluation.statistics import CONFIDENCE, RESAMPLES, SEED
 from posttrain.version import __version__
 
 FORMAT = 1

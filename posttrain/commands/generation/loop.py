@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from posttrain.commands.generation.asking import Asking
 from posttrain.data.dataset import PromptItem
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import row_seeds
 from posttrain.texts import own_words
-from posttrain.trainer.generation.asking import Asking
 from posttrain.trainer.ppo.agent_rewards import score_by_agent
 
 
