@@ -16,8 +16,7 @@ from posttrain.protocol_fields import ObjectBatch, TensorBatch
 from posttrain.protocol_values import Unsavable, from_json, to_json
 from posttrain.texts import utf8
 
-FORMAT = 2
-"""In files without a `format`, of earlier versions, all values are JSON as they stand."""
+FORMAT = 2  # in files without a `format`, of earlier versions, all values are JSON as they stand
 
 
 def saved_values(objects: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> dict[str, Any]:

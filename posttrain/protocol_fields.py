@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 
+# Other names of stored tensors; both names read and write the same tensor.
 OTHER_SPELLINGS = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_prob"}
-"""Other names of stored tensors; both names read and write the same tensor."""
 
 TOKEN_ID_FIELDS = frozenset({"prompts", "responses", "input_ids"})
 WHOLE_FIELDS = frozenset({"input_ids", "attention_mask", "position_ids"})

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 TAG = "$type"
+# Integers from here on are saved as hexadecimal digits: Python limits how long a decimal number it reads.
 _JSON_INTEGERS = 2**63
-"""Integers from here on are saved as hexadecimal digits: Python limits how long a decimal number it reads."""
-_ARRAY_KINDS = "biufcSUmM"
-"""Kinds of numpy arrays whose bytes are their value: numbers, texts, dates and durations."""
+_ARRAY_KINDS = "biufcSUmM"  # kinds of numpy arrays whose bytes are their value: numbers, texts, dates and durations
 
 
 class Unsavable(TypeError):

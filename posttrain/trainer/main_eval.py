@@ -14,12 +14,12 @@ from typing import Any
 from posttrain.errors import UserError
 from posttrain.trainer.main_generation import cli, read_pairs
 
+# Key that names a column -> the name under which it is read here.
 COLUMNS = {
     "data.data_source_key": "data_source",
     "data.reward_model_key": "reward_model",
     "data.prompt_key": "prompt",
 }
-"""Key that names a column -> the name under which it is read here."""
 KNOWN = ("data.path", "data.response_key", *COLUMNS, "custom_reward_function", "reward")
 
 

@@ -28,6 +28,7 @@ USAGE = """posttrain eval MODEL --data FILE [--n N] [options] [key=value ...]
        posttrain eval --responses FILE [options] [key=value ...]
        posttrain eval compare A B"""
 FINISHED = "report.json"
+# Flags that say how responses are made.
 GENERATES = (
     "data",
     "n",
@@ -38,7 +39,6 @@ GENERATES = (
     "tools",
     *(flag for flag in CHECKED if flag != "limit"),
 )
-"""Flags that say how responses are made."""
 
 
 def main(args: Sequence[str]) -> int:

@@ -21,8 +21,8 @@ class AnsweredPrompt:
     responses: list[str] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
     tokens: list[int | None] = field(default_factory=list)
+    # With tools: what the model wrote of each response; empty without.
     own_words: list[str] = field(default_factory=list)
-    """With tools: what the model wrote of each response; empty without."""
 
 
 def answered_prompts(table: RowTable, config: DataConfig, response_key: str | None = None) -> list[AnsweredPrompt]:

@@ -17,8 +17,7 @@ class Asking:
 
     def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: ConversationLoop | None = None) -> None:
         self.engine, self.sampling, self.turns = engine, sampling, turns
-        self._last: dict[Key, Hashable] = {}
-        """Of each conversation, the request whose cache its next turn goes on from."""
+        self._last: dict[Key, Hashable] = {}  # of each conversation, the request whose cache its next turn goes on from
 
     def submit(self, key: Key, prompt_ids: list[int], seed: int, row: Mapping[str, Any]) -> None:
         """`row` are the fields of the prompt's row, which may have something for tools or agents."""

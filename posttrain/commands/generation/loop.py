@@ -22,16 +22,14 @@ class Answers:
     responses: list[str]
     response_ids: list[list[int]]
     finish_reasons: list[str]
-    marks: list[list[bool]] | None = None
-    """With tools: which tokens the model wrote itself."""
+    marks: list[list[bool]] | None = None  # with tools: which tokens the model wrote itself
+    # With tools: what it wrote itself, a line for each turn: what built-in scorers read.
     own_words: list[str] | None = None
-    """With tools: what it wrote itself, a line for each turn: what built-in scorers read."""
     num_turns: list[int] | None = None
-    tool_calls: list[str] | None = None
-    """With tools: the calls of each response as JSON, as samples of a run have them."""
+    tool_calls: list[str] | None = None  # with tools: the calls of each response as JSON, as samples of a run have them
     tool_rewards: list[float] | None = None
+    # With an agent: what it gave as each reward, as JSON of `score`, `parts` and `error`; None where it gave none.
     agent_scores: list[str | None] | None = None
-    """With an agent: what it gave as each reward, as JSON of `score`, `parts` and `error`; None where it gave none."""
 
     @property
     def tokens(self) -> int:

@@ -27,11 +27,9 @@ MOST_TOKENS = 1024  # of a response where nothing is set
 class ModelSource:
     """Where weights and tokenizer come from."""
 
-    name: str
-    """As the user wrote it."""
+    name: str  # as the user wrote it
     config: ModelConfig
-    checkpoint: Path | None = None
-    """A checkpoint whose tensors are laid over the model of `config`."""
+    checkpoint: Path | None = None  # a checkpoint whose tensors are laid over the model of `config`
 
     def described(self) -> dict[str, Any]:
         """Which weights these are: the path, and sizes and times of local files."""

@@ -23,8 +23,7 @@ from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.lock import RunDirectoryError, RunLock
 
-ROWS, SECONDS = 512, 30.0
-"""A part is written when it holds this many prompts, or when so much time has passed."""
+ROWS, SECONDS = 512, 30.0  # a part is written when it holds this many prompts, or when so much time has passed
 SCHEMA = pa.schema(
     {
         "index": pa.int64(),

@@ -23,8 +23,7 @@ from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 
 COLUMNS = ("responses", "finish_reasons", "response_tokens")
-OF_TURNS = ("own_words", "tool_calls")
-"""Columns of responses with tools."""
+OF_TURNS = ("own_words", "tool_calls")  # columns of responses with tools
 SUFFIXES = (".parquet", ".jsonl")
 
 

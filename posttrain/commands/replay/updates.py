@@ -29,8 +29,8 @@ from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.groups import ColocatedGroup, CriticGroup
 from posttrain.workers.roles import pick_device
 
+# (name, tensor): `batch/advantages`, `actor/model.layers.0.mlp` (an output), `after/actor/model.norm.weight`.
 Watch = Callable[[str, torch.Tensor], object]
-"""(name, tensor): `batch/advantages`, `actor/model.layers.0.mlp` (an output), `after/actor/model.norm.weight`."""
 COMPARED = ("policy_loss", "actor/loss", "actor/grad_norm", "kl_loss", "critic/vf_loss", "critic/grad_norm")
 
 
