@@ -115,7 +115,7 @@ def tool(args: Arguments) -> int:
 
 
 def _sample(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from posttrain.commands.generation.sampled import sample_rows
+    from posttrain.commands.generation.command import sample_rows
 
     return sample_rows(options, rows)
 
@@ -201,7 +201,7 @@ def view(args: Arguments) -> int:
 
 
 def replay(args: Arguments) -> int:
-    from posttrain.commands.replay import command
+    from posttrain.commands import replay as command
 
     return command.main(args)
 

@@ -198,7 +198,7 @@ def test_a_run_tells_the_plan_which_settings_were_given(monkeypatch, capsys):
 
 def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkeypatch):
     """Where a training run would have optimizer and gradients; the free memory counts, not all of the device."""
-    from posttrain.commands.generation import memory as generating
+    from posttrain.commands.generation import session as generating
     from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
 
@@ -221,7 +221,7 @@ def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkey
 
 
 def test_generation_goes_on_where_no_plan_can_be_made_and_on_a_cpu_nothing_is_asked(monkeypatch):
-    from posttrain.commands.generation import memory as generating
+    from posttrain.commands.generation import session as generating
     from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
     from posttrain.config.root import PPOConfig
@@ -236,7 +236,7 @@ def test_generation_goes_on_where_no_plan_can_be_made_and_on_a_cpu_nothing_is_as
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: y"), MemoryError()])
 def test_generation_that_runs_out_of_any_memory_says_what_lowers_it(error):
-    from posttrain.commands.generation.memory import memory_words
+    from posttrain.commands.generation.session import memory_words
     from posttrain.config.rollout import RolloutConfig
     from posttrain.errors import UserError
 

@@ -11,9 +11,8 @@ import pytest
 from runs import run
 
 from posttrain import cli
-from posttrain.commands.evaluation.compare import compare, notes
-from posttrain.commands.evaluation.report import read_report
-from posttrain.commands.generation import parts as parts_module
+from posttrain.commands.evaluation.report import compare, notes, read_report
+from posttrain.commands.generation import files as parts_module
 from posttrain.data.rows import load_rows
 from posttrain.rewards.files import read_rows
 from posttrain.trainer import main_eval
@@ -313,7 +312,7 @@ def test_a_command_line_that_says_too_much_or_too_little(args, message, capsys):
 
 
 def test_a_file_of_responses_without_a_list_is_grouped_by_its_prompt(tmp_path):
-    from posttrain.commands.evaluation.responses import answered_prompts
+    from posttrain.commands.evaluation.evaluate import answered_prompts
     from posttrain.config.data import DataConfig
 
     rows = [{"prompt": "a", "response": "1", "ground_truth": "1"}, {"prompt": "b", "response": "2"}]

@@ -14,8 +14,8 @@ import torch
 from runs import run
 
 from posttrain import cli
+from posttrain.commands.generation import files as parts_module
 from posttrain.commands.generation import model as models
-from posttrain.commands.generation import parts as parts_module
 from posttrain.commands.generation.command import settings_folder
 from posttrain.commands.generation.settings import Settings, read_settings
 from posttrain.data.rows import load_rows
@@ -24,7 +24,7 @@ from posttrain.trainer import main_generation
 
 KILLED = """
     import os, signal, sys
-    from posttrain.commands.generation import parts
+    from posttrain.commands.generation import files
     from posttrain import cli
 
     parts.ROWS, plain, seen = 2, parts.Parts.add, []

@@ -9,8 +9,8 @@ import torch
 
 import posttrain
 from posttrain.cli import main
-from posttrain.commands.replay.steps import ReplayError, replayable
-from posttrain.commands.replay.updates import replay
+from posttrain.commands.replay import ReplayError, replayable
+from posttrain.commands.replay_updates import replay
 from posttrain.tracking.batches import kept_steps
 
 

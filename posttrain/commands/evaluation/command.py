@@ -130,7 +130,7 @@ def _compare(args: Sequence[str]) -> int:
     parser.add_argument("first", type=Path, metavar="A", help="report.json, or the folder that holds it")
     parser.add_argument("second", type=Path, metavar="B", help="likewise; differences are B - A")
     options = parser.parse_args(list(args))
-    from posttrain.commands.evaluation.compare import compare_files
+    from posttrain.commands.evaluation.report import compare_files
 
     tell(compare_files([options.first, options.second]))
     return 0

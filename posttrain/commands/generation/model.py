@@ -13,7 +13,7 @@ from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.export import HUGGINGFACE, refuse_run
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest, verify
-from posttrain.commands.adapted import adapted_model, stored_lora
+from posttrain.commands.export import adapted_model, stored_lora
 from posttrain.commands.generation.settings import Settings, is_checkpoint, run_of
 from posttrain.config.model import ModelConfig
 from posttrain.errors import first_line

@@ -17,7 +17,7 @@ import torch
 from posttrain.algorithms import get_adv_estimator
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.rng import restore_rng
-from posttrain.commands.replay.steps import start_of
+from posttrain.commands.replay import start_of
 from posttrain.config import load_config
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
