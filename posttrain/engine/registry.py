@@ -15,8 +15,8 @@ from posttrain.engine.heads import Head
 from posttrain.engine.ranks import world_size
 
 _TORCH = ("posttrain.engine.torch_engine", "TorchEngine")
+# Strategy -> (module, class), imported when a run chooses it. `config/train_engines.py` has what settings know.
 BUILT_IN = {"fsdp": _TORCH, "fsdp2": _TORCH, "megatron": ("posttrain.engine.megatron.engine", "MegatronEngine")}
-"""Strategy -> (module, class), imported when a run chooses it. `config/train_engines.py` has what settings know."""
 
 
 def layout_of(config: Any, keys: EngineKeys, role: str) -> EngineLayout:

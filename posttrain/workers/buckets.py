@@ -15,8 +15,7 @@ import torch
 
 from posttrain.errors import UserError
 
-BUCKET_BYTES = 256 * 2**20
-"""A bucket is sent when it is this large; a larger tensor is one by itself."""
+BUCKET_BYTES = 256 * 2**20  # a bucket is sent when it is this large; a larger tensor is one by itself
 WORDS = 4096  # of a block of a checksum
 
 

@@ -135,9 +135,9 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
         return [*self.policy.notes(), *self.rollout.rollout_notes(self.policy.vocabulary())]
 
 
+# verl's name for the one whose requests are under way while others are scored; here there is no other: `submit`
+# queues them, `advance` hands responses over as they end, and what is sampled follows from each request's seed alone.
 AsyncActorRolloutRefWorker = ActorRolloutRefWorker
-"""verl's name for the one whose requests are under way while others are scored; here there is no other: `submit` queues
-them, `advance` hands responses over as they end, and what is sampled follows from each request's seed alone."""
 
 
 class CriticWorker(EngineWorker):

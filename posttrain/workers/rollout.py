@@ -35,8 +35,7 @@ class RolloutWorker:
 
     engine: RolloutEngine
     awake = False
-    conversations: dict[Key, Hashable]
-    """Of several turns: the request that came last in each."""
+    conversations: dict[Key, Hashable]  # of several turns: the request that came last in each
 
     def __init__(
         self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None

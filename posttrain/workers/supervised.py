@@ -46,8 +46,7 @@ def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
 class SupervisedWorker(ExportingWorker):
     """A model that learns rows with given answers; `config` is an SFTConfig or a RewardTrainerConfig."""
 
-    head: Head | None = None
-    """What is trained on top of the decoder; None is the language model's own head."""
+    head: Head | None = None  # what is trained on top of the decoder; None is the language model's own head
 
     def __init__(self, config: Any, tokenizer: Any, device: torch.device, *, total_steps: int = 1) -> None:
         self.config, self.tokenizer, self.device, self.total_steps = config, tokenizer, device, total_steps

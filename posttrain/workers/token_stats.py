@@ -13,8 +13,8 @@ import torch
 from posttrain.controller.dispatch import Calls
 
 ROW = "sample_row"
+# (rows, their log-probs, their entropies), in the order in which they were trained on.
 Kept = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(rows, their log-probs, their entropies), in the order in which they were trained on."""
 
 
 class TokenStats:

@@ -14,17 +14,17 @@ import torch
 from runs import run
 
 from posttrain import cli
+from posttrain.commands.generation import files as parts_module
+from posttrain.commands.generation import model as models
+from posttrain.commands.generation.command import settings_folder
+from posttrain.commands.generation.settings import Settings, read_settings
 from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.trainer import main_generation
-from posttrain.trainer.generation import model as models
-from posttrain.trainer.generation import parts as parts_module
-from posttrain.trainer.generation.command import settings_folder
-from posttrain.trainer.generation.settings import Settings, read_settings
 
 KILLED = """
     import os, signal, sys
-    from posttrain.trainer.generation import parts
+    from posttrain.commands.generation import files
     from posttrain import cli
 
     parts.ROWS, plain, seen = 2, parts.Parts.add, []

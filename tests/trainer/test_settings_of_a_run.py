@@ -16,6 +16,7 @@ from patience import gone
 from runs import metrics_of, run, settings
 
 import posttrain
+from posttrain.commands.evaluation.scoring import Scoring
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
@@ -24,7 +25,6 @@ from posttrain.rewards import resolve_reward
 from posttrain.tracking.rundir import TIMELINE, read_lines
 from posttrain.tracking.samples import sample_files, validation_files
 from posttrain.tracking.vocabulary import read_vocabulary
-from posttrain.trainer.evaluation.scoring import Scoring
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.first_batch import MismatchError, compare_log_probs, tolerance
 from posttrain.trainer.ppo.recorder import Recorder

@@ -37,8 +37,7 @@ class Progress:
     """How far a run has come."""
 
     step: int
-    bad_steps: int
-    """Steps in a row whose updates were skipped."""
+    bad_steps: int  # steps in a row whose updates were skipped
 
 
 class Checkpoints:

@@ -66,8 +66,8 @@ class Experience:
         self._scores: dict[Key, RewardResult] = {}
         self._advancing: dict[int, Future[tuple[list[Output], bool]]] = {}
         self._busy: set[int] = set()
+        # Ranks that got requests while they were at work: that they had none left, as they say next, is no news.
         self._asked_while_busy: set[int] = set()
-        """Ranks that got requests while they were at work: that they had none left, as they say next, is no news."""
         self._pending_calls: list[Future[None]] = []
         self._watch = AgentWatch()
 

@@ -49,10 +49,8 @@ class RayPPOTrainer(WorkerClasses):
     A subclass may name worker classes of its own, and override a stage.
     """
 
-    actor_rollout_wg: ActorRolloutGroup
-    """Policy, reference and rollout."""
-    rollout_wg: RolloutGroup
-    """The workers that generate, colocated or not."""
+    actor_rollout_wg: ActorRolloutGroup  # policy, reference and rollout
+    rollout_wg: RolloutGroup  # the workers that generate, colocated or not
     critic_wg: CriticGroup | None
     rm_wg: RewardModelGroup | None
     model_reward: ModelReward | None = None

@@ -41,15 +41,13 @@ class RewardManager:
         prompts_are_texts: bool = False,
     ) -> None:
         self.prompts_are_texts = prompts_are_texts
-        self.progress: tuple[int, int] = (0, 0)
-        """Steps that are done, and steps of the run."""
+        self.progress: tuple[int, int] = (0, 0)  # steps that are done, and steps of the run
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self._expected: dict[Key, tuple[Any, ...]] = {}
         self._unscored: list[tuple[Key, RewardResult]] = []
-        self.gives_none = pool is None
-        """Whether there is no function that could score."""
+        self.gives_none = pool is None  # whether there is no function that could score
+        # Ends the run when no response can be scored; None where another reward gives the scores.
         self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
-        """Ends the run when no response can be scored; None where another reward gives the scores."""
 
     @property
     def parts(self) -> list[RewardPart]:

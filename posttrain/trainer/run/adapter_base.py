@@ -8,8 +8,8 @@ from typing import Any
 
 from posttrain.checkpoint.errors import CheckpointError
 
+# Role -> the settings of its model; `model` is what a supervised run trains.
 _SECTIONS = {"actor": "actor_rollout_ref.model", "critic": "critic.model", "model": "model"}
-"""Role -> the settings of its model; `model` is what a supervised run trains."""
 
 
 def check_bases(path: Path, stored: Mapping[str, Any], present: Mapping[str, Any]) -> None:

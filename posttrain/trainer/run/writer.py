@@ -33,13 +33,11 @@ class RunWriter:
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
-        self.peaks = StagePeaks()
-        """Of this process; of the workers' where these are others."""
+        self.peaks = StagePeaks()  # of this process; of the workers' where these are others
         self.traces = StepTraces(config.trainer.profile_steps, run.path)
-        self.spans: list[list[Any]] = []
-        """[stage, when it began, its seconds] of this step."""
+        self.spans: list[list[Any]] = []  # [stage, when it began, its seconds] of this step
+        # The same of the workers, with who it was; empty where they are in this process.
         self.worker_spans: Callable[[], list[list[Any]]] = list
-        """The same of the workers, with who it was; empty where they are in this process."""
         self.behind = Background("samples")
         self._stack, self._linked = ExitStack(), False
 

@@ -13,8 +13,8 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import Task
 
+# A step's metrics with another name in the log than `train/NAME`.
 NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
-"""A step's metrics with another name in the log than `train/NAME`."""
 
 
 class SupervisedRecorder(RunWriter):

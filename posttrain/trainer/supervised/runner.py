@@ -28,8 +28,8 @@ from posttrain.trainer.supervised.tasks import Task
 from posttrain.workers.lora_state import adapter_notes
 from posttrain.workers.roles import pick_device
 
+# (files or rows, tokenizer, config.data, split) -> a data set with `notes`.
 MakeData = Callable[[Any, Any, Any, str], Any]
-"""(files or rows, tokenizer, config.data, split) -> a data set with `notes`."""
 
 
 @driven_by_one_machine

@@ -24,15 +24,14 @@ from posttrain.trainer.sft import sft_batch
 from posttrain.workers.supervised import PairWorker, SFTWorker, pair_losses
 
 Metrics = dict[str, float]
+# Of the workers, and the folder of a checkpoint that holds their weights and optimizer state.
 ROLE = "model"
-"""Of the workers, and the folder of a checkpoint that holds their weights and optimizer state."""
 
 
 class Task(ABC):
     """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
 
-    worker: type
-    """Holds the model, its optimizer and its loss; here are the rows."""
+    worker: type  # holds the model, its optimizer and its loss; here are the rows
     curve: str
 
     def __init__(
@@ -50,8 +49,8 @@ class Task(ABC):
         made = (workers or LocalWorkers()).create(ROLE, self.worker, config, tokenizer, device, total_steps=total_steps)
         self.group: WorkerGroup = made
         self.group.init_model()
+        # What a checkpoint says of the adapters and their base; None where all weights are trained.
         self.adapters: dict[str, Any] | None = self.group.lora_state()
-        """What a checkpoint says of the adapters and their base; None where all weights are trained."""
 
     @abstractmethod
     def train_step(self, rows: list[int]) -> Metrics:

@@ -19,11 +19,11 @@ from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures
 
 _WEIGHT, _SQUARE, _GAP = "sum of weights", "sum of squared weights", "sum of log-perplexity gaps"
+# Metric -> (the sums that it is made of, and how).
 COMBINED = {
     "rollout_is/ess": ((_WEIGHT, _SQUARE), lambda weight, square: weight**2 / max(square, 1e-30)),
     "mismatch/ppl_ratio": ((_GAP,), math.exp),
 }
-"""Metric -> (the sums that it is made of, and how)."""
 
 
 def can_weight_in_update(correction: Any) -> bool:

@@ -11,12 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.options import OptionParser
-from posttrain.errors import UserError
-from posttrain.texts import own_turns
-from posttrain.tracking.waiting import waiting
-from posttrain.trainer.constants_ppo import apply_environment
-from posttrain.trainer.generation.settings import (
+from posttrain.commands.generation.settings import (
+    USED,
+    USED_BY_REWARDS,
     Settings,
     add_arguments,
     check_model,
@@ -25,11 +22,16 @@ from posttrain.trainer.generation.settings import (
     read_words,
     run_of,
 )
-from posttrain.trainer.generation.workers import Share, run_workers, shares
+from posttrain.commands.generation.workers import Share, run_workers, shares
+from posttrain.config.options import OptionParser
+from posttrain.errors import UserError
+from posttrain.texts import own_turns
+from posttrain.tracking.waiting import waiting
+from posttrain.trainer.constants_ppo import apply_environment
 
 if TYPE_CHECKING:
+    from posttrain.commands.generation.loop import Answers
     from posttrain.data.rows import RowTable
-    from posttrain.trainer.generation.loop import Answers
 
 USAGE = "posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE) [options] [key=value ...]"
 
@@ -101,9 +103,8 @@ def _embedded_file() -> Path:
 
 def _generate_by_workers(args: Sequence[str], table: RowTable, settings: Settings, options: argparse.Namespace) -> int:
     """The same file by several processes, each with its share of the rows."""
-    from posttrain.trainer.generation.parts import finished_table, remove_parts
-    from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
-    from posttrain.trainer.generation.session import check_target
+    from posttrain.commands.generation.files import SUFFIXES, check_rows, finished_table, remove_parts, write_results
+    from posttrain.commands.generation.session import check_target
     from posttrain.workers.roles import pick_device
 
     out = options.out
@@ -124,9 +125,8 @@ def generate_file(
     """Answer the rows into a file; finished prompts lie in OUT.parts until all are. With a `share` only its rows are
     answered, and the parts stay for whoever joins them."""
     with waiting():
-        from posttrain.trainer.generation.parts import Parts
-        from posttrain.trainer.generation.results import SUFFIXES, check_rows, write_results
-        from posttrain.trainer.generation.session import Session, check_target
+        from posttrain.commands.generation.files import SUFFIXES, Parts, check_rows, write_results
+        from posttrain.commands.generation.session import Session, check_target
 
     check_target(out, SUFFIXES, overwrite=overwrite)
     check_rows(table, out, tools=settings.turns.enable)
@@ -175,7 +175,7 @@ def _led(answers: Answers, number: int, tokenizer: Any) -> str:
 
 def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
     with waiting():
-        from posttrain.trainer.generation.session import Session
+        from posttrain.commands.generation.session import Session
 
     found: dict[int, Any] = {}
     with Session(model, table, settings) as session:
@@ -191,3 +191,31 @@ def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
     if session.dropped:
         raise UserError(f"{session.dropped} prompts are longer than the model allows and were not answered.")
     return 0
+
+
+def sample_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`options.k` responses of `options.model` to every row; each has its row's columns, `response` and `group`.
+
+    Rows whose prompts are too long for the model have none.
+    """
+    apply_environment()
+    from posttrain.commands.generation.session import Session
+    from posttrain.data.rows import table_of_rows
+
+    options.n = options.k
+    flags = argparse.Namespace(**{name: getattr(options, name) for name in ("n", "temperature", "max_tokens")})
+    used = (*USED, *USED_BY_REWARDS)
+    settings = read_settings(flags, options.settings, settings_folder(options.model), used=used)
+    found: dict[int, Answers] = {}
+    with Session(options.model, table_of_rows(rows, name=options.data), settings) as session:
+        session.run(None, lambda item, answers: found.update({answers.index: answers}))
+    return [
+        {**rows[index], "response": text, "group": index, **_own(answers, number)}
+        for index, answers in sorted(found.items())
+        for number, text in enumerate(answers.responses)
+    ]
+
+
+def _own(answers: Answers, number: int) -> dict[str, str]:
+    """With tools: what the model wrote itself, which built-in scorers read."""
+    return {} if answers.own_words is None else {"own_words": answers.own_words[number]}

@@ -10,23 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.commands.evaluation.statistics import estimate, majority_at_k
 from posttrain.tracking.metrics import mean, right_answers
 from posttrain.tracking.validation import pass_at_k, says_answer
 from posttrain.trainer.answers import given_answer
-from posttrain.trainer.evaluation.statistics import estimate, majority_at_k
 
-ALL = "all"
-"""Name of the row over all data sources."""
+ALL = "all"  # name of the row over all data sources
 
 
 @dataclass
 class ScoredPrompt:
     """One prompt with the responses to it and what the reward made of them."""
 
-    messages: Any
-    """The conversation that was asked."""
-    prompt: str
-    """The same as the text that a model reads, for the samples."""
+    messages: Any  # the conversation that was asked
+    prompt: str  # the same as the text that a model reads, for the samples
     data_source: str
     ground_truth: Any
     responses: list[str]
@@ -37,8 +34,8 @@ class ScoredPrompt:
     tokens: list[int | None]
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[list[int]] = field(default_factory=list)
+    # With tools, as are those that follow: which tokens the model wrote.
     marks: list[list[bool]] = field(default_factory=list)
-    """With tools, as are those that follow: which tokens the model wrote."""
     own_words: list[str] = field(default_factory=list)
     num_turns: list[int] = field(default_factory=list)
     tool_calls: list[str] = field(default_factory=list)

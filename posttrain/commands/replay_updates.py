@@ -17,20 +17,20 @@ import torch
 from posttrain.algorithms import get_adv_estimator
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.rng import restore_rng
+from posttrain.commands.replay import start_of
 from posttrain.config import load_config
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.tracking.batches import batch_folder, read_facts
 from posttrain.tracking.loggers import read_metrics
-from posttrain.trainer.replay.steps import start_of
 from posttrain.trainer.run.process import prepare_torch
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.groups import ColocatedGroup, CriticGroup
 from posttrain.workers.roles import pick_device
 
+# (name, tensor): `batch/advantages`, `actor/model.layers.0.mlp` (an output), `after/actor/model.norm.weight`.
 Watch = Callable[[str, torch.Tensor], object]
-"""(name, tensor): `batch/advantages`, `actor/model.layers.0.mlp` (an output), `after/actor/model.norm.weight`."""
 COMPARED = ("policy_loss", "actor/loss", "actor/grad_norm", "kl_loss", "critic/vf_loss", "critic/grad_norm")
 
 

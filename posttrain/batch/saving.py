@@ -1,30 +1,36 @@
-"""Values of a batch as JSON and back, bit for bit and with their types: what rows of data and rewards may hold.
+"""A batch on disk: a folder with `tensors.safetensors` and `fields.json`. Values keep their types, bit-for-bit.
 
 Texts, numbers, booleans, None, lists, and dicts with text keys are JSON as they stand. Every other value is an object
 with the key `TAG`: `{"$type": "bytes", "value": "AP8="}`. A dict of the user's that has this key, or keys that are no
 texts, is tagged itself, so no value can be mistaken for a tag. Reading builds values of the types below and nothing
 else: a file cannot make it import or run anything, as a pickle could.
 
-Never imports torch.
+Imports torch only to write or read a folder: data sets check their rows with `to_json` before torch is loaded.
 """
 
 from __future__ import annotations
 
 import base64
 import datetime
+import json
 import uuid
 import zoneinfo
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from posttrain.texts import utf8
+
+if TYPE_CHECKING:
+    from posttrain.batch.fields import ObjectBatch, TensorBatch
+
 TAG = "$type"
+# Integers from here on are saved as hexadecimal digits: Python limits how long a decimal number it reads.
 _JSON_INTEGERS = 2**63
-"""Integers from here on are saved as hexadecimal digits: Python limits how long a decimal number it reads."""
-_ARRAY_KINDS = "biufcSUmM"
-"""Kinds of numpy arrays whose bytes are their value: numbers, texts, dates and durations."""
+_ARRAY_KINDS = "biufcSUmM"  # kinds of numpy arrays whose bytes are their value: numbers, texts, dates and durations
 
 
 class Unsavable(TypeError):
@@ -39,7 +45,7 @@ class Unsavable(TypeError):
         return self
 
 
-class _Way(NamedTuple):
+class _Codec(NamedTuple):
     """How values of one type are saved: as JSON, and back."""
 
     type: type
@@ -62,7 +68,7 @@ def to_json(value: Any) -> Any:
     if kind is dict:
         return _dict(value)
     if (name := _NAMES.get(kind)) is not None:
-        return {TAG: name, "value": _WAYS[name].save(value)}
+        return {TAG: name, "value": _CODECS[name].save(value)}
     if isinstance(value, np.generic):  # before `float` and `str`, from which some of these derive
         return {TAG: "numpy", "value": _array(np.asarray(value))}
     plain: tuple[Any, ...] = (str, int, float, list, tuple, dict)
@@ -80,7 +86,7 @@ def from_json(value: Any) -> Any:
         return value
     if TAG not in value:
         return {key: from_json(item) for key, item in value.items()}
-    return _WAYS[value[TAG]].load(value["value"])
+    return _CODECS[value[TAG]].load(value["value"])
 
 
 def _list(values: Iterable[Any]) -> list[Any]:
@@ -164,22 +170,82 @@ def _duration_back(saved: list[int]) -> datetime.timedelta:
     return datetime.timedelta(*saved)
 
 
-_WAYS: dict[str, _Way] = {
-    "int": _Way(int, hex, lambda saved: int(saved, 16)),
-    "dict": _Way(dict, _dict, lambda saved: {from_json(key): from_json(item) for key, item in saved}),
-    "tuple": _Way(tuple, _list, lambda saved: tuple(from_json(saved))),
-    "set": _Way(set, _list, lambda saved: set(from_json(saved))),
-    "frozenset": _Way(frozenset, _list, lambda saved: frozenset(from_json(saved))),
-    "bytes": _Way(bytes, _to_base64, base64.b64decode),
-    "bytearray": _Way(bytearray, _to_base64, lambda saved: bytearray(base64.b64decode(saved))),
-    "complex": _Way(complex, lambda value: [value.real, value.imag], lambda saved: complex(*saved)),
-    "Decimal": _Way(Decimal, str, Decimal),
-    "UUID": _Way(uuid.UUID, str, uuid.UUID),
-    "datetime": _Way(datetime.datetime, _moment, lambda saved: _moment_back(datetime.datetime, saved)),
-    "date": _Way(datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": _Way(datetime.time, _moment, lambda saved: _moment_back(datetime.time, saved)),
-    "timedelta": _Way(datetime.timedelta, _duration, _duration_back),
-    "array": _Way(np.ndarray, _array, _array_back),
-    "numpy": _Way(np.generic, lambda value: _array(np.asarray(value)), lambda saved: _array_back(saved)[()]),
+_CODECS: dict[str, _Codec] = {
+    "int": _Codec(int, hex, lambda saved: int(saved, 16)),
+    "dict": _Codec(dict, _dict, lambda saved: {from_json(key): from_json(item) for key, item in saved}),
+    "tuple": _Codec(tuple, _list, lambda saved: tuple(from_json(saved))),
+    "set": _Codec(set, _list, lambda saved: set(from_json(saved))),
+    "frozenset": _Codec(frozenset, _list, lambda saved: frozenset(from_json(saved))),
+    "bytes": _Codec(bytes, _to_base64, base64.b64decode),
+    "bytearray": _Codec(bytearray, _to_base64, lambda saved: bytearray(base64.b64decode(saved))),
+    "complex": _Codec(complex, lambda value: [value.real, value.imag], lambda saved: complex(*saved)),
+    "Decimal": _Codec(Decimal, str, Decimal),
+    "UUID": _Codec(uuid.UUID, str, uuid.UUID),
+    "datetime": _Codec(datetime.datetime, _moment, lambda saved: _moment_back(datetime.datetime, saved)),
+    "date": _Codec(datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": _Codec(datetime.time, _moment, lambda saved: _moment_back(datetime.time, saved)),
+    "timedelta": _Codec(datetime.timedelta, _duration, _duration_back),
+    "array": _Codec(np.ndarray, _array, _array_back),
+    "numpy": _Codec(np.generic, lambda value: _array(np.asarray(value)), lambda saved: _array_back(saved)[()]),
 }
-_NAMES = {way.type: name for name, way in _WAYS.items()}
+_NAMES = {codec.type: name for name, codec in _CODECS.items()}
+
+
+FORMAT = 2  # in files without a `format`, of earlier versions, all values are JSON as they stand
+
+
+def saved_values(objects: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    """`non_tensor_batch` and `meta_info` as JSON."""
+    return {
+        "non_tensor_batch": {
+            name: [_saved(value, f"non_tensor_batch['{name}'][{row}]") for row, value in enumerate(array)]
+            for name, array in objects.items()
+        },
+        "meta_info": {name: _saved(value, f"meta_info['{name}']") for name, value in meta_info.items()},
+    }
+
+
+def loaded_values(fields: Mapping[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """(non_tensor_batch, meta_info) of what `saved_values` gave."""
+    load = from_json if "format" in fields else lambda value: value
+    objects = {name: [load(value) for value in values] for name, values in fields["non_tensor_batch"].items()}
+    return objects, {name: load(value) for name, value in fields["meta_info"].items()}
+
+
+def _saved(value: Any, where: str) -> Any:
+    try:
+        return to_json(value)
+    except Unsavable as error:
+        raise TypeError(
+            f"{where}{error.inside} is {error.what}, which JSON cannot hold; `pop` it before saving (tensors belong "
+            "into `batch`)"
+        ) from None
+
+
+def write_folder(
+    folder: Path, rows: int, tensors: TensorBatch, objects: ObjectBatch, meta_info: Mapping[str, Any]
+) -> None:
+    """TypeError, with the place, for what cannot be saved; nothing is written then."""
+    from safetensors.torch import save_file
+
+    fields = {"format": FORMAT, "rows": rows, **saved_values(objects, meta_info)}
+    folder.mkdir(parents=True, exist_ok=True)
+    # Cloned because safetensors refuses two names for one memory, which a batch may well have.
+    save_file(
+        {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / "tensors.safetensors"
+    )
+    (folder / "fields.json").write_bytes(utf8(json.dumps(fields, ensure_ascii=False)))
+
+
+def read_folder(folder: Path) -> tuple[TensorBatch, ObjectBatch, dict[str, Any]]:
+    """(tensors, other fields, facts about the whole) that were written there."""
+    from safetensors.torch import load_file
+
+    from posttrain.batch.fields import ObjectBatch, TensorBatch
+
+    if not (folder / "fields.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no saved DataProto: there is no fields.json in it")
+    fields = json.loads((folder / "fields.json").read_text(encoding="utf-8"))
+    tensors = TensorBatch(load_file(folder / "tensors.safetensors"), rows=fields["rows"])
+    objects, meta_info = loaded_values(fields)
+    return tensors, ObjectBatch(objects, rows=fields["rows"]), meta_info

@@ -13,12 +13,12 @@ from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.export import HUGGINGFACE, refuse_run
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest, verify
+from posttrain.commands.export import adapted_model, stored_lora
+from posttrain.commands.generation.settings import Settings, is_checkpoint, run_of
 from posttrain.config.model import ModelConfig
 from posttrain.errors import first_line
 from posttrain.models.loading import ModelError, load_causal_lm, load_tokenizer, local_or_hub, resolve_dtype
-from posttrain.trainer.adapted import adapted_model, stored_lora
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.generation.settings import Settings, is_checkpoint, run_of
 
 MOST_TOKENS = 1024  # of a response where nothing is set
 
@@ -27,11 +27,9 @@ MOST_TOKENS = 1024  # of a response where nothing is set
 class ModelSource:
     """Where weights and tokenizer come from."""
 
-    name: str
-    """As the user wrote it."""
+    name: str  # as the user wrote it
     config: ModelConfig
-    checkpoint: Path | None = None
-    """A checkpoint whose tensors are laid over the model of `config`."""
+    checkpoint: Path | None = None  # a checkpoint whose tensors are laid over the model of `config`
 
     def described(self) -> dict[str, Any]:
         """Which weights these are: the path, and sizes and times of local files."""

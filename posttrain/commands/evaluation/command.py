@@ -7,13 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.config.options import OptionParser
-from posttrain.errors import UserError
-from posttrain.tracking.terminal_text import tell
-from posttrain.tracking.waiting import waiting
-from posttrain.trainer.constants_ppo import apply_environment
-from posttrain.trainer.generation.command import rows_of, settings_folder
-from posttrain.trainer.generation.settings import (
+from posttrain.commands.generation.command import rows_of, settings_folder
+from posttrain.commands.generation.settings import (
     CHECKED,
     USED,
     USED_BY_REWARDS,
@@ -23,11 +18,17 @@ from posttrain.trainer.generation.settings import (
     read_settings,
     read_words,
 )
+from posttrain.config.options import OptionParser
+from posttrain.errors import UserError
+from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.waiting import waiting
+from posttrain.trainer.constants_ppo import apply_environment
 
 USAGE = """posttrain eval MODEL --data FILE [--n N] [options] [key=value ...]
        posttrain eval --responses FILE [options] [key=value ...]
        posttrain eval compare A B"""
 FINISHED = "report.json"
+# Flags that say how responses are made.
 GENERATES = (
     "data",
     "n",
@@ -38,7 +39,6 @@ GENERATES = (
     "tools",
     *(flag for flag in CHECKED if flag != "limit"),
 )
-"""Flags that say how responses are made."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -87,8 +87,8 @@ def main(args: Sequence[str]) -> int:
 def _score_model(model: str, options: argparse.Namespace, settings: Settings, out: Path) -> int:
     table = rows_of(options, settings)
     with waiting():
-        from posttrain.trainer.evaluation.evaluate import evaluate_model
-        from posttrain.trainer.evaluation.report import table as lines
+        from posttrain.commands.evaluation.evaluate import evaluate_model
+        from posttrain.commands.evaluation.report import table as lines
 
     report = evaluate_model(model, table, settings, out, overwrite=options.overwrite)
     tell(lines(report))
@@ -98,9 +98,9 @@ def _score_model(model: str, options: argparse.Namespace, settings: Settings, ou
 
 def _score_file(options: argparse.Namespace, settings: Settings, out: Path) -> int:
     with waiting():
+        from posttrain.commands.evaluation.evaluate import evaluate_responses
+        from posttrain.commands.evaluation.report import table as lines
         from posttrain.data.rows import load_rows
-        from posttrain.trainer.evaluation.evaluate import evaluate_responses
-        from posttrain.trainer.evaluation.report import table as lines
 
     rows = load_rows(options.responses, limit=settings.config.data.val_max_samples, setting="--responses")
     tell(lines(evaluate_responses(rows, settings, out)))
@@ -130,7 +130,7 @@ def _compare(args: Sequence[str]) -> int:
     parser.add_argument("first", type=Path, metavar="A", help="report.json, or the folder that holds it")
     parser.add_argument("second", type=Path, metavar="B", help="likewise; differences are B - A")
     options = parser.parse_args(list(args))
-    from posttrain.trainer.evaluation.compare import compare_files
+    from posttrain.commands.evaluation.report import compare_files
 
     tell(compare_files([options.first, options.second]))
     return 0

@@ -25,6 +25,7 @@ from posttrain.models.places import local_or_hub
 from posttrain.tracking.redact import redact
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+# Flag -> the key that it sets; ranges and choices are those of the key.
 CHECKED = {
     "top_p": f"{_ROLLOUT}.top_p",
     "top_k": f"{_ROLLOUT}.top_k",
@@ -37,7 +38,7 @@ CHECKED = {
     "dtype": f"{_MODEL}.dtype",
     "limit": "data.val_max_samples",
 }
-"""Flag -> the key that it sets; ranges and choices are those of the key."""
+# The same for free texts, which are taken as they are.
 TEXTS = {
     "stop": f"{_ROLLOUT}.stop",
     "prompt_key": "data.prompt_key",
@@ -46,7 +47,7 @@ TEXTS = {
     "reward_func": "custom_reward_function.path",
     "reward_name": "custom_reward_function.name",
 }
-"""The same for free texts, which are taken as they are."""
+# Keys (and sections) that have an effect here.
 USED = (
     *(f"data.{name}" for name in ("prompt_key", "data_source", "system_prompt", "apply_chat_template_kwargs")),
     *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "filter_overlong_prompts", "truncation")),
@@ -57,7 +58,6 @@ USED = (
     "trainer.seed",
     "trainer.device",
 )
-"""Keys (and sections) that have an effect here."""
 USED_BY_REWARDS = (
     "custom_reward_function",
     *(f"reward.{name}" for name in ("functions", "num_workers", "timeout_s", "failure_score", "sandbox")),
@@ -72,12 +72,9 @@ class Settings:
 
     config: PPOConfig
     n: int
-    temperature: float
-    """0 takes the likeliest tokens."""
-    raw: bool
-    """Prompts as they are, without the chat template."""
-    given: frozenset[str]
-    """Keys that the command line or the checkpoint's run set."""
+    temperature: float  # 0 takes the likeliest tokens
+    raw: bool  # prompts as they are, without the chat template
+    given: frozenset[str]  # keys that the command line or the checkpoint's run set
 
     @property
     def turns(self) -> TurnSettings:

@@ -22,8 +22,7 @@ import numpy as np
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
 SEED = 20_240_607
-EXACT_UP_TO = 16
-"""Differences other than 0 up to which the sign-flip test looks at all 2^m signs."""
+EXACT_UP_TO = 16  # differences other than 0 up to which the sign-flip test looks at all 2^m signs
 _CHUNK = 2_000_000
 
 

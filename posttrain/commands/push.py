@@ -35,7 +35,7 @@ def main(args: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="posttrain-push-") as scratch:
         folder = options.folder or Path(scratch) / "model"
         with waiting():
-            from posttrain.trainer.export import export_checkpoint
+            from posttrain.commands.export import export_checkpoint
         export_checkpoint(options.checkpoint, folder, adapter=options.adapter, base=options.base)
         write_card(folder, options.repo, options.checkpoint.resolve().parents[1], step)
         if options.folder:
