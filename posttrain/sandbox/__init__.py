@@ -10,13 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.sandbox.refusal import SandboxError
-    from posttrain.sandbox.results import Result, TestReport
-    from posttrain.sandbox.sandbox import Sandbox
+    from posttrain.sandbox.process import SandboxError
+    from posttrain.sandbox.sandbox import Result, Sandbox, TestReport
 
 __all__ = ["Result", "Sandbox", "SandboxError", "TestReport"]
 
-_HOMES = {"Result": "results", "Sandbox": "sandbox", "SandboxError": "refusal", "TestReport": "results"}
+_HOMES = {"Result": "sandbox", "Sandbox": "sandbox", "SandboxError": "process", "TestReport": "sandbox"}
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> 
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     try:
-        folder = _shut_doors(channel, limits, proc, isolated)
+        folder = _lock_down(channel, limits, proc, isolated)
     except OSError as error:
         wire.send(channel, {"refused": getattr(error, "step", str(error)), "errno": error.errno})
         return
@@ -49,7 +49,7 @@ def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shut_doors(channel: int, limits: dict[str, Any], proc: int, isolated: bool) -> str:
+def _lock_down(channel: int, limits: dict[str, Any], proc: int, isolated: bool) -> str:
     """Everything that holds the job; afterwards not even this process could undo it."""
     base, folder = address_space(proc), "/"
     if isolated:

@@ -20,13 +20,12 @@ from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
-from posttrain.sandbox.cases import CannotRun, exits_well, run_cases
+from posttrain.sandbox.cases import UnsupportedTest, call_allowing_exit, run_cases
 from posttrain.sandbox.link import Link
-from posttrain.sandbox.names import MODULE, USUAL, builtins_under_test, names_of
+from posttrain.sandbox.names import MODULE, USUAL, builtins_under_test, classify_names
 from posttrain.sandbox.stand_ins import Super, is_stand_in
-from posttrain.sandbox.strict import make_strict
 from posttrain.sandbox.supervise import Program
-from posttrain.sandbox.surroundings import ask_of_library, tell_of_patches
+from posttrain.sandbox.surroundings import forward_library_calls, forward_patches, make_strict
 from posttrain.sandbox.values import decode, encode, plain_base
 
 _FILE = "tests.py"
@@ -45,7 +44,7 @@ def judge(program: Program, tests: list[dict[str, Any]], free: Any, *, until_fai
     replaced = builtins_under_test([tree for code in nameless if (tree := _parse(code)) is not None])
     waiting: list[tuple[dict[str, Any], dict[type, str]]] = []
     for number, test in enumerate(tests):
-        link.unspeakable = None
+        link.not_transferable = None
         try:
             outcome = _call(link, test) if "call" in test else _run(link, test, replaced, free)
         except BaseException as error:
@@ -55,14 +54,14 @@ def judge(program: Program, tests: list[dict[str, Any]], free: Any, *, until_fai
             outcome = {"passed": False, "error": link.broken[:_TEXT]}
         elif program.gone:
             break
-        waiting.append(({"test": number, **outcome}, link.belief.take_debts()))
+        waiting.append(({"test": number, **outcome}, link.trust.take_unproven()))
         # An object that a later test shows to be meant was meant before, too; until then its test has no verdict.
-        while waiting and not link.belief.unpaid(waiting[0][1]):
+        while waiting and not link.trust.first_unproven(waiting[0][1]):
             yield waiting.pop(0)[0]
         if link.broken or (until_failure and outcome.get("passed") is False):
             break
     for outcome, owed in waiting:
-        why = link.belief.unpaid(owed)
+        why = link.trust.first_unproven(owed)
         if why and outcome.get("passed"):
             why = f"{why}, and the tests do not show that they expect such an object"
             outcome = {"test": outcome["test"], "passed": False, "error": why, "unproven": True}
@@ -83,18 +82,18 @@ def _run(link: Link, test: dict[str, Any], replaced: set[str], free: Any) -> dic
     space.update(_namespace(link, tree, entry, replaced))
     if "super" in code:
         space["super"] = _super
-    ask_of_library(tree, link)
+    forward_library_calls(tree, link)
     for what in ("warn", "log"):
         if what in code.lower():
             link.ask("report", None, (what,))
     if "mock" in code:
-        tell_of_patches(importlib.import_module("unittest.mock"), link.around)
+        forward_patches(importlib.import_module("unittest.mock"), link.surroundings)
     # As `python tests.py` would: `patch("__main__.f")` finds it.
     sys.modules["__main__"] = main
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     given = dict(space)
     link.offer(space, given, free)
-    exits_well(exec, compile(tree, _FILE, "exec"), space)
+    call_allowing_exit(exec, compile(tree, _FILE, "exec"), space)
     defined = {name: value for name, value in space.items() if name not in given or given[name] is not value}
     run_cases(tree, defined, given.get(entry) if entry else None)
     return {"passed": True}
@@ -102,7 +101,7 @@ def _run(link: Link, test: dict[str, Any], replaced: set[str], free: Any) -> dic
 
 def _namespace(link: Link, tree: ast.AST, entry: str | None, replaced: set[str]) -> dict[str, Any]:
     """What test code sees: stand-ins for the program's names, and real modules, which no program can replace."""
-    names = names_of(tree, entry, replaced)
+    names = classify_names(tree, entry, replaced)
     make_strict(tree, {USUAL.get(name, name) for name in names.modules})
     # As `python tests.py` would: tests below `if __name__ == "__main__":` are run as well.
     space: dict[str, Any] = {"__name__": "__main__", "__file__": _FILE}
@@ -131,10 +130,10 @@ class _ProgramModule(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__"):
             return super().__setattr__(name, value)
-        self.__dict__["_link"].around.replace(MODULE, name, value, False)
+        self.__dict__["_link"].surroundings.replace(MODULE, name, value, False)
 
     def __delattr__(self, name: str) -> None:
-        self.__dict__["_link"].around.replace(MODULE, name, None, True)
+        self.__dict__["_link"].surroundings.replace(MODULE, name, None, True)
 
 
 def _super(*args: Any) -> Any:
@@ -148,9 +147,9 @@ def _super(*args: Any) -> Any:
 
 def _unjudged(link: Link, error: BaseException) -> dict[str, Any]:
     """Whether a failure is the judge's, or of what it has, and not the program's."""
-    if link.unspeakable:
-        return {"unjudged": True, "error": link.unspeakable[:_TEXT]}
-    if isinstance(error, CannotRun):
+    if link.not_transferable:
+        return {"unjudged": True, "error": link.not_transferable[:_TEXT]}
+    if isinstance(error, UnsupportedTest):
         return {"unjudged": True, "error": str(error)[:_TEXT]}
     frames = traceback.extract_tb(error.__traceback__)
     missing = error.name if isinstance(error, ModuleNotFoundError) and not is_stand_in(error) else None

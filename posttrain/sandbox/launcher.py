@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from posttrain.sandbox import kernel, wire
-from posttrain.sandbox.mounts import enter_root, take_trees
+from posttrain.sandbox.mounts import clone_trees, enter_root
 from posttrain.sandbox.template import serve
 
 _NOBODY = 65534
@@ -73,7 +73,7 @@ def _isolate(config: dict[str, Any]) -> None:
     _enter_user_namespace()
     for name, flag in _NAMESPACES.items():
         kernel.unshare(flag, name)
-    trees = take_trees(config["paths"])
+    trees = clone_trees(config["paths"])
     # From here on not even the numbers of the user who started us: as root we are nobody, whom limits bind.
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from posttrain.sandbox.belief import PLAIN_NAMES, Belief, is_container
 from posttrain.sandbox.objects import form_of, importable
-from posttrain.sandbox.peer import Peer, Unspeakable
+from posttrain.sandbox.peer import NotTransferable, Peer
 from posttrain.sandbox.stand_ins import (
     ARITHMETIC,
     COMPARISONS,
@@ -22,11 +21,12 @@ from posttrain.sandbox.stand_ins import (
     FunctionStandIn,
     StandInType,
     is_stand_in,
+    locate,
     new_stand_in,
-    place_of,
 )
 from posttrain.sandbox.supervise import Ended, Program
 from posttrain.sandbox.surroundings import Surroundings, log, warn
+from posttrain.sandbox.trust import PLAIN_NAMES, Trust, is_solution_object
 from posttrain.sandbox.values import plain_base
 
 _STOPS = (StopIteration, StopAsyncIteration)
@@ -60,13 +60,13 @@ class Link(Peer):
     def __init__(self, program: Program) -> None:
         super().__init__(1)
         self.broken: str | None = None  # why nothing more is believed
-        self.belief = Belief()
-        self.around = Surroundings(self, program)
+        self.trust = Trust()
+        self.surroundings = Surroundings(self, program)
         self._program = program
         self._copies: dict[int, _Copy] = {}
-        self._given_by_calls: set[int] = set()
-        self._containers: set[Any] = set()
-        self.unspeakable: str | None = None  # what the tests wanted to hand over, and could not
+        self._returned_by_calls: set[int] = set()
+        self._named_classes: set[Any] = set()
+        self.not_transferable: str | None = None  # what the tests wanted to hand over, and could not
         self._offers: Callable[[], dict[str, Any]] = dict
         self._defined: dict[str, Any] = {}
         self._lent: set[int] = set()
@@ -114,16 +114,16 @@ class Link(Peer):
             self._define()
         try:
             return super().ask(operation, target, args, options, may_stop=may_stop)
-        except Unspeakable as error:
+        except NotTransferable as error:
             if operation != "special" or args[0] not in _VOUCHES:
-                self.unspeakable = str(error)
+                self.not_transferable = str(error)
             raise
 
     def _note_class(self, name: str, value: Any) -> None:
         if isinstance(value, StandInType):
-            self.belief.name(value, name)
+            self.trust.name(value, name)
             if name[:1].isupper():
-                self._containers.add(value)
+                self._named_classes.add(value)
 
     # Messages.
 
@@ -133,28 +133,28 @@ class Link(Peer):
         self._program.send(message)
 
     def _exchange(self, operation: str, target: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
-        self.around.before()
+        self.surroundings.before()
         message = super()._exchange(operation, target, args, options)
-        self.around.after()
+        self.surroundings.after()
         return message
 
     def _receive(self) -> dict[str, Any]:
-        return self._believe(lambda: _as_message(self._program.receive()))
+        return self._read_or_break(lambda: _as_message(self._program.receive()))
 
     def _next(self) -> dict[str, Any]:
-        return self._believe(super()._next)
+        return self._read_or_break(super()._next)
 
     def _answer(self, message: dict[str, Any], may_stop: bool) -> Any:
         if "error" in message:
-            raise _raisable(self._believe(lambda: self.exception(message["error"])), may_stop)
-        return self._believe(lambda: self.read(message["value"]))
+            raise _raisable(self._read_or_break(lambda: self.exception(message["error"])), may_stop)
+        return self._read_or_break(lambda: self.read(message["value"]))
 
     def exception(self, error: dict[str, Any]) -> BaseException:
         if "exception" in error:
             return super().exception(error)
         return ProgramError(f"{str(error['name'])[:100]}: {str(error['text'])[:500]}")  # it could not be described
 
-    def _believe(self, read: Callable[[], Any]) -> Any:
+    def _read_or_break(self, read: Callable[[], Any]) -> Any:
         """Read something that the program sent; if that fails, the link is broken and stays so."""
         try:
             return read()
@@ -173,7 +173,7 @@ class Link(Peer):
         if request["do"] not in _SERVED:
             self._break(f"a request to {str(request['do'])[:50]!r}")
         try:
-            self.around.after()  # what the program has printed comes before what the tests do now
+            self.surroundings.after()  # what the program has printed comes before what the tests do now
             super()._serve(request)
         except Ended:
             raise
@@ -200,7 +200,7 @@ class Link(Peer):
 
     def _export(self, value: Any) -> Any:
         if isinstance(value, _NEVER) or type(value).__module__.partition(".")[0] == "posttrain":
-            raise Unspeakable(f"a {type(value).__name__} of the tests cannot be handed to the program")
+            raise NotTransferable(f"a {type(value).__name__} of the tests cannot be handed to the program")
         form = form_of(value)
         if (form in ("class", "method") or form.endswith("function")) and (place := importable(value)):
             return {"import": place}
@@ -208,20 +208,20 @@ class Link(Peer):
 
     # What the tests do with objects of the program.
 
-    def believes(self, stand_in: Any) -> bool:
-        return self.belief.believes(stand_in)
+    def trusts(self, stand_in: Any) -> bool:
+        return self.trust.trusts(stand_in)
 
-    def believes_value(self, stand_in: Any) -> bool:
-        return self.belief.believes_value(stand_in)
+    def trusts_value(self, stand_in: Any) -> bool:
+        return self.trust.trusts_value(stand_in)
 
     def get(self, stand_in: Any, name: str) -> Any:
         value = super().get(stand_in, name)
         if isinstance(stand_in, (StandInType, FunctionStandIn)):
             self._note_class(name, value)
-        elif not self.believes(stand_in):
+        elif not self.trusts(stand_in):
             if name in PLAIN_NAMES and callable(value):
-                self.belief.owe(stand_in, f".{name}()")
-            self.belief.show(stand_in, name)
+                self.trust.require_proof(stand_in, f".{name}()")
+            self.trust.note_use(stand_in, name)
         return value
 
     def put(self, stand_in: Any, name: str, value: Any) -> None:
@@ -232,9 +232,9 @@ class Link(Peer):
         self._copies.clear()
         value = super().call(stand_in, args, options)
         if is_stand_in(value) and not isinstance(value, StandInType):
-            number = place_of(value)[1]
-            self._given_by_calls.add(number)
-            if is_container(value):
+            number = locate(value)[1]
+            self._returned_by_calls.add(number)
+            if is_solution_object(value):
                 return new_stand_in(type(value), (self, number), "object")  # one that is not believed
         return value
 
@@ -255,18 +255,18 @@ class Link(Peer):
         self._copies.clear()
         value = super().construct(kind, args, options)
         if is_stand_in(value) and isinstance(value, kind):
-            number = place_of(value)[1]
-            if (args or options) and number in self._given_by_calls:
+            number = locate(value)[1]
+            if (args or options) and number in self._returned_by_calls:
                 # What a call gave before would be equal to whatever the tests construct to compare it with.
                 value = new_stand_in(type(value), (self, number), "object", value)
-            if kind in self._containers:
+            if kind in self._named_classes:
                 object.__setattr__(value, "_StandIn__made", True)
         return value
 
     def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
         if name in ("__exit__", "__aexit__"):
             return self._exit(stand_in, name, args, options)
-        if isinstance(stand_in, StandInType) or plain_base(type(stand_in)) is not None or self.believes(stand_in):
+        if isinstance(stand_in, StandInType) or plain_base(type(stand_in)) is not None or self.trusts(stand_in):
             return super().special(stand_in, name, args, options)
         if name in ("__setitem__", "__delitem__", "__call__"):
             self._copies.clear()
@@ -274,7 +274,7 @@ class Link(Peer):
             return iter(self._copy(stand_in))
         value = super().special(stand_in, name, args, options)
         if name in _VOUCHES and value is not NotImplemented:
-            self.belief.owe(stand_in, name)
+            self.trust.require_proof(stand_in, name)
         elif name in _CHECKS or (name == "__getitem__" and isinstance(args[0], slice)):
             self._check(stand_in, name, args, value)
         return value
@@ -284,7 +284,7 @@ class Link(Peer):
         error = args[1] if len(args) > 1 else None
         try:
             value = super().special(stand_in, name, args, options)
-        except Unspeakable:
+        except NotTransferable:
             value = super().special(stand_in, name, (None, None, None), options)
         if isinstance(error, (AssertionError, Ended)) and not is_stand_in(error):
             return False
@@ -292,7 +292,7 @@ class Link(Peer):
 
     def _copy(self, stand_in: Any) -> _Copy:
         """The items of a collection, taken once: it must not have three when counted and none when compared."""
-        number = place_of(stand_in)[1]
+        number = locate(stand_in)[1]
         if number not in self._copies:
             self._copies[number] = _Copy(super().special(stand_in, "__iter__", (), {}))
         return self._copies[number]
@@ -309,7 +309,7 @@ class Link(Peer):
         except Exception:
             agrees = False
         if not agrees:
-            self.belief.owe(stand_in, name)
+            self.trust.require_proof(stand_in, name)
 
 
 _CHECKS: dict[str, Callable[[list[Any], Any, Any], bool]] = {

@@ -43,7 +43,7 @@ def site_packages() -> list[str]:
     return [path for path in dict.fromkeys([paths["purelib"], paths["platlib"]]) if os.path.isdir(path)]
 
 
-def take_trees(paths: list[str]) -> dict[str, int]:
+def clone_trees(paths: list[str]) -> dict[str, int]:
     """Detached copies of what will be visible, as descriptors by path; needs the rights of the user who started us."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE, "", "making the mount tree private")
     trees = {}

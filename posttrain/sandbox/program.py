@@ -28,7 +28,7 @@ _FILE = "program.py"
 
 def run_source(source: str) -> int:
     """Run a script as Python would, and give its exit code."""
-    _become_ordinary()
+    _reset_interpreter()
     try:
         exec(_compiled(source), _module("__main__", source).__dict__)
         code = 0
@@ -37,7 +37,7 @@ def run_source(source: str) -> int:
     except BaseException as error:
         _print_error(error)
         code = 1
-    return _finish(code)
+    return _shut_down_interpreter(code)
 
 
 def run_argv(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def run_argv(argv: list[str]) -> int:
 
 def answer_calls(channel: int, source: str) -> int:
     """Load a program as a module, then do what is asked of it until the other side hangs up."""
-    _become_ordinary()
+    _reset_interpreter()
     try:
         module, code = _load(source)
     except BaseException as error:
@@ -141,10 +141,10 @@ class _Server(Peer):
         """What tests patch in their own process is patched here too."""
         owner = self._module if module == self._module.__name__ else importlib.import_module(module)
         if back:
-            value = self._replaced.pop((module, name), _NOTHING)
+            value = self._replaced.pop((module, name), _MISSING)
         else:
-            self._replaced.setdefault((module, name), getattr(owner, name, _NOTHING))
-        if value is not _NOTHING:
+            self._replaced.setdefault((module, name), getattr(owner, name, _MISSING))
+        if value is not _MISSING:
             setattr(owner, name, value)
         elif hasattr(owner, name):
             delattr(owner, name)
@@ -158,13 +158,13 @@ class _Server(Peer):
 
             warnings.simplefilter("always")
             warnings.showwarning = show
-        elif not any(type(handler).__name__ == "_Reports" for handler in logging.getLogger().handlers):
-            logging.getLogger().addHandler(_Reports(self))
+        elif not any(type(handler).__name__ == "_ForwardingHandler" for handler in logging.getLogger().handlers):
+            logging.getLogger().addHandler(_ForwardingHandler(self))
             logging.getLogger().setLevel(1)
 
     def _target(self, target: Any) -> Any:
         if isinstance(target, list):
-            return _imported(target)
+            return _resolve(target)
         return self._find(target) if isinstance(target, str) else super()._target(target)
 
     def _find(self, target: str) -> Any:
@@ -178,15 +178,15 @@ class _Server(Peer):
         return found
 
     def _special(self, tag: str, content: Any) -> Any:
-        return _imported(content) if tag == "import" else super()._special(tag, content)
+        return _resolve(content) if tag == "import" else super()._special(tag, content)
 
-    def _class_space(self, told: dict[str, Any]) -> dict[str, Any]:
+    def _class_space(self, description: dict[str, Any]) -> dict[str, Any]:
         """Tests and program may each define the class of a node; to the program both are the same."""
-        own = vars(self._module).get(told["name"])
+        own = vars(self._module).get(description["name"])
         return {"__class__": property(lambda _: own)} if isinstance(own, type) and not is_stand_in(own) else {}
 
 
-class _Reports(logging.Handler):
+class _ForwardingHandler(logging.Handler):
     def __init__(self, server: _Server) -> None:
         super().__init__()
         self._server = server
@@ -195,10 +195,10 @@ class _Reports(logging.Handler):
         self._server.ask("log", None, (record.name, record.levelno, record.getMessage()))
 
 
-_NOTHING = object()
+_MISSING = object()
 
 
-def _imported(place: list[str]) -> Any:
+def _resolve(place: list[str]) -> Any:
     return functools.reduce(getattr, place[1].split("."), importlib.import_module(place[0]))
 
 
@@ -217,7 +217,7 @@ def _free_names(code: types.CodeType, known: dict[str, Any]) -> list[str]:
     return sorted(name for name in found if name not in known and not hasattr(builtins, name))
 
 
-def _become_ordinary() -> None:
+def _reset_interpreter() -> None:
     """Undo what tells this process from a fresh interpreter."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "posttrain"]:
         del sys.modules[name]
@@ -272,7 +272,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _finish(code: int) -> int:
+def _shut_down_interpreter(code: int) -> int:
     """What an interpreter does at its end: wait for threads, run exit functions, flush."""
     import atexit
     import threading

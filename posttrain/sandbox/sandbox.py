@@ -6,12 +6,58 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.sandbox import SandboxConfig
-from posttrain.sandbox.process import Lost, SandboxProcess
-from posttrain.sandbox.refusal import not_linux
-from posttrain.sandbox.results import Result, TestReport
+from posttrain.sandbox.process import Lost, SandboxProcess, platform_error
+
+LIMITS = {
+    "timeout": "took too long",
+    "memory": "used too much memory",
+    "processes": "had too many processes",
+    "output": "wrote too much",
+    "lost": "ended its sandbox",
+}
+"""Statuses of programs that were ended, in words. The others are `ok` (exit code 0) and `error`."""
+
+
+@dataclass
+class Result:
+    """One run of a program."""
+
+    status: str
+    """`ok`, `error`, or why it was ended: `timeout`, `memory`, `processes`, `output`; `lost` if the sandbox died."""
+    exit_code: int | None = None
+    """None if it was ended before it had one; negative for a signal."""
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """CPU time of the whole job."""
+    memory_mb: float = 0.0
+    """The most that was seen: the largest process, or all together with what their pipes and sockets can hold."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself, with exit code 0."""
+        return self.status == "ok"
+
+
+@dataclass
+class TestReport(Result):
+    """One program and its tests; the run itself is over when the last test is."""
+
+    __test__ = False  # no test case, whatever pytest makes of the name
+
+    loaded: bool = False
+    """Whether the program could be imported; if not, `load_error` says why."""
+    load_error: dict[str, Any] | None = None
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    """By test: `{"passed": bool, "error": text}`, or `{"value": encoded}` for a call; fewer if the program ended.
+
+    `unjudged` is set where no program could pass, `unproven` where one passed by the word of an object of its own."""
+
 
 _FILES, _OPEN_FILES = 4096, 64
 """Files and folders in a job's working folder; descriptors that a process may have open."""
@@ -23,7 +69,7 @@ class Sandbox:
     def __init__(self, config: SandboxConfig | None = None, *, preload: Sequence[str] = ()) -> None:
         """`preload` names modules that jobs should find imported, beyond the usual ones (`("numpy",)`)."""
         if not sys.platform.startswith("linux"):
-            raise not_linux(sys.platform)
+            raise platform_error(sys.platform)
         self.config = config or SandboxConfig()
         self._preload = tuple(preload)
         self._idle: list[SandboxProcess] = []

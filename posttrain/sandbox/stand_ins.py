@@ -21,17 +21,12 @@ class OtherSide(Protocol):
     def ask(self, operation: str, target: Any, args: Any = (), options: Any = None) -> Any: ...
     def get(self, stand_in: Any, name: str) -> Any: ...
     def put(self, stand_in: Any, name: str, value: Any) -> None: ...
-    def delete(self, stand_in: Any, name: str) -> None: ...
     def call(self, stand_in: Any, args: Any, options: dict[str, Any]) -> Any: ...
     def construct(self, kind: Any, args: Any, options: dict[str, Any]) -> Any: ...
     def derive(self, name: str, bases: tuple[type, ...], space: dict[str, Any], options: dict[str, Any]) -> type: ...
-    def item_of_class(self, kind: Any, key: Any) -> Any: ...
-    def is_instance(self, kind: Any, value: Any) -> bool: ...
-    def is_subclass(self, kind: Any, value: Any) -> bool: ...
     def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any: ...
-    def ask_import(self, module: str, name: str, *args: Any) -> Any: ...
     def waits(self, stand_in: Any) -> Generator[Any, Any, Any]: ...
-    def believes_value(self, stand_in: Any) -> bool: ...
+    def trusts_value(self, stand_in: Any) -> bool: ...
 
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
@@ -61,6 +56,19 @@ def may_be_asked(name: str) -> bool:
     return not name.startswith("__") or not name.endswith("__") or name in _ATTRIBUTES or name in SPECIAL
 
 
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: Any, /, *args: Any, **options: Any) -> Any:
+        return locate(self)[0].special(self, name, args, options)
+
+    method.__name__ = name
+    return method
+
+
+def _ask(stand_in: Any, operation: str, *args: Any) -> Any:
+    peer, number = locate(stand_in)
+    return peer.ask(operation, number, args)
+
+
 class StandInType(type):
     """The class of classes that stand for one of the other side."""
 
@@ -69,62 +77,54 @@ class StandInType(type):
         placed = [base for base in bases if type(base) is StandInType and "_place" in vars(base)]
         if not placed:
             return type.__new__(cls, name, bases, space)
-        return place_of(placed[0])[0].derive(name, bases, space, options)
+        return locate(placed[0])[0].derive(name, bases, space, options)
 
     def __init__(cls, *_: Any, **__: Any) -> None:
         pass
 
     def __call__(cls, /, *args: Any, **options: Any) -> Any:
-        peer, _ = place_of(cls)
+        peer, _ = locate(cls)
         return peer.construct(cls, args, options)
 
     def __getattr__(cls, name: str) -> Any:
         if not may_be_asked(name) or "_place" not in vars(cls):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        return place_of(cls)[0].get(cls, name)
+        return locate(cls)[0].get(cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if "_place" not in vars(cls) or not may_be_asked(name):
             return type.__setattr__(cls, name, value)
-        place_of(cls)[0].put(cls, name, value)
+        locate(cls)[0].put(cls, name, value)
         if name in SPECIAL:
             type.__setattr__(cls, name, _special(name))
 
     def __delattr__(cls, name: str) -> None:
-        place_of(cls)[0].delete(cls, name)
-
-    def __iter__(cls) -> Any:
-        return place_of(cls)[0].special(cls, "__iter__", (), {})
-
-    def __len__(cls) -> int:
-        return place_of(cls)[0].special(cls, "__len__", (), {})
+        _ask(cls, "delete", name)
 
     def __getitem__(cls, key: Any) -> Any:
-        return place_of(cls)[0].item_of_class(cls, key)
+        return _ask(cls, "item", key)
 
-    def __contains__(cls, value: Any) -> bool:
-        return place_of(cls)[0].special(cls, "__contains__", (value,), {})
+    # An enum of the program can be iterated over, and looked into, by the tests.
+    __iter__, __len__ = _special("__iter__"), _special("__len__")
+    __contains__, __dir__ = _special("__contains__"), _special("__dir__")
 
     def __bool__(cls) -> bool:
         return True
 
     def __repr__(cls) -> str:
-        return place_of(cls)[0].special(cls, "__repr__", (), {}) if "_place" in vars(cls) else type.__repr__(cls)
-
-    def __dir__(cls) -> Any:
-        return place_of(cls)[0].special(cls, "__dir__", (), {})
+        return locate(cls)[0].special(cls, "__repr__", (), {}) if "_place" in vars(cls) else type.__repr__(cls)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if type.__instancecheck__(cls, instance):
             return True
         # A class may know others as its own (abc.ABC.register); about plain data of ours it is not asked.
         asked = "_place" in vars(cls) and is_stand_in(instance) and plain_base(type(instance)) is None
-        return asked and place_of(cls)[0].is_instance(cls, instance)
+        return asked and _ask(cls, "is_instance", instance) is True
 
     def __subclasscheck__(cls, other: Any) -> bool:
         if type.__subclasscheck__(cls, other):
             return True
-        return "_place" in vars(cls) and is_stand_in(other) and place_of(cls)[0].is_subclass(cls, other)
+        return "_place" in vars(cls) and is_stand_in(other) and _ask(cls, "is_subclass", other) is True
 
 
 class StandIn(metaclass=StandInType):
@@ -136,47 +136,35 @@ class StandIn(metaclass=StandInType):
     def __getattr__(self, name: str) -> Any:
         if not may_be_asked(name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return place_of(self)[0].get(self, name)
+        return locate(self)[0].get(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOT_FORWARDED or name in ("__cause__", "__context__", "__notes__"):
             object.__setattr__(self, name, value)
         else:
-            place_of(self)[0].put(self, name, value)
+            locate(self)[0].put(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        place_of(self)[0].delete(self, name)
+        _ask(self, "delete", name)
 
-    def __repr__(self) -> str:
-        return place_of(self)[0].special(self, "__repr__", (), {})
-
-    def __str__(self) -> str:
-        return place_of(self)[0].special(self, "__str__", (), {})
-
-    def __format__(self, form: str) -> str:
-        return place_of(self)[0].special(self, "__format__", (form,), {})
-
-    def __dir__(self) -> Any:
-        return place_of(self)[0].special(self, "__dir__", (), {})
+    __repr__, __str__ = _special("__repr__"), _special("__str__")
+    __format__, __dir__ = _special("__format__"), _special("__dir__")
 
     def __copy__(self) -> Any:
-        return place_of(self)[0].ask_import("copy", "copy", self)
+        return locate(self)[0].ask("call", ["copy", "copy"], (self,))
 
     def __deepcopy__(self, _: Any) -> Any:
-        return place_of(self)[0].ask_import("copy", "deepcopy", self)
+        return locate(self)[0].ask("call", ["copy", "deepcopy"], (self,))
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise TypeError(f"a {type(self).__name__} of the other process cannot be pickled")
 
 
 def _asked(name: str) -> property:
-    return property(lambda self: place_of(self)[0].get(self, name))
+    return property(lambda self: locate(self)[0].get(self, name))
 
 
-_CODES: dict[str, Any] = {}
-
-
-def _template() -> None:
+def _make_codes() -> dict[str, types.CodeType]:
     def plain(*args: Any, **options: Any) -> None: ...
     def generates(*args: Any, **options: Any) -> Generator[Any, Any, Any]:
         yield
@@ -185,18 +173,18 @@ def _template() -> None:
     async def flows(*args: Any, **options: Any) -> Any:
         yield
 
-    for form, function in (("", plain), ("generator ", generates), ("async ", waits), ("async generator ", flows)):
-        _CODES[f"{form}function"] = function.__code__
+    functions = {"": plain, "generator ": generates, "async ": waits, "async generator ": flows}
+    return {f"{form}function": function.__code__ for form, function in functions.items()}
 
 
-_template()
+_CODES = _make_codes()
 
 
 class FunctionStandIn(StandIn):
     """A function, a method or a builtin of the other side; in a class body it is a method."""
 
     def __call__(self, /, *args: Any, **options: Any) -> Any:
-        return place_of(self)[0].call(self, args, options)
+        return locate(self)[0].call(self, args, options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None or "method" in self._StandIn__form else types.MethodType(self, instance)
@@ -247,7 +235,7 @@ class _Doc:
         self._of_class = of_class
 
     def __get__(self, stand_in: Any, owner: Any) -> Any:
-        return self._of_class if stand_in is None else place_of(stand_in)[0].get(stand_in, "__doc__")
+        return self._of_class if stand_in is None else locate(stand_in)[0].get(stand_in, "__doc__")
 
 
 class Super:
@@ -258,33 +246,25 @@ class Super:
 
     def __getattribute__(self, name: str) -> Any:
         kind, stand_in = object.__getattribute__(self, "_bound")
-        peer, number = place_of(kind)
+        peer, number = locate(kind)
         return peer.ask("super", number, (stand_in, name))
 
 
-def _special(name: str) -> Callable[..., Any]:
-    def method(self: Any, /, *args: Any, **options: Any) -> Any:
-        return place_of(self)[0].special(self, name, args, options)
-
-    method.__name__ = name
-    return method
-
-
 def _awaits(self: Any) -> Any:
-    return place_of(self)[0].waits(self)
+    return locate(self)[0].waits(self)
 
 
 def _redefined(name: str, base: type) -> property:
     """A method that the other side's class has in place of the one of plain data."""
 
     def read(self: Any) -> Any:
-        peer, _ = place_of(self)
-        return peer.get(self, name) if peer.believes_value(self) else getattr(base, name).__get__(self)
+        peer, _ = locate(self)
+        return peer.get(self, name) if peer.trusts_value(self) else getattr(base, name).__get__(self)
 
     return property(read)
 
 
-def place_of(stand_in: Any) -> tuple[OtherSide, int]:
+def locate(stand_in: Any) -> tuple[OtherSide, int]:
     """The other side, and what it knows the object by."""
     if isinstance(stand_in, StandInType):
         return vars(stand_in)["_place"]

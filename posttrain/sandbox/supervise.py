@@ -42,7 +42,7 @@ class Program:
             os.close(fd)
         self._pidfd = os.pidfd_open(self._pid)
         self._written: dict[int, list[bytes]] = {out[0]: [], err[0]: []}
-        self._taken = [0, 0]
+        self._read_so_far = [0, 0]
         self._poll = select.poll()
         for fd in (*self._written, self._pidfd):
             os.set_blocking(fd, False)
@@ -53,27 +53,27 @@ class Program:
         try:
             wire.send(self._channel, message)
         except wire.Closed:
-            self._give_up()
+            self._raise_ended()
 
     def receive(self) -> Any:
         """The program's next message; Ended if there will be none."""
         try:
-            return wire.receive(self._channel, LONGEST_REPLY, lambda: self._listen(self._channel))
+            return wire.receive(self._channel, LONGEST_REPLY, lambda: self._collect_until(self._channel))
         except wire.Closed:
-            self._give_up()
+            self._raise_ended()
 
-    def take_written(self) -> tuple[str, str]:
+    def read_new_output(self) -> tuple[str, str]:
         """What it has written to standard output and error since this was last asked."""
         found = []
         for place, (fd, chunks) in enumerate(self._written.items()):
-            while self._take(fd):
+            while self._read_available(fd):
                 pass
             data = b"".join(chunks)
-            found.append(data[self._taken[place] :].decode(errors="replace"))
-            self._taken[place], chunks[:] = len(data), [data]
+            found.append(data[self._read_so_far[place] :].decode(errors="replace"))
+            self._read_so_far[place], chunks[:] = len(data), [data]
         return found[0], found[1]
 
-    def _give_up(self) -> NoReturn:
+    def _raise_ended(self) -> NoReturn:
         select.select([self._pidfd], [], [], 0.2)  # most often it is about to end, and its exit code says more
         self._reap()
         self.gone = True
@@ -82,7 +82,7 @@ class Program:
     def wait(self) -> dict[str, Any]:
         """Let it run to its end, or to a limit; how that went and what it wrote."""
         with contextlib.suppress(Ended):
-            self._listen(None)
+            self._collect_until(None)
         return self.end()
 
     def end(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Program:
         alive = self.exit_code is None
         self._kill_all()
         for fd in list(self._written):
-            while self._take(fd):
+            while self._read_available(fd):
                 pass
             os.close(fd)
         os.close(self._pidfd)
@@ -114,7 +114,7 @@ class Program:
             return "memory"
         return "error" if self.exit_code else "ok"
 
-    def _listen(self, wanted: int | None) -> None:
+    def _collect_until(self, wanted: int | None) -> None:
         """Collect what it writes until `wanted` can be read; Ended when it has ended, or passes a limit."""
         if wanted is not None:
             self._poll.register(wanted, select.POLLIN)
@@ -123,7 +123,7 @@ class Program:
                 left = self._end - time.monotonic()
                 ready = [fd for fd, _ in self._poll.poll(max(0.0, min(left * 1000, _LOOK_MS)))]
                 for fd in self._written:
-                    if fd in ready and not self._take(fd):
+                    if fd in ready and not self._read_available(fd):
                         self._poll.unregister(fd)
                 self._reap()
                 if self.limit is None and left <= 0:
@@ -137,7 +137,7 @@ class Program:
             if wanted is not None:
                 self._poll.unregister(wanted)
 
-    def _take(self, fd: int) -> bool:
+    def _read_available(self, fd: int) -> bool:
         """Read what is there; False at the end, or when there is nothing now."""
         try:
             data = os.read(fd, 1 << 16)

@@ -18,9 +18,8 @@ import time
 from typing import Any
 
 from posttrain.sandbox import job, kernel, wire
-from posttrain.sandbox.fairness import share
 from posttrain.sandbox.seccomp import assemble
-from posttrain.sandbox.usage import descendants, memory_of
+from posttrain.sandbox.usage import descendants, lower_priorities, measure_memory
 
 _MB = 1 << 20
 _TICK_MS = 25
@@ -87,8 +86,8 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
             os.kill(pid, signal.SIGKILL)
             continue
         processes = descendants(proc)
-        share(proc, processes[1:])
-        excess, held = _excess(proc, processes, limits)
+        lower_priorities(proc, processes[1:])
+        excess, held = _find_excess(proc, processes, limits)
         most = max(most, held)
         if excess:
             # The job's first process stays, to tell what the program had written; unless it is the eater.
@@ -110,10 +109,10 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
     }
 
 
-def _excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tuple[str | None, int]:
+def _find_excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tuple[str | None, int]:
     """The limit that a job passes, if it does, and the bytes that it holds."""
     enough = limits["memory_mb"] * _MB
-    held = memory_of(proc, processes, enough, limits["open_files"])
+    held = measure_memory(proc, processes, enough, limits["open_files"])
     if len(processes) > limits["processes"] + 1:
         return "processes", held  # only where the kernel's own limit does not bind, as for root
     return "memory" if held > enough else None, held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import socket
@@ -24,12 +25,12 @@ def descendants(proc: int, root: str = "self") -> list[int]:
     return found
 
 
-def memory_of(proc: int, processes: list[int], enough: int, open_files: int) -> int:
+def measure_memory(proc: int, processes: list[int], enough: int, open_files: int) -> int:
     """Bytes that the processes of a job hold together, and that their pipes and sockets can hold.
 
     Pages that they share count once, if it is worth looking closer.
     """
-    buffers = buffers_of(proc, processes[1:], open_files)  # without the job's first process, which is ours
+    buffers = measure_buffers(proc, processes[1:], open_files)  # without the job's first process, which is ours
     resident = sum(_resident(proc, process) for process in processes)
     if resident + buffers > enough:
         resident = sum(_proportional(proc, process) for process in processes)
@@ -43,12 +44,12 @@ def socket_size() -> int:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
-def buffers_of(proc: int, processes: list[int], open_files: int) -> int:
+def measure_buffers(proc: int, processes: list[int], open_files: int) -> int:
     """What the kernel may hold for the processes outside of any of them: a full socket shows in no process's size."""
     found: set[str] = set()
     hidden = 0
     for process in processes:
-        for thread in threads(proc, str(process)):
+        for thread in list_threads(proc, str(process)):
             try:
                 found |= _links(proc, f"{process}/task/{thread}/fd")
             except PermissionError:  # it made itself unreadable; what it hides counts in full
@@ -77,7 +78,7 @@ def address_space(proc: int) -> int:
     return int(read_proc(proc, "self/statm").split()[0]) * _PAGE
 
 
-def threads(proc: int, process: str) -> list[str]:
+def list_threads(proc: int, process: str) -> list[str]:
     """The threads of a process, by the host's numbers."""
     with contextlib.suppress(OSError):
         folder = os.open(f"{process}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
@@ -90,7 +91,7 @@ def threads(proc: int, process: str) -> list[str]:
 
 def _children(proc: int, process: str) -> list[int]:
     found: list[int] = []
-    for thread in threads(proc, process):
+    for thread in list_threads(proc, process):
         found += map(int, read_proc(proc, f"{process}/task/{thread}/children").split())
     return found
 
@@ -114,3 +115,38 @@ def read_proc(proc: int, name: str) -> bytes:
         finally:
             os.close(fd)
     return b""
+
+
+_STEP = math.log(1.25)  # of a process's weight, from one nice level to the next
+_NICEST = 19
+
+
+def lower_priorities(proc: int, processes: list[int]) -> None:
+    """Make the threads that run side by side so nice that together they weigh as one; their children inherit it."""
+    tasks = [(process, thread) for process in processes for thread in list_threads(proc, str(process))]
+    if len(tasks) < 2:
+        return
+    looks = [read_proc(proc, f"{process}/task/{thread}/stat").rpartition(b")")[2].split() for process, thread in tasks]
+    running = sum(fields[:1] == [b"R"] for fields in looks)
+    if running < 2:
+        return
+    level = min(_NICEST, math.ceil(math.log(running) / _STEP))
+    for (process, thread), fields in zip(tasks, looks, strict=True):
+        if fields and int(fields[16]) < level:
+            # It may have ended, and its number be free, or be somebody's whose we are not: then nothing happens.
+            with contextlib.suppress(OSError, IndexError):
+                os.setpriority(
+                    os.PRIO_PROCESS, _thread_numbers(proc, f"{process}/task/{thread}")[_namespace_depth(proc)], level
+                )
+
+
+@functools.cache
+def _namespace_depth(proc: int) -> int:
+    """Our place among the process namespaces: the host's numbers are not ours."""
+    return len(_thread_numbers(proc, "self")) - 1
+
+
+def _thread_numbers(proc: int, name: str) -> list[int]:
+    """The numbers of a thread in all namespaces that it is in, the host's first; none when it has ended."""
+    lines = read_proc(proc, f"{name}/status").splitlines()
+    return [int(number) for line in lines if line.startswith(b"NSpid:") for number in line.split()[1:]]

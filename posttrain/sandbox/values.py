@@ -7,6 +7,7 @@ are handed to `shared`, if there is one, with a function that gives their conten
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -27,21 +28,21 @@ SHARED = {list, dict, set, bytearray, deque, Counter, OrderedDict, defaultdict}
 """Types of plain data that can be changed; both processes see the change."""
 
 
-def refuse(value: Any) -> Any:
+def reject(value: Any) -> Any:
     """For `unknown`: plain data only."""
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
 def encode(
     value: Any,
-    unknown: Callable[[Any], Any] = refuse,
+    unknown: Callable[[Any], Any] = reject,
     held: Callable[[Any, Callable[[], Any]], Any] | None = None,
     shared: Callable[[Any, Callable[[], Any]], Any] | None = None,
 ) -> Any:
     """A value as JSON types; other types than None, bool, int, float, str and list as `{tag: content}`."""
     # By its type and never by isinstance: an object may claim any `__class__`.
     kind = type(value)
-    if kind in _AS_THEY_ARE:
+    if kind in _UNCHANGED:
         return value
     base = kind if kind in _ENCODERS else plain_base(kind)
     if base is None or kind.__module__ == "numpy":  # numpy.float64 is a float, and says nothing that a float does not
@@ -65,7 +66,7 @@ def plain_base(kind: type) -> type | None:
     return next((base for base in kind.__mro__ if base in _ENCODERS), None)
 
 
-def _whole(value: int, _: _Encode) -> Any:
+def _encode_int(value: int, _: _Encode) -> Any:
     value = int.__add__(value, 0)
     return value if -_BIG < value < _BIG else {"int": hex(value)}
 
@@ -83,10 +84,10 @@ def pairs_of(value: dict[Any, Any]) -> Any:
     return OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)
 
 
-_AS_THEY_ARE = {type(None), bool, str, float}
+_UNCHANGED = {type(None), bool, str, float}
 _ENCODERS: dict[type, Callable[[Any, _Encode], Any]] = {
     str: lambda value, _: str.__str__(value),
-    int: _whole,
+    int: _encode_int,
     float: lambda value, _: float.__pos__(value),
     list: lambda value, inner: [inner(one) for one in list.__iter__(value)],
     dict: _mapping("dict"),
@@ -123,12 +124,12 @@ def _encode_array(value: Any, unknown: Callable[[Any], Any]) -> Any:
     return unknown(value)
 
 
-def no_reference(tag: str, content: Any) -> Any:
+def reject_tag(tag: str, content: Any) -> Any:
     """For `special`: a reader that knows no references."""
     raise ValueError(f"unknown tag {tag!r}")
 
 
-def decode(data: Any, special: Callable[[str, Any], Any] = no_reference) -> Any:
+def decode(data: Any, special: Callable[[str, Any], Any] = reject_tag) -> Any:
     """The value that was encoded; tags that are not ours go to `special`."""
     if isinstance(data, list):
         return [decode(one, special) for one in data]
@@ -185,3 +186,54 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "time": time.fromisoformat,
     "timedelta": lambda content: timedelta(*content),
 }
+EMPTY_CONTAINERS: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "set": set,
+    "bytearray": bytearray,
+    "deque": deque,
+    "ordered": OrderedDict,
+    "counter": Counter,
+}
+
+
+class WatchedContainer:
+    """A container that both sides have, and what it held when they last agreed."""
+
+    def __init__(self, container: Any, mine: bool, number: int) -> None:
+        self.container, self.mine, self.number = container, mine, number
+        self.before = _members(container)
+
+    def changed(self) -> bool:
+        """Whether it holds other objects than before; the members themselves are not compared, only which they are."""
+        now = _members(self.container)
+        same = now == self.before if isinstance(now, bytes) else all(map(operator.is_, now, self.before))
+        if same and len(now) == len(self.before):
+            return False
+        self.before = now
+        return True
+
+
+def assign(container: Any, content: Any) -> None:
+    """Let a container hold what another of its type holds."""
+    kind = next((kind for kind in MUTABLE if isinstance(container, kind)), None)
+    if kind is None or not isinstance(content, kind):
+        raise TypeError(f"a {type(content).__name__} in place of a {type(container).__name__}")
+    if isinstance(container, OrderedDict):  # methods of dict would change its members and not its order
+        OrderedDict.clear(container)
+        for key, value in pairs_of(content):
+            OrderedDict.__setitem__(container, key, value)
+        return
+    kind.clear(container)
+    if kind in (dict, set):
+        kind.update(container, content)
+    else:
+        kind.extend(container, content)
+
+
+def _members(container: Any) -> list[Any] | bytes:
+    if isinstance(container, dict):
+        return [one for pair in pairs_of(container) for one in pair]
+    if isinstance(container, bytearray):
+        return bytes(container)
+    base = plain_base(type(container)) or list
+    return list(base.__iter__(container))  # pyright: ignore

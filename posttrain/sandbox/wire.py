@@ -34,13 +34,13 @@ def send(fd: int, message: Any) -> None:
 
 def receive(fd: int, longest: int = LONGEST, wait: Callable[[], None] = lambda: None) -> Any:
     """Read a whole message; `wait` is called before every read and may raise. ValueError if it is none of ours."""
-    size = _LENGTH.unpack(_exactly(fd, _LENGTH.size, wait))[0]
+    size = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size, wait))[0]
     if size > longest:
         raise ValueError(f"a message of {size} bytes")
-    return json.loads(_exactly(fd, size, wait))
+    return json.loads(_read_exactly(fd, size, wait))
 
 
-def _exactly(fd: int, count: int, wait: Callable[[], None]) -> bytes:
+def _read_exactly(fd: int, count: int, wait: Callable[[], None]) -> bytes:
     chunks = []
     while count:
         wait()

@@ -31,39 +31,39 @@ PLAIN_NAMES = frozenset(_ARRAYS.split()) | {
     name for kind in _PLAIN_TYPES for name in dir(kind) if not name.startswith("_")
 }
 """What tests use of plain data, of arrays and of tables; an object that has it may be there to be taken for them."""
-_CONTAINER = "Solution"
+_SOLUTION_CLASS = "Solution"
 """The class of LeetCode's form. It holds functions, so what they give back is judged as what functions give back."""
 
 
-class Belief:
+class Trust:
     """What the tests have shown so far of the classes of a program."""
 
     def __init__(self) -> None:
         self._named: set[type] = set()
-        self._meant: set[type] = set()
-        self._owed: dict[type, str] = {}
+        self._expected: set[type] = set()
+        self._unproven: dict[type, str] = {}
 
     def name(self, kind: Any, name: str) -> None:
         """The tests use a class by a name; with a capital letter it is a class that they mean."""
-        if name[:1].isupper() and name != _CONTAINER:
+        if name[:1].isupper() and name != _SOLUTION_CLASS:
             self._named.add(kind)
-            self._meant.add(kind)
+            self._expected.add(kind)
 
-    def show(self, stand_in: Any, name: str) -> None:
+    def note_use(self, stand_in: Any, name: str) -> None:
         """The tests have used an attribute of an object."""
         if name.startswith("_") or name in PLAIN_NAMES:
             return
-        if type(stand_in).__name__ == _CONTAINER:
+        if type(stand_in).__name__ == _SOLUTION_CLASS:
             object.__setattr__(stand_in, "_StandIn__made", True)
         else:
-            self._meant.add(type(stand_in))
+            self._expected.add(type(stand_in))
 
-    def believes(self, stand_in: Any) -> bool:
+    def trusts(self, stand_in: Any) -> bool:
         if isinstance(stand_in, StandInType) or object.__getattribute__(stand_in, "_StandIn__made"):
             return True
-        return any(kind in self._meant for kind in type(stand_in).__mro__)
+        return any(kind in self._expected for kind in type(stand_in).__mro__)
 
-    def believes_value(self, stand_in: Any) -> bool:
+    def trusts_value(self, stand_in: Any) -> bool:
         """Whether an object that is plain data itself may say what that means: only one of a class that the tests name.
 
         Without that a tuple that has the right fields could be equal to all others.
@@ -72,21 +72,23 @@ class Belief:
             return True
         return any(kind in self._named for kind in type(stand_in).__mro__)
 
-    def owe(self, stand_in: Any, what: str) -> None:
+    def require_proof(self, stand_in: Any, what: str) -> None:
         """The word of an object was taken, which must turn out to be meant."""
         kind = type(stand_in)
-        self._owed.setdefault(kind, f"an object of the program's class {kind.__name__} answered for {what}")
+        self._unproven.setdefault(kind, f"an object of the program's class {kind.__name__} answered for {what}")
 
-    def take_debts(self) -> dict[type, str]:
+    def take_unproven(self) -> dict[type, str]:
         """What is owed since this was last asked."""
-        owed, self._owed = self._owed, {}
+        owed, self._unproven = self._unproven, {}
         return owed
 
-    def unpaid(self, owed: dict[type, str]) -> str | None:
+    def first_unproven(self, owed: dict[type, str]) -> str | None:
         """The first word that did not turn out to be meant."""
-        return next((what for kind, what in owed.items() if not any(one in self._meant for one in kind.__mro__)), None)
+        return next(
+            (what for kind, what in owed.items() if not any(one in self._expected for one in kind.__mro__)), None
+        )
 
 
-def is_container(stand_in: Any) -> bool:
+def is_solution_object(stand_in: Any) -> bool:
     """Whether an object holds functions and is no value: of LeetCode's class."""
-    return type(type(stand_in)) is StandInType and type(stand_in).__name__ == _CONTAINER
+    return type(type(stand_in)) is StandInType and type(stand_in).__name__ == _SOLUTION_CLASS
