@@ -1,6 +1,6 @@
-"""Runs what test code has defined: check(candidate), test functions, classes of tests.
+"""Runs what test code has defined: check(candidate), test functions, test classes, with the fixtures that they take.
 
-A test that looks like one and cannot be run is a failure: otherwise every program would pass it.
+A test that cannot be run is a failure. If it were skipped, every program would pass it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import io
-import sys
 import tempfile
 import unittest
 from collections import namedtuple
@@ -25,11 +24,11 @@ unittest.main = lambda *_, **__: None  # pyright: ignore  # the cases are run he
 
 
 class UnsupportedTest(TypeError):
-    """A test that looks like one, and cannot be run here."""
+    """A test that this judge cannot run."""
 
 
 def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
-    """Raises what the first failing test raises. `defined` is what the test code has bound, by name."""
+    """Raise what the first failing test raises. `defined` holds what the test code has bound, by name."""
     used = loaded_names(tree)
     check = defined.get("check")
     if inspect.isfunction(check) and "check" not in used:
@@ -39,7 +38,7 @@ def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
         return
     for name, value in defined.items():
         if is_stand_in(value):
-            continue  # the program's, whatever its name
+            continue  # it belongs to the program, even if its name begins with `test`
         if inspect.isfunction(value) and name.startswith("test") and (name not in used or not _required(value)):
             _run_function(name, value, defined)
         elif isinstance(value, type) and not issubclass(value, unittest.TestCase) and name.startswith("Test"):
@@ -48,7 +47,7 @@ def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
 
 
 def call_allowing_exit(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it; `sys.exit()` of the tests themselves is no failure unless it says so. A program's never gets here."""
+    # `sys.exit()` of the tests themselves is no failure unless its code says so. That of the program is a ProgramExit.
     try:
         return function(*args)
     except ProgramExit:
@@ -79,7 +78,7 @@ def _run_once(name: str, function: Callable[..., Any]) -> None:
 
 
 def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The arguments of each call, as pytest.mark.parametrize gives them; without it one call without any."""
+    # One dictionary of arguments per call, as pytest.mark.parametrize gives them; one empty one without it.
     calls: list[dict[str, Any]] = [{}]
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
@@ -97,7 +96,7 @@ def _row(row: Any, count: int) -> Any:
 
 
 def _run_class(kind: type, defined: dict[str, Any]) -> None:
-    """A class of pytest's, and those within it: each test in an object of its own."""
+    # As in pytest, each test gets a new object of the class.
     for inner in [getattr(kind, name) for name in dir(kind) if name.startswith("Test")]:
         if isinstance(inner, type):
             _run_class(inner, defined)
@@ -122,7 +121,7 @@ def _run_unittest(cases: list[type[unittest.TestCase]]) -> None:
 
 
 def _reject_idle(case: type[unittest.TestCase], name: str) -> None:
-    """unittest calls these, and runs nothing of what is in them."""
+    # unittest would call these without running their body, so every program would pass.
     method = getattr(case, name)
     waits = inspect.iscoroutinefunction(method) and not issubclass(case, unittest.IsolatedAsyncioTestCase)
     if waits or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
@@ -132,7 +131,6 @@ def _reject_idle(case: type[unittest.TestCase], name: str) -> None:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that must be given."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.values()
     return [one.name for one in found if one.default is one.empty and one.kind not in kinds]
@@ -142,7 +140,7 @@ _Captured = namedtuple("CaptureResult", "out err")
 
 
 class Fixtures:
-    """Fixtures of one test; what they set up is undone at its end."""
+    """The pytest fixtures that one test takes: `capsys`, `monkeypatch`, `tmp_path` and those that the tests define."""
 
     def __init__(self, defined: dict[str, Any]) -> None:
         self._own = {name: function for name, value in defined.items() if (function := _fixture_function(value))}
@@ -178,7 +176,7 @@ class Fixtures:
 
 
 def _fixture_function(value: Any) -> Callable[..., Any] | None:
-    """The function under `@pytest.fixture`, whichever version of pytest wrapped it."""
+    # The function under `@pytest.fixture`; older and newer versions of pytest wrap it differently.
     if type(value).__name__ == "FixtureFunctionDefinition":
         return value._get_wrapped_function()
     if hasattr(value, "_pytestfixturefunction"):
@@ -187,12 +185,12 @@ def _fixture_function(value: Any) -> Callable[..., Any] | None:
 
 
 class _Capture:
-    def __init__(self, out: io.StringIO, err: io.StringIO) -> None:
-        self._streams = out, err
+    def __init__(self) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
 
     def readouterr(self) -> Any:
-        texts = [stream.getvalue() for stream in self._streams]
-        for stream in self._streams:
+        texts = [stream.getvalue() for stream in (self.out, self.err)]
+        for stream in (self.out, self.err):
             stream.seek(0)
             stream.truncate()
         return _Captured(*texts)
@@ -200,12 +198,9 @@ class _Capture:
 
 @contextlib.contextmanager
 def _capture() -> Iterator[_Capture]:
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = streams = io.StringIO(), io.StringIO()
-    try:
-        yield _Capture(*streams)
-    finally:
-        sys.stdout, sys.stderr = before
+    capture = _Capture()
+    with contextlib.redirect_stdout(capture.out), contextlib.redirect_stderr(capture.err):
+        yield capture
 
 
 @contextlib.contextmanager

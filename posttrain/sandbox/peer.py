@@ -1,8 +1,8 @@
-"""One end of the channel between the tests and a program: what objects become on it, requests and answers.
+"""One end of the channel between the tests and a program: sends requests and answers, and translates objects.
 
-Plain data travels as its content. Other objects stay where they are and travel as a number, for which the other end
-has a stand-in. A list, a dictionary or a set is there on both sides under one number: every message begins with what
-its sender has changed in them. Nothing is ever unpickled, and no code travels.
+Plain data travels as its content. Other objects stay where they are and travel as a number, for which the other end has
+a stand-in. A list, a dictionary or a set exists on both sides under one number: every message begins with what its
+sender has changed in them. Nothing is ever unpickled, and no code travels.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from posttrain.sandbox.values import (
 )
 
 _WATCHED = 256
+# Before each message, only the containers mentioned last are searched for changes, at most _WATCHED of them. One with
+# more than _LARGE members is searched once after each mention: comparing a long list would slow every message.
 _LARGE = 1000
-"""Changes are looked for before each message: in so many containers, those that were mentioned last. One that has many
-members is looked at only once after it was mentioned, because a long list would make every message slow."""
 _CONSTANTS = {"NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
 
 
@@ -49,7 +49,7 @@ class NotTransferable(TypeError):
 
 
 class _Default(defaultdict[Any, Any]):
-    """A defaultdict of the other side: it makes there what is missing."""
+    """A defaultdict of the other side, which creates missing members there."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         super().__init__()
@@ -64,12 +64,12 @@ class _Default(defaultdict[Any, Any]):
 
 
 class Peer:
-    """Asks the other side to do things, and does what it asks."""
+    """Sends requests to the other side, and serves its requests."""
 
     def __init__(self, sign: int) -> None:
-        """`sign` is 1 for one end and -1 for the other, so that their numbers differ."""
+        # `sign` is 1 for one end and -1 for the other, so that their numbers differ.
         self._sign = sign
-        self._turn = threading.RLock()  # of the threads of this process
+        self._turn = threading.RLock()  # one exchange at a time among the threads of this process
         self._own_objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
         self._remote_objects: dict[int, Any] = {}
@@ -80,7 +80,7 @@ class Peer:
         self._known: dict[type, type] = {}
         self._tasks = Tasks()
 
-    # Messages, which the two ends send and receive in ways of their own.
+    # Messages; each end defines how to send and receive them.
 
     def _send(self, message: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -88,21 +88,13 @@ class Peer:
     def _receive(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def ask(
-        self,
-        operation: str,
-        target: Any,
-        args: Any = (),
-        options: dict[str, Any] | None = None,
-        *,
-        may_stop: bool = False,
-    ) -> Any:
-        """The value that the other side gives, or the exception that it raised."""
+    def ask(self, operation: str, target: Any, args: Any = (), options: Any = None, *, may_stop: bool = False) -> Any:
+        """Return the value that the other side gives, or raise the exception that it raised."""
         with self._turn:
             return self._answer(self._exchange(operation, target, args, options or {}), may_stop)
 
     def _exchange(self, operation: str, target: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request; what the other side asks before it answers is done first."""
+        # The other side may send requests of its own before it answers; these are served first.
         self._post({"do": operation, "of": target}, lambda: self._arguments(args, options))
         while "do" in (message := self._next()):
             self._serve(message)
@@ -115,7 +107,7 @@ class Peer:
         }
 
     def _post(self, message: dict[str, Any], content: Callable[[], dict[str, Any]]) -> None:
-        """Send a message with what has changed. If it cannot be written, nothing of it counts as sent."""
+        # If the message cannot be encoded, nothing of it counts as sent.
         with self._turn:
             self._fresh.clear()
             try:
@@ -140,7 +132,6 @@ class Peer:
         return self.read(message["value"])
 
     def _serve(self, request: dict[str, Any]) -> None:
-        """Do what the other side asks, and tell it what came of that."""
         try:
             if request["do"] == "describe":
                 description = describe(self._target(request["of"]), self._class_reference)
@@ -165,7 +156,7 @@ class Peer:
     def _target(self, target: Any) -> Any:
         return self._own_objects[target] if target is not None else None
 
-    # What stand-ins ask for.
+    # Requests that stand-ins make.
 
     def get(self, stand_in: Any, name: str) -> Any:
         return self.ask("get", locate(stand_in)[1], (name,))
@@ -180,15 +171,13 @@ class Peer:
         return self.ask("call", locate(kind)[1], args, options)
 
     def derive(self, name: str, bases: tuple[type, ...], space: dict[str, Any], options: dict[str, Any]) -> type:
-        """A class of this side that inherits from one of the other."""
         raise TypeError(f"{name} cannot inherit from a class of the other process")
 
     def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
-        """A special method, as `__add__`."""
         if isinstance(stand_in, StandInType):
             return self._ask_special(stand_in, name, args, options)
         if name == "__iter__" and form_of_stand_in(stand_in) == "generator":
-            return stand_in  # the other side would give the generator of ours that draws from it
+            return stand_in  # the other side would return our own generator that wraps it
         base = plain_base(type(stand_in))
         if base is not None and hasattr(base, name) and not self.trusts_value(stand_in):
             return getattr(base, name)(stand_in, *args, **options)
@@ -216,10 +205,10 @@ class Peer:
         return self.ask("finish", None, (task,), may_stop=True)
 
     def trusts_value(self, stand_in: Any) -> bool:
-        """Whether what an object redefines of plain data is asked of it."""
+        """Whether an object that inherits from plain data may answer with its own methods."""
         return True
 
-    # Writing.
+    # Encoding.
 
     def write(self, value: Any) -> Any:
         return encode(value, self._refer, self._refer_held, self._refer_shared)
@@ -235,7 +224,6 @@ class Peer:
         return self._export(value)
 
     def _export(self, value: Any) -> Any:
-        """A reference to an object of this side."""
         form = form_of(value)
         if form == "class":
             return {"mine": {"form": "class", **self._class_reference(value)}}
@@ -279,7 +267,7 @@ class Peer:
         return {"mine": {"id": number, "holds": content()}}
 
     def register(self, value: Any) -> int:
-        """The number of an object of this side; it lives as long as the channel."""
+        """Return the number of an object of this side. It stays registered as long as the channel exists."""
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = self._sign * (len(self._own_objects) + 1)
@@ -306,14 +294,13 @@ class Peer:
         ]
 
     def error(self, error: BaseException) -> dict[str, Any]:
-        """An exception of this side, for the other."""
         said = describe_error(error)
         try:
             return {**said, "exception": self.write(error)}
         except Exception:
             return said
 
-    # Reading.
+    # Decoding.
 
     def read(self, data: Any) -> Any:
         return decode(data, self._special)
@@ -380,7 +367,7 @@ class Peer:
             return found
         found = new_stand_in(kind, place, form)
         if form in ("generator", "coroutine"):
-            # A real one, because that is what tests look for.
+            # A real generator or coroutine, because tests check for that.
             found = generator_of(found) if form == "generator" else coroutine_of(found)
             self._remote_numbers[id(found)] = number
         return found
@@ -401,11 +388,10 @@ class Peer:
         return self._remote_objects[number]
 
     def _class_space(self, description: dict[str, Any]) -> dict[str, Any]:
-        """What a class that stands for one of the other side has beyond that."""
         return {}
 
     def _class_over(self, known: type) -> type:
-        """For an object whose class both sides know, but which must stay where it is."""
+        # For an object whose class both sides know, but which must stay where it is.
         if known not in self._known:
             description = {"qualname": known.__qualname__, "module": known.__module__, "doc": known.__doc__}
             description |= {"special": [], "none": [], "redefined": []}
@@ -429,7 +415,6 @@ class Peer:
         return error
 
     def exception(self, error: dict[str, Any]) -> BaseException:
-        """The exception that the other side raised."""
         found = self.read(error["exception"])
         if not isinstance(found, BaseException):
             raise TypeError("no exception")
@@ -437,7 +422,6 @@ class Peer:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """The name and the text of an exception."""
     try:
         text = str(error)[:500]
     except BaseException:
@@ -448,7 +432,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 def _builtin_exception(kind: Any, args: tuple[Any, ...]) -> BaseException:
     try:
         return kind(*args)
-    except Exception:  # UnicodeDecodeError and its like need more than a text
+    except Exception:  # UnicodeDecodeError and similar ones need more arguments
         error = kind.__new__(kind)
         error.args = args
         return error

@@ -1,6 +1,6 @@
 """The seccomp filter of a job, assembled by hand: allowed calls pass, all others fail with EPERM.
 
-A list of what is allowed, not of what is forbidden: a call that a later kernel brings (as io_uring once) stays shut.
+It lists what is allowed, not what is forbidden: calls that later kernels add (as io_uring once was) stay shut.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111 uname:63:160
 
 
 def allowed_numbers(column: int) -> list[int]:
-    """The numbers of the allowed calls; column 0 is x86_64, 1 is aarch64."""
+    """List the numbers of the allowed calls; column 0 is x86_64, 1 is aarch64."""
     entries = [word for line in ALLOWED.splitlines() if not line.startswith("#") for word in line.split()]
     numbers = [entry.split(":")[1 + column] for entry in entries]
     return sorted(int(number) for number in numbers if number != "-")
@@ -64,7 +64,7 @@ _LOAD, _JEQ, _JGT, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _REFUSE = _ERRNO | errno.EPERM
 _ABSENT = _ERRNO | errno.ENOSYS
-_PRETEND = _ERRNO  # nothing is done, and the caller is told that it was
+_PRETEND = _ERRNO  # does nothing and reports success
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _MODE_FILTER = 2
 _X32 = 0x40000000
@@ -86,7 +86,7 @@ _BY_ARGUMENT: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
 
 
 def install_filter() -> None:
-    """Put the filter on this process and on all that it will start, for good."""
+    """Install the filter on this process and all that it will start, irrevocably."""
     program = assemble(platform.machine())
     count = len(program) // 8
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -95,9 +95,8 @@ def install_filter() -> None:
     prctl(PR_SET_SECCOMP, _MODE_FILTER, "seccomp filter", _address(header))
 
 
-@functools.cache  # made once, by the template
+@functools.cache  # assembled once, by the template
 def assemble(machine: str) -> bytes:
-    """The filter as BPF instructions."""
     if machine not in _COLUMN:
         raise KernelRefused(f"seccomp filter for {machine}", errno.ENOSYS)
     column = _COLUMN[machine]
@@ -111,8 +110,14 @@ def assemble(machine: str) -> bytes:
     ]
     for low, high in _ranges(allowed_numbers(column)):
         code += [_op(_JGE, low, 0, 2), _op(_JGT, high, 1, 0), _op(_RETURN, _ALLOW)]
-    code += [_op(_JEQ, _CLONE3, 0, 1), _op(_RETURN, _ABSENT)]  # its flags lie in memory; the C library falls back
-    code += [_op(_JEQ, _SETSID[column], 0, 1), _op(_RETURN, _PRETEND)]  # a job is one session: fairness.py
+    code += [
+        _op(_JEQ, _CLONE3, 0, 1),
+        _op(_RETURN, _ABSENT),
+    ]  # its flags are in memory, which a filter cannot read; the C library falls back to clone
+    code += [
+        _op(_JEQ, _SETSID[column], 0, 1),
+        _op(_RETURN, _PRETEND),
+    ]  # a job stays one session, for usage.lower_priorities
     code += [
         _op(_JEQ, _CLONE[column], 0, 4),
         _op(_LOAD, _ARGUMENT),

@@ -1,9 +1,9 @@
-"""Stand-ins: what one process of a test has in place of an object that lives in the other.
+"""Stand-ins: what one process of a test holds in place of an object that lives in the other.
 
-A class of the other side gets a class here, with the same name, the same bases and the special methods that it says it
-has, each of which asks the other side. So `isinstance`, `except`, `with`, `await`, operators and pattern matching work
-by Python's own rules. A class that inherits from plain data (`class Point(tuple)`, `class Stack(list)`) gets one that
-does so too: its content is here, and what it did not redefine is computed here.
+A class of the other side gets a class here, with the same name and bases and with the special methods that it claims to
+have; each of them sends a request. So `isinstance`, `except`, `with`, `await`, operators and pattern matching work by
+Python's own rules. For a class that inherits from plain data (`class Point(tuple)`, `class Stack(list)`) the stand-in
+inherits from it too: its content is here, and what it did not redefine is computed here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.sandbox.values import plain_base
 
 
 class OtherSide(Protocol):
-    """What a stand-in asks of the process that holds its object (`peer.Peer`)."""
+    """What stand-ins need of the channel to the process that holds their object (`peer.Peer`)."""
 
     def ask(self, operation: str, target: Any, args: Any = (), options: Any = None) -> Any: ...
     def get(self, stand_in: Any, name: str) -> Any: ...
@@ -37,8 +37,8 @@ _REST = """
     contains iter next reversed missing call enter exit aenter aexit aiter anext await str repr format bytes fspath dir
     get set delete set_name
 """
+# Special methods that may be requested from the other side.
 SPECIAL = COMPARISONS | ARITHMETIC | frozenset(f"__{name}__" for name in _REST.split())
-"""Special methods that may be asked of the other side."""
 _ATTRIBUTE_NAMES = """
     name qualname module doc dict annotations wrapped self func slots members match_args dataclass_fields
     dataclass_params defaults kwdefaults cause context notes init post_init orig_class origin args version all
@@ -49,10 +49,7 @@ _NOT_FORWARDED = frozenset({"__code__", "__signature__", "__traceback__", "__sup
 
 
 def may_be_asked(name: str) -> bool:
-    """Whether an attribute is the other side's to give.
-
-    Not a protocol as `__array_interface__`, by which memory of this process could be named.
-    """
+    # Not for a protocol such as `__array_interface__`, which could name memory of this process.
     return not name.startswith("__") or not name.endswith("__") or name in _ATTRIBUTES or name in SPECIAL
 
 
@@ -70,10 +67,10 @@ def _ask(stand_in: Any, operation: str, *args: Any) -> Any:
 
 
 class StandInType(type):
-    """The class of classes that stand for one of the other side."""
+    """The metaclass of stand-in classes."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any], **options: Any) -> Any:
-        # A `class` statement of this side; stand_in_class goes round it.
+        # This is a `class` statement of this side; stand_in_class bypasses it.
         placed = [base for base in bases if type(base) is StandInType and "_place" in vars(base)]
         if not placed:
             return type.__new__(cls, name, bases, space)
@@ -104,7 +101,7 @@ class StandInType(type):
     def __getitem__(cls, key: Any) -> Any:
         return _ask(cls, "item", key)
 
-    # An enum of the program can be iterated over, and looked into, by the tests.
+    # So that the tests can iterate over an enum of the program, and look into it.
     __iter__, __len__ = _special("__iter__"), _special("__len__")
     __contains__, __dir__ = _special("__contains__"), _special("__dir__")
 
@@ -117,7 +114,7 @@ class StandInType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if type.__instancecheck__(cls, instance):
             return True
-        # A class may know others as its own (abc.ABC.register); about plain data of ours it is not asked.
+        # A class may register others as its subclasses (abc.ABC.register). About our plain data it is not asked.
         asked = "_place" in vars(cls) and is_stand_in(instance) and plain_base(type(instance)) is None
         return asked and _ask(cls, "is_instance", instance) is True
 
@@ -191,7 +188,7 @@ class FunctionStandIn(StandIn):
 
     @property
     def __code__(self) -> Any:
-        """For `inspect.iscoroutinefunction` and its like, which look at its flags."""
+        # `inspect.iscoroutinefunction` and similar functions look at its flags.
         return _CODES.get(self._StandIn__form, _CODES["function"])
 
     __doc__ = _asked("__doc__")  # pyright: ignore
@@ -202,7 +199,7 @@ class FunctionStandIn(StandIn):
 def stand_in_class(
     peer: OtherSide, number: int, name: str, bases: tuple[type, ...], said: dict[str, Any], space: dict[str, Any]
 ) -> type:
-    """The class that stands for one of the other side. `said` is what `objects.describe` says of it."""
+    """Create the class that stands for one of the other side. `said` comes from `objects.describe`."""
     bases = tuple(dict.fromkeys(StandIn if base is object else base for base in bases))
     if not any(issubclass(base, StandIn) for base in bases):
         bases = (StandIn, *bases)
@@ -217,7 +214,7 @@ def stand_in_class(
             space[special] = None
     if base is not None:
         for attribute in ("__repr__", "__str__", "__format__", "__copy__", "__deepcopy__"):
-            # Of StandIn, which comes before the type of the content: for what was not redefined, the content speaks.
+            # StandIn precedes the content's type among the bases; methods that were not redefined must use the content.
             if attribute not in space and StandIn in bases and hasattr(base, attribute):
                 space[attribute] = getattr(base, attribute)
         for attribute in said["redefined"]:
@@ -229,7 +226,7 @@ def stand_in_class(
 
 
 class _Doc:
-    """The documentation of a class, and that of an object, which may have one of its own."""
+    """The docstring of a class, or of an object, which may have its own."""
 
     def __init__(self, of_class: str | None) -> None:
         self._of_class = of_class
@@ -239,7 +236,7 @@ class _Doc:
 
 
 class Super:
-    """`super()` in a method of the tests, of a class that inherits from one of the program."""
+    """`super()` in a method of a test class that inherits from one of the program's."""
 
     def __init__(self, kind: Any, stand_in: Any) -> None:
         object.__setattr__(self, "_bound", (kind, stand_in))
@@ -255,8 +252,7 @@ def _awaits(self: Any) -> Any:
 
 
 def _redefined(name: str, base: type) -> property:
-    """A method that the other side's class has in place of the one of plain data."""
-
+    # A method that the other side's class defines in place of the one of plain data.
     def read(self: Any) -> Any:
         peer, _ = locate(self)
         return peer.get(self, name) if peer.trusts_value(self) else getattr(base, name).__get__(self)
@@ -265,7 +261,7 @@ def _redefined(name: str, base: type) -> property:
 
 
 def locate(stand_in: Any) -> tuple[OtherSide, int]:
-    """The other side, and what it knows the object by."""
+    """Return the other side, and the number that it knows the object by."""
     if isinstance(stand_in, StandInType):
         return vars(stand_in)["_place"]
     return object.__getattribute__(stand_in, "_StandIn__place")
@@ -281,7 +277,6 @@ def is_stand_in(value: Any) -> bool:
 
 
 def new_stand_in(kind: Any, place: tuple[OtherSide, int], form: str, content: Any = None) -> Any:
-    """An object of a class that stands for one of the other side."""
     base = plain_base(kind)
     if base is None:
         made = kind.__new__(kind)
@@ -310,10 +305,8 @@ def _immutable(kind: Any, base: Any, content: Any) -> Any:
 
 
 def generator_of(source: Any) -> Generator[Any, Any, Any]:
-    """A generator of ours that draws from one of the other side."""
     return (yield from source)
 
 
 async def coroutine_of(source: Any) -> Any:
-    """A coroutine of ours that waits for one of the other side."""
     return await source

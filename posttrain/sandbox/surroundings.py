@@ -1,7 +1,8 @@
-"""What surrounds a program besides its arguments: standard streams, `input`, `print`, and what tests patch.
+"""Makes what tests patch in their own process (streams, `input`, `print`, modules) take effect in the program's.
 
-Tests replace these in their own process (`redirect_stdout`, `patch("builtins.input")`, `sys.stdin = StringIO(...)`).
-The program lives in another one, so it is told before it runs, and what it prints is written to where the tests look.
+Tests use `redirect_stdout`, `patch("builtins.input")` or `sys.stdin = StringIO(...)`. The replacements are sent to the
+program before it runs, and what it prints is written to where the tests look. This module also changes libraries in the
+process that judges: to look at objects where they live, and to compare strictly.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from posttrain.sandbox.peer import Peer
     from posttrain.sandbox.supervise import Program
 
+# What tests replace by assignment. What they replace with unittest.mock is forwarded by forward_patches.
 _PLACES: tuple[tuple[Any, str], ...] = (
     (sys, "stdin"),
     (sys, "argv"),
@@ -34,11 +36,10 @@ _PLACES: tuple[tuple[Any, str], ...] = (
     (builtins, "print"),
     (builtins, "open"),
 )
-"""What tests replace by assignment; what they replace by unittest.mock is told by it."""
 
 
 class Surroundings:
-    """Those of the tests, as the program was last told of them."""
+    """What the tests have replaced, as last sent to the program."""
 
     def __init__(self, peer: Peer, program: Program) -> None:
         self._peer, self._program = peer, program
@@ -49,7 +50,7 @@ class Surroundings:
         self._busy = False
 
     def before(self) -> None:
-        """Called before every request."""
+        """Send what the tests have replaced; called before every request."""
         if self._busy:
             return
         self._busy = True
@@ -68,11 +69,11 @@ class Surroundings:
             self._environment = dict(os.environ._data)  # pyright: ignore
             self._peer.ask("environment", None, (dict(os.environ),))
         if (sys.stdout, sys.stderr) != self._now:
-            self._program.read_new_output()  # what was printed before is not for the new ones
+            self._program.read_new_output()  # earlier output does not belong to the new streams
             self._now = (sys.stdout, sys.stderr)
 
     def after(self) -> None:
-        """Called when the program has answered, or asks something: what it printed goes to where the tests look."""
+        """Write what the program printed to where the tests look; called after every message from it."""
         if self._now == self._streams:
             return
         for text, stream, first in zip(self._program.read_new_output(), self._now, self._streams, strict=True):
@@ -81,26 +82,26 @@ class Surroundings:
                     stream.write(text)
 
     def replace(self, module: str, name: str, value: Any, back: bool) -> None:
-        """Let the program have something of ours in place of its own, or its own again."""
+        """Replace something in the program's process by an object of the tests, or restore it."""
         self._peer.ask("replace", None, (module, name, back, None if back else value))
 
 
 def warn(category: Any, text: str) -> None:
-    """A warning of the program's, for tests that expect one."""
+    """Repeat a warning of the program here, for tests that expect one."""
     if not (isinstance(category, type) and issubclass(category, Warning)):
         category = UserWarning
     warnings.warn_explicit(str(text), category, "program.py", 1, registry={})
 
 
 def log(name: str, level: int, text: str) -> None:
-    """A message that the program logs, for tests that expect one."""
+    """Repeat a log message of the program here, for tests that expect one."""
     logger = logging.getLogger(str(name))
     if logger.isEnabledFor(int(level)):
         logger.handle(logger.makeRecord(logger.name, int(level), "program.py", 1, str(text), (), None))
 
 
 def forward_patches(mock: Any, surroundings: Surroundings) -> None:
-    """Let unittest.mock replace things in the program's modules as well."""
+    """Let unittest.mock also patch the modules in the program's process."""
     patch: Any = mock._patch
     if hasattr(patch, "_forwards"):
         return
@@ -129,16 +130,16 @@ def forward_patches(mock: Any, surroundings: Surroundings) -> None:
 
 
 _WATCHED = {(owner.__name__, name) for owner, name in _PLACES} | {("sys", "stdout"), ("sys", "stderr")}
+# Functions that inspect their argument, which only works in the process where it lives.
 _LIBRARY = {
     "dataclasses": ("asdict", "astuple", "fields", "is_dataclass", "replace"),
     "inspect": ("getdoc", "getsource", "isabstract", "signature"),
     "typing": ("get_type_hints",),
 }
-"""Functions that look into their argument; those of the process in which it lives can."""
 
 
 def forward_library_calls(tree: ast.AST, peer: Peer) -> None:
-    """Let functions of the library that the tests use be called where the object lives."""
+    """Call these library functions where their argument lives."""
     for module in imported_packages(tree) & _LIBRARY.keys():
         library = importlib.import_module(module)
         for name in _LIBRARY[module]:
@@ -167,19 +168,22 @@ _done: set[str] = set()
 
 
 def make_strict(tree: ast.AST, modules: set[str]) -> None:
-    """Prepare those of the two packages that the test code imports, or uses under the names of `modules`."""
+    """Make comparisons of numpy and pytest strict, if the test code imports them or uses them as `modules`.
+
+    `numpy.allclose([], 4.2)` is True, and so is `numpy.array([]) == pytest.approx(4.2)`: a program that returns an
+    empty list would pass every test of a number written that way.
+    """
     for name, prepare in (("numpy", _prepare_numpy), ("pytest", _prepare_pytest)):
         if name in imported_packages(tree) | modules and name not in _done:
             try:
                 module = importlib.import_module(name)
             except ImportError:
-                continue  # the tests will say so
+                continue  # the tests report it themselves
             prepare(module)
             _done.add(name)
 
 
 def imported_packages(tree: ast.AST) -> set[str]:
-    """The packages that are imported anywhere in the code."""
     found = {alias.name for node in list_nodes(tree) if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module or "" for node in list_nodes(tree) if isinstance(node, ast.ImportFrom)}
     return {name.partition(".")[0] for name in found}
@@ -195,14 +199,14 @@ def _prepare_numpy(numpy: Any) -> None:
 
 
 def _prepare_pytest(pytest: Any) -> None:
-    pytest.main = lambda *_, **__: 0  # the judge runs the tests; it would look for them elsewhere
+    pytest.main = lambda *_, **__: 0  # the judge runs the tests; main would search for them elsewhere
     kind: Any = type(pytest.approx(1.0))
     close = kind.__eq__
     kind.__eq__ = lambda self, actual: not _is_empty(actual) and close(self, actual)
 
 
 def _compare_strictly(compare: Callable[..., Any], different: Callable[[], Any]) -> Callable[..., Any]:
-    """The comparison of two values, for which one without members differs from one with some."""
+    # A value without members differs from one with members.
     signature = inspect.signature(compare)
 
     @functools.wraps(compare)

@@ -1,10 +1,10 @@
-"""Which objects of a program may speak for themselves.
+"""Decides which objects of a program may answer for themselves.
 
-Tests that expect plain data (`assert 4 in f(1)`, `f(1).startswith("a")`, `f(1) == 4`) can be met by an object that says
-yes to everything. Tests of a class must ask just such an object. What tells the two apart is the test: it names the
-class (`Stack()`), or uses something of the object that no plain data has (`.push`). An object of which neither is true
-is asked all the same, and remembered; if the tests end without having shown that they meant an object, its word does
-not count.
+Tests that expect plain data (`assert 4 in f(1)`, `f(1).startswith("a")`, `f(1) == 4`) can be fooled by an object that
+says yes to everything. Tests of a class must rely on just such an object. The test shows which is the case: it names
+the class (`Stack()`), or uses an attribute that plain data lacks (`.push`). Without either, the object is asked all the
+same, and its answer is recorded as unproven. If no test shows that it expects such an object, the answer does not
+count.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _ARRAYS = """
     round shape size sort_values squeeze std strides sum swapaxes tail take to_dict to_list tolist trace transpose
     unique values var view
 """
+# Attributes of plain data, arrays and tables. An object with one of these may imitate them.
 PLAIN_NAMES = frozenset(_ARRAYS.split()) | {
     name for kind in _PLAIN_TYPES for name in dir(kind) if not name.startswith("_")
 }
-"""What tests use of plain data, of arrays and of tables; an object that has it may be there to be taken for them."""
+# The class in LeetCode's form. It only holds functions, so what they return is judged as a function's result.
 _SOLUTION_CLASS = "Solution"
-"""The class of LeetCode's form. It holds functions, so what they give back is judged as what functions give back."""
 
 
 class Trust:
-    """What the tests have shown so far of the classes of a program."""
+    """What the tests have shown so far about the program's classes."""
 
     def __init__(self) -> None:
         self._named: set[type] = set()
@@ -44,13 +44,13 @@ class Trust:
         self._unproven: dict[type, str] = {}
 
     def name(self, kind: Any, name: str) -> None:
-        """The tests use a class by a name; with a capital letter it is a class that they mean."""
+        """Note that the tests use a class by this name. With a capital letter, they expect a class."""
         if name[:1].isupper() and name != _SOLUTION_CLASS:
             self._named.add(kind)
             self._expected.add(kind)
 
     def note_use(self, stand_in: Any, name: str) -> None:
-        """The tests have used an attribute of an object."""
+        """Note that the tests have used an attribute of an object."""
         if name.startswith("_") or name in PLAIN_NAMES:
             return
         if type(stand_in).__name__ == _SOLUTION_CLASS:
@@ -64,31 +64,31 @@ class Trust:
         return any(kind in self._expected for kind in type(stand_in).__mro__)
 
     def trusts_value(self, stand_in: Any) -> bool:
-        """Whether an object that is plain data itself may say what that means: only one of a class that the tests name.
+        """Whether an object that inherits from plain data may redefine it: only if the tests name its class.
 
-        Without that a tuple that has the right fields could be equal to all others.
+        Otherwise a tuple with the right fields could be equal to all others.
         """
         if isinstance(stand_in, StandInType) or object.__getattribute__(stand_in, "_StandIn__made"):
             return True
         return any(kind in self._named for kind in type(stand_in).__mro__)
 
     def require_proof(self, stand_in: Any, what: str) -> None:
-        """The word of an object was taken, which must turn out to be meant."""
+        """Note that an answer of an object was used. It counts only if the tests turn out to expect such an object."""
         kind = type(stand_in)
         self._unproven.setdefault(kind, f"an object of the program's class {kind.__name__} answered for {what}")
 
     def take_unproven(self) -> dict[type, str]:
-        """What is owed since this was last asked."""
+        """Return, and forget, what was noted since the last call."""
         owed, self._unproven = self._unproven, {}
         return owed
 
     def first_unproven(self, owed: dict[type, str]) -> str | None:
-        """The first word that did not turn out to be meant."""
+        """Return the first answer that no test has justified."""
         return next(
             (what for kind, what in owed.items() if not any(one in self._expected for one in kind.__mro__)), None
         )
 
 
 def is_solution_object(stand_in: Any) -> bool:
-    """Whether an object holds functions and is no value: of LeetCode's class."""
+    """Whether an object only holds functions: one of LeetCode's class."""
     return type(type(stand_in)) is StandInType and type(stand_in).__name__ == _SOLUTION_CLASS

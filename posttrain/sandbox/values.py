@@ -1,8 +1,8 @@
-"""Python values as JSON and back: what both processes of a test rebuild from its content, and never from code.
+"""Encodes Python values as JSON and back: both processes of a test rebuild them from content, never from code.
 
-A subclass of one of these types is encoded as what it holds, unless `held` says more of it. What is no plain data is
-handed to `unknown`, which may refuse it or put a reference in its place. Lists and other containers that can be changed
-are handed to `shared`, if there is one, with a function that gives their content.
+A subclass of one of these types is encoded as its content, unless `held` adds to it. Other objects are passed to
+`unknown`, which may reject them or return a reference. Containers that can change are passed to `shared`, if given,
+with a function that returns their content.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_BIG = 10**1000  # json refuses integers of more digits than Python prints
+_BIG = 10**1000  # json rejects integers with more digits than Python prints
 _DTYPE = re.compile(r"[<>|=]?[biufcUS]\d*")
+# Most members of an array: a forged shape alone must not make the reader allocate memory.
 _MAX_SIZE = 1 << 26
-"""Members that an array may have: its shape alone must not make the reader allocate memory."""
 _Encode = Callable[[Any], Any]
 
 MUTABLE: tuple[type, ...] = (list, dict, set, bytearray, deque)
+# Mutable types of plain data; both processes see their changes.
 SHARED = {list, dict, set, bytearray, deque, Counter, OrderedDict, defaultdict}
-"""Types of plain data that can be changed; both processes see the change."""
 
 
 def reject(value: Any) -> Any:
-    """For `unknown`: plain data only."""
+    """For `unknown`: accept plain data only."""
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
@@ -39,13 +39,13 @@ def encode(
     held: Callable[[Any, Callable[[], Any]], Any] | None = None,
     shared: Callable[[Any, Callable[[], Any]], Any] | None = None,
 ) -> Any:
-    """A value as JSON types; other types than None, bool, int, float, str and list as `{tag: content}`."""
+    """Encode a value as JSON types; all but None, bool, int, float, str and list become `{tag: content}`."""
     # By its type and never by isinstance: an object may claim any `__class__`.
     kind = type(value)
     if kind in _UNCHANGED:
         return value
     base = kind if kind in _ENCODERS else plain_base(kind)
-    if base is None or kind.__module__ == "numpy":  # numpy.float64 is a float, and says nothing that a float does not
+    if base is None or kind.__module__ == "numpy":  # a numpy.float64 is a float and holds nothing more
         return _encode_array(value, unknown)
 
     def content() -> Any:
@@ -57,12 +57,12 @@ def encode(
 
 
 def encode_content(value: Any, inner: _Encode) -> Any:
-    """What a container of plain data holds; `inner` encodes its members."""
+    """Encode what a container of plain data holds; `inner` encodes its members."""
     return _ENCODERS[plain_base(type(value)) or list](value, inner)
 
 
 def plain_base(kind: type) -> type | None:
-    """The type of plain data that a class is, or inherits from."""
+    """Return the type of plain data that a class is, or inherits from."""
     return next((base for base in kind.__mro__ if base in _ENCODERS), None)
 
 
@@ -80,7 +80,8 @@ def _mapping(tag: str) -> Callable[[Any, _Encode], Any]:
 
 
 def pairs_of(value: dict[Any, Any]) -> Any:
-    """The members of a mapping, without a subclass's own methods; an OrderedDict keeps its order beside the dict."""
+    # Bypasses the methods of a subclass. An OrderedDict keeps its order apart from the dict.
+
     return OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)
 
 
@@ -125,12 +126,12 @@ def _encode_array(value: Any, unknown: Callable[[Any], Any]) -> Any:
 
 
 def reject_tag(tag: str, content: Any) -> Any:
-    """For `special`: a reader that knows no references."""
+    """For `special`: accept no references."""
     raise ValueError(f"unknown tag {tag!r}")
 
 
 def decode(data: Any, special: Callable[[str, Any], Any] = reject_tag) -> Any:
-    """The value that was encoded; tags that are not ours go to `special`."""
+    """Decode a value; unknown tags are passed to `special`."""
     if isinstance(data, list):
         return [decode(one, special) for one in data]
     if not isinstance(data, dict):
@@ -158,7 +159,7 @@ def _array(content: Any) -> Any:
 
 _PAIRS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "dict": dict,
-    "default": dict,  # what makes its members stays where it is
+    "default": dict,  # its factory stays in its own process
     "counter": Counter,
     "ordered": OrderedDict,
 }
@@ -204,7 +205,7 @@ class WatchedContainer:
         self.before = _members(container)
 
     def changed(self) -> bool:
-        """Whether it holds other objects than before; the members themselves are not compared, only which they are."""
+        # Members are compared by identity, not by value: an `__eq__` of the program could lie.
         now = _members(self.container)
         same = now == self.before if isinstance(now, bytes) else all(map(operator.is_, now, self.before))
         if same and len(now) == len(self.before):
@@ -214,11 +215,11 @@ class WatchedContainer:
 
 
 def assign(container: Any, content: Any) -> None:
-    """Let a container hold what another of its type holds."""
+    """Replace a container's content by that of another of its type."""
     kind = next((kind for kind in MUTABLE if isinstance(container, kind)), None)
     if kind is None or not isinstance(content, kind):
         raise TypeError(f"a {type(content).__name__} in place of a {type(container).__name__}")
-    if isinstance(container, OrderedDict):  # methods of dict would change its members and not its order
+    if isinstance(container, OrderedDict):  # dict's methods would change its members but not its order
         OrderedDict.clear(container)
         for key, value in pairs_of(content):
             OrderedDict.__setitem__(container, key, value)
