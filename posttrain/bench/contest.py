@@ -90,14 +90,14 @@ class Contest:
     warm_ups: int
     line: Line
     deadline: float | None = None
+    # Called with all entries whenever one is done: what was measured is there if the next one never ends.
     keep: Callable[[list[Entry]], None] = lambda entries: None
-    """Called with all entries whenever one is done: what was measured is there if the next one never ends."""
 
+    # What a system is asked in each of its runs, one after the other, beside the seed.
     asks: Sequence[Mapping[str, Any]] = ({},)
-    """What a system is asked in each of its runs, one after the other, beside the seed."""
+    # What goes with the asks while a peer warms up; ours compile what they need when they first need it, and are asked
+    # in full.
     warming: Mapping[str, Any] = field(default_factory=dict)
-    """What goes with the asks while a peer warms up; ours compile what they need when they first need it, and are
-    asked in full."""
 
     def measure(self, systems: Sequence[System], make_job: MakeJob) -> list[Entry]:
         """`repeat` answers to each ask of every system that runs; the others carry their problem."""

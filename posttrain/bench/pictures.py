@@ -49,10 +49,8 @@ class Panel:
     points: Sequence[dict[str, Any]]
     key: str
     label: str
-    marks: Sequence[str]
-    """Words over the points."""
-    names: Sequence[str] | None = None
-    """What stands under the points in place of their numbers."""
+    marks: Sequence[str]  # words over the points
+    names: Sequence[str] | None = None  # what stands under the points in place of their numbers
 
 
 def write_plot(path: Path, engine: str, model: str, panels: Sequence[Panel]) -> None:

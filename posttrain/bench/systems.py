@@ -123,8 +123,8 @@ def environment(name: str) -> Environment:
 
 
 PEERS = Path(__file__).parent / "peers"
+# Job -> which of our runners does it, if not one of its name.
 OURS = {"rollout": "engines", "sweep": "engines", "sync": "engines", "step": "training", "train": "training"}
-"""Job -> which of our runners does it, if not one of its name."""
 _THREADING = ("OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "PYTHONPATH")
 
 
@@ -136,18 +136,15 @@ class System:
     what: str
     engine: str | None = None
     script: str | None = None
-    part: str | None = None
-    """Which of a script's systems, where it has several for one job."""
+    part: str | None = None  # which of a script's systems, where it has several for one job
     installs: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     preload: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    needs: str | None = None
-    """The package without which a peer cannot run."""
-    cuda: dict[str, str] | None = None
-    """Variables on a CUDA device, in place of `variables`."""
+    needs: str | None = None  # the package without which a peer cannot run
+    cuda: dict[str, str] | None = None  # variables on a CUDA device, in place of `variables`
+    # The Python of an environment made by somebody else, in place of the one that `--install` makes.
     python: str | None = None
-    """The Python of an environment made by somebody else, in place of the one that `--install` makes."""
 
     @property
     def environment(self) -> Environment | None:

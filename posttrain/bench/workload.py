@@ -20,6 +20,7 @@ from posttrain.errors import UserError
 _GROUP = {"n": 8, "prompt_tokens": 128, "tokens": 512}
 _TAIL = {"lengths": "long-tail", "mean_tokens": 256, "slots": 1024}
 
+# Job -> name -> sizes.
 WORKS: dict[str, dict[str, dict[str, Any]]] = {
     "rollout": {
         "small": {"prompts": 64, "n": 1, "prompt_tokens": 32, "tokens": 128},
@@ -39,7 +40,6 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "sync": {"small": {}, "group": {}},
 }
-"""Job -> name -> sizes."""
 
 OTHERWISE = {"lengths": "fixed", "mean_tokens": None, "slots": None, "budget": None}
 

@@ -12,8 +12,8 @@ from posttrain.errors import UserError
 from posttrain.planning.batch_sizes import count_steps, critic_updates, fit_sizes
 
 AREA = "batch"
+# Prompts per step from which a mini-batch of one prompt is hardly meant; a trial of two prompts may have it.
 FROM_PROMPTS = 4
-"""Prompts per step from which a mini-batch of one prompt is hardly meant; a trial of two prompts may have it."""
 
 
 def check_batch(case: Case) -> Iterator[Finding]:

@@ -37,21 +37,19 @@ class Case:
     tree: Tree
     report: Report
     config: Any = None
+    # By split, as the files have them; filled by the check of the data.
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By split, as the files have them; filled by the check of the data."""
+    # By split, tokenized; a split whose rows cannot be read is missing.
     datasets: dict[str, Any] = field(default_factory=dict)
-    """By split, tokenized; a split whose rows cannot be read is missing."""
 
+    # By split, how many rows would be left of the whole file.
     counts: dict[str, int] = field(default_factory=dict)
-    """By split, how many rows would be left of the whole file."""
-    turns: Any = None
-    """The ConversationLoop with the run's tools and agents, filled by their check."""
+    turns: Any = None  # the ConversationLoop with the run's tools and agents, filled by their check
+    # Of the run's tools, which every prompt shows.
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Of the run's tools, which every prompt shows."""
+    # Seconds of one call of the reward, filled by its check; 0 where it was not called.
     reward_s: float = 0.0
-    """Seconds of one call of the reward, filled by its check; 0 where it was not called."""
-    run: Run | None = None
-    """Filled by the check of the batch."""
+    run: Run | None = None  # filled by the check of the batch
 
     def __post_init__(self) -> None:
         self.config = copy.deepcopy(self.resolved.config)

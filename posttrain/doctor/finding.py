@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, field
 
 from posttrain.config.problem import Problem
 
+# The run would stop or could not learn; it would do something that is hardly meant; worth knowing.
 ERROR, WARNING, NOTE = "error", "warning", "note"
-"""The run would stop or could not learn; it would do something that is hardly meant; worth knowing."""
 CONFIGURATION = "configuration"
 _MISSING = re.compile(r"the (?:file|folder) (.+?) does not exist\.")
+# As the checks of the settings say it, first of all: a path that is not there, a model's file that is broken.
 _BROKEN = re.compile(r": in (?P<folder>\S+), (?P<words>.+)\.$")
-"""As the checks of the settings say it, first of all: a path that is not there, a model's file that is broken."""
-STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}
-"""Level -> exit status of the command."""
+STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}  # level -> exit status of the command
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,9 @@ from posttrain.models.loading import resolve_dtype
 
 AREA = "time"
 TRIAL_S = 0.05
-EFFICIENCY = 0.45
-"""Share of a bare matrix product's speed that a whole pass reaches."""
-ROUND_S = {"cpu": 1e-3, "cuda": 1.5e-3}
-"""Overhead of one round of decoding."""
-PASS_S = {"cpu": 5e-3, "cuda": 2e-2}
-"""Overhead of one packed pass."""
+EFFICIENCY = 0.45  # share of a bare matrix product's speed that a whole pass reaches
+ROUND_S = {"cpu": 1e-3, "cuda": 1.5e-3}  # overhead of one round of decoding
+PASS_S = {"cpu": 5e-3, "cuda": 2e-2}  # overhead of one packed pass
 LONG_S = 20 * 24 * 3600.0
 
 

@@ -19,16 +19,14 @@ from posttrain.rewards.tryout import ANSWER, TRUTH, examine
 from posttrain.rewards.types import RewardSpec
 
 AREA = "reward"
-ROWS = 24
-"""Rows that are tried; each is asked about a dozen times."""
+ROWS = 24  # rows that are tried; each is asked about a dozen times
 PATIENCE_S = 20.0
-SLOW_STEP_S = 30.0
-"""Seconds of scoring in a step from which it is worth a look."""
+SLOW_STEP_S = 30.0  # seconds of scoring in a step from which it is worth a look
+# A reward is nothing but chance if more than this share of responses score differently the second time, and fewer than
+# this share of rows have the right answer above a wrong one (of 24 rows, dice reach that once in a hundred times).
 RANDOM, TOLD_APART = 0.25, 0.75
-"""A reward is nothing but chance if more than this share of responses score differently the second time, and fewer than
-this share of rows have the right answer above a wrong one (of 24 rows, dice reach that once in a hundred times)."""
+# Spelling of `posttrain reward try` -> what a prompt that asks for it holds.
 MARKS = {"\\boxed{}": "boxed", "####": "####", "<answer>": "<answer>"}
-"""Spelling of `posttrain reward try` -> what a prompt that asks for it holds."""
 
 
 def check_reward(case: Case) -> Iterator[Finding]:

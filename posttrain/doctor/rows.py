@@ -28,8 +28,7 @@ from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "data"
-LOOKED_AT = 5_000
-"""Rows of a split that are tokenized; of larger files as many, evenly spread."""
+LOOKED_AT = 5_000  # rows of a split that are tokenized; of larger files as many, evenly spread
 MANY_DROPPED = 0.1
 FEW_DISTINCT = 0.8
 Row = dict[str, Any]
@@ -267,12 +266,11 @@ def _role(message: Any) -> str | None:
     return message.get("role") if isinstance(message, dict) else None
 
 
+# With which the chat templates of well-known families begin a turn.
 MARKERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|assistant|>", "<|turn>")
-"""With which the chat templates of well-known families begin a turn."""
+# Characters at the end of a prompt: a truth that was appended stands there, one of a quoted text seldom does.
 END = 40
-"""Characters at the end of a prompt: a truth that was appended stands there, one of a quoted text seldom does."""
-ENOUGH = 10
-"""Rows from which one truth for all of them is no chance."""
+ENOUGH = 10  # rows from which one truth for all of them is no chance
 
 
 def check_prompts(case: Case, split: str, prompts: Sequence[Any], where: str) -> Iterator[Finding]:

@@ -21,27 +21,21 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 class Rates:
     """Learning rates beyond which runs are known to fall apart; small models bear more."""
 
-    above: int
-    """Parameters from which the row counts."""
+    above: int  # parameters from which the row counts
     rl: float
     supervised: float
 
 
 HIGHEST = (Rates(100_000_000, 5e-5, 5e-4), Rates(10_000_000, 5e-4, 3e-3), Rates(0, 5e-3, 2e-2))
-LORA_BEARS = 20.0
-"""Adapters are trained with rates that are higher by up to this factor."""
+LORA_BEARS = 20.0  # adapters are trained with rates that are higher by up to this factor
+# Learning rates up to which adapters hardly move: what all weights are trained with, and a little more.
 LORA_RL, LORA_SUPERVISED = 2e-6, 5e-6
-"""Learning rates up to which adapters hardly move: what all weights are trained with, and a little more."""
-LOWEST = 1e-9
-"""Below this bfloat16 and float32 weights do not change in a run's time."""
+LOWEST = 1e-9  # below this bfloat16 and float32 weights do not change in a run's time
 _WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
-HEAVY_KL = 1.0
-"""With a coefficient above this the KL term outweighs any reward."""
+HEAVY_KL = 1.0  # with a coefficient above this the KL term outweighs any reward
 FEWEST_CHOICES = 2
-COLDEST = 0.2
-"""Temperature up to which most responses to a prompt are alike."""
-HOTTEST = 2.0
-"""Temperature from which text falls apart."""
+COLDEST = 0.2  # temperature up to which most responses to a prompt are alike
+HOTTEST = 2.0  # temperature from which text falls apart
 
 
 def check_settings(case: Case) -> Iterator[Finding]:

@@ -15,8 +15,7 @@ from posttrain.models.loading import end_token_ids
 
 AREA = "template"
 _CLOCK = re.compile(r"strftime_now\(\s*['\"](.+?)['\"]\s*\)")
-_WORD = "Xyzzy"
-"""An answer that no template writes by itself."""
+_WORD = "Xyzzy"  # an answer that no template writes by itself
 
 
 def check_template(case: Case) -> Iterator[Finding]:

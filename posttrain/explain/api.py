@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
+# Modules whose `__all__` is the API -> what they are for.
 MODULES = {
     "posttrain": "train from Python, and the batch that flows between the stages",
     "posttrain.algorithms": "estimators, losses, KL and aggregation, as functions on tensors",
@@ -16,7 +17,6 @@ MODULES = {
     "posttrain.checkpoint": "saving and verifying",
     "posttrain.engine": "the train engine's contract",
 }
-"""Modules whose `__all__` is the API -> what they are for."""
 
 
 def api() -> list[str]:

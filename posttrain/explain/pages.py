@@ -29,6 +29,7 @@ from posttrain.explain.supervised import TOPICS as SUPERVISED_TOPICS
 from posttrain.explain.topics import METRICS, TOPICS
 from posttrain.explain.words import SPELLINGS, WORDS
 
+# Heading -> name -> the module or function whose docstring is the page.
 DOCSTRINGS: dict[str, dict[str, object]] = {
     "How token losses become one number": {"loss_agg_mode": aggregation, **AGGREGATION_MODES},
     "KL": {
@@ -39,7 +40,6 @@ DOCSTRINGS: dict[str, dict[str, object]] = {
     "Off-policy": {"rollout_correction": correction},
     "Shaping": {"overlong_buffer": overlong},
 }
-"""Heading -> name -> the module or function whose docstring is the page."""
 ALIASES = {
     "ppo": "gae",
     "dr_grpo": "drgrpo",
@@ -76,8 +76,8 @@ ALIASES = {
     "reward_model_trainer": "reward-model",
     "bradley_terry": "reward-model",
 }
+# Of a line that a run prints: `38%`, `(+0.044)`, `4/20`, `0:35`, `13,395`.
 _NUMBER = re.compile(r"\(?[+-]?\d[\d.,:/]*(?:e[+-]?\d+)?\s?%?\)?")
-"""Of a line that a run prints: `38%`, `(+0.044)`, `4/20`, `0:35`, `13,395`."""
 KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 PLUS = "With `+` appended it keeps this value and has the gradient of `k2`, which is unbiased (see `kl_loss_type`)."
 

@@ -393,6 +393,7 @@ model from the same pairs (`posttrain reward-model`), and GRPO or PPO with it.
 More: docs/reward_models.md.""",
 }
 
+# Other names of these and other pages; blanks stand for `_` and `-` as well, and a plural for its singular.
 SPELLINGS: dict[str, str] = {
     "adv": "advantage",
     "kl divergence": "kl",
@@ -460,4 +461,3 @@ SPELLINGS: dict[str, str] = {
     "pass@": "pass@k",
     "maj@": "maj@k",
 }
-"""Other names of these and other pages; blanks stand for `_` and `-` as well, and a plural for its singular."""

@@ -17,8 +17,8 @@ from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 
 FACTS = "replay.json"
+# What an update reads beside tensors, and what tells rows apart.
 FIELDS = ("uid", "sample", "reward_score")
-"""What an update reads beside tensors, and what tells rows apart."""
 _STEP = re.compile(r"step_(\d+)")
 
 

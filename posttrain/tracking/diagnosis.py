@@ -14,10 +14,8 @@ from posttrain.tracking.step_line import WINDOW, RunFacts, StepFacts, fitted, st
 
 __all__ = ["RULES", "RunFacts", "StepFacts", "diagnose", "findings", "fitted", "stage_shares"]
 
-LINE = 82
-"""Columns of a step's line; with `step 10000/10000: ` before it, it fits one row of 100."""
-FIRST_STEPS = 5
-"""KL starts at 0, so its lower bound counts only after this many steps."""
+LINE = 82  # columns of a step's line; with `step 10000/10000: ` before it, it fits one row of 100
+FIRST_STEPS = 5  # KL starts at 0, so its lower bound counts only after this many steps
 
 
 Rule = Callable[[StepFacts], str | None]
@@ -264,6 +262,7 @@ def parts_diverge(known: StepFacts) -> str | None:
     )
 
 
+# Rule -> the metric to look at.
 METRIC_OF = {
     "reward_failures": "reward/failures",
     "tools_fail": "tools/failing",
@@ -281,7 +280,6 @@ METRIC_OF = {
     "length_drifts": "response_length",
     "responses_cut_off": "response_length/clip_ratio",
 }
-"""Rule -> the metric to look at."""
 
 RULES: tuple[Rule, ...] = (
     reward_failures,
@@ -322,8 +320,7 @@ class Advice(NamedTuple):
     """What a rule said."""
 
     rule: str
-    metric: str
-    """The metric that it is about, to be looked at."""
+    metric: str  # the metric that it is about, to be looked at
     text: str
 
 

@@ -35,9 +35,9 @@ def _place(frame: str) -> str:
     return f"{PurePath(file).name}, line {rest.split(',')[0]}" if rest else frame.strip()[:LONGEST]
 
 
+# Fewer calls than these may all fail by what the model asks for (`arguments`, `said`); what a tool does itself counts
+# from the first.
 FEW = 4
-"""Fewer calls than these may all fail by what the model asks for (`arguments`, `said`); what a tool does itself counts
-from the first."""
 _ASKED_WRONGLY = ("arguments", "said")
 _NO_TOOL = ("unknown", "unreadable")
 

@@ -116,10 +116,9 @@ class LoggerGroup:
                 del self._optional[name]
 
 
+# (run, settings, first step that will be logged, say) -> logger.
 LoggerMaker = Callable[[RunDirectory, Mapping[str, Any], int, Note], Logger]
-"""(run, settings, first step that will be logged, say) -> logger."""
-MAKERS: Registry[LoggerMaker] = Registry("logger")
-"""By the name that `trainer.logger` gives."""
+MAKERS: Registry[LoggerMaker] = Registry("logger")  # by the name that `trainer.logger` gives
 register_logger = MAKERS.register
 register_logger("details")(lambda run, config, first_step, say: DetailsLogger(say))
 register_logger("tensorboard")(
@@ -129,8 +128,8 @@ register_logger("wandb")(lambda run, config, first_step, say: WandbLogger(run, c
 register_logger("mlflow")(lambda run, config, first_step, say: MlflowLogger(run, config, say))
 register_logger("swanlab")(lambda run, config, first_step, say: SwanlabLogger(run, config, say))
 register_logger("trackio")(lambda run, config, first_step, say: TrackioLogger(run, config, say))
+# `console` is the line that a run prints per step; it needs no logger.
 LOGGERS = ("console", *MAKERS)
-"""`console` is the line that a run prints per step; it needs no logger."""
 
 
 def open_loggers(

@@ -16,12 +16,12 @@ import numpy as np
 from posttrain.tracking.failures import failing_tools
 from posttrain.tracking.fields import Fields, groups_of
 
+# A response whose score reaches this counts as right, unless its reward gave an `acc` part.
 RIGHT_FROM = 0.5
-"""A response whose score reaches this counts as right, unless its reward gave an `acc` part."""
+# A variance below this share of the mean square is what float32 leaves of equal numbers.
 ROUNDING = 1e-10
-"""A variance below this share of the mean square is what float32 leaves of equal numbers."""
+# In a batch's `meta_info`: seconds of its generation where other work was done meanwhile.
 GENERATED_S = "generated_s"
-"""In a batch's `meta_info`: seconds of its generation where other work was done meanwhile."""
 _CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
 
 

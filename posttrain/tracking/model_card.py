@@ -16,6 +16,7 @@ from posttrain.tracking.svg import write_chart
 
 CURVE = "curve.svg"
 _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain")
+# What a reader asks first. All settings are in the published config.yaml.
 _SHOWN = (
     *("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.model.lora_rank"),
     *("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.rollout.n"),
@@ -23,7 +24,6 @@ _SHOWN = (
     *("model.lora_rank", "data.train_batch_size", "data.max_prompt_length", "data.max_response_length"),
     *("data.train_files", "trainer.seed"),
 )
-"""What a reader asks first. All settings are in the published config.yaml."""
 
 
 def write_card(folder: Path, repo: str, run: Path, step: int) -> Path:

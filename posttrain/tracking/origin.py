@@ -23,13 +23,12 @@ from posttrain.tracking.redact import HIDDEN, redact
 from posttrain.tracking.stored import DamagedFile, read_object
 
 NAME = "run.json"
+# Whose versions change what a run computes or how fast.
 PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "numpy", "pyarrow", "safetensors", "peft"),
     *("accelerate", "flash-attn", "triton", "vllm", "sglang", "megatron-core", "ray"),
 )
-"""Whose versions change what a run computes or how fast."""
-MOST_STARTS = 20
-"""A run that is started again and again keeps its first start and the newest ones."""
+MOST_STARTS = 20  # a run that is started again and again keeps its first start and the newest ones
 
 
 def write_origin(folder: Path, step: int) -> None:

@@ -21,11 +21,10 @@ from posttrain.tracking.tee import Tee, active, console_of, set_active
 from posttrain.tracking.terminal_text import columns, folded, has_colour, is_terminal, painted
 from posttrain.tracking.waiting import DRAW_EVERY, LiveRow
 
-ADVICE_EVERY = 10
-"""The same advice is printed again after this many steps."""
+ADVICE_EVERY = 10  # the same advice is printed again after this many steps
 LINE_COLUMNS = 100
+# Without a terminal a stage that takes longer than this says how far it is, this often.
 WORD_EVERY = 60.0
-"""Without a terminal a stage that takes longer than this says how far it is, this often."""
 
 
 def say(text: str) -> None:

@@ -187,8 +187,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 # -- finding runs ------------------------------------------------------------------------------------------------------
 _FILES = ("metrics.jsonl", "config.yaml")
-ROOT = "outputs"
-"""Where runs lie unless trainer.default_local_dir says otherwise."""
+ROOT = "outputs"  # where runs lie unless trainer.default_local_dir says otherwise
 
 
 class NoSuchRun(UserError):
@@ -230,11 +229,10 @@ def _changed(folder: Path) -> tuple[float, str]:
 
 
 # -- small files -------------------------------------------------------------------------------------------------------
+# What the model answered to a few held-out prompts at the first validation, kept for the end of the run: a run that is
+# stopped and resumed is compared with its own beginning, not with where it went on.
 BEFORE = "before.json"
-"""What the model answered to a few held-out prompts at the first validation, kept for the end of the run: a run that is
-stopped and resumed is compared with its own beginning, not with where it went on."""
-Before = tuple[int, list[dict[str, Any]]]
-"""(step, samples with `prompt`, `response` and `score`)."""
+Before = tuple[int, list[dict[str, Any]]]  # (step, samples with `prompt`, `response` and `score`)
 
 
 def write_before(folder: Path, step: int, samples: list[dict[str, Any]]) -> None:
@@ -253,8 +251,8 @@ def read_before(folder: Path) -> Before | None:
         return None
 
 
+# One JSON object per step: its line and advice; when each stage began and how long it took.
 DIAGNOSIS, TIMELINE = "diagnosis.jsonl", "timeline.jsonl"
-"""One JSON object per step: its line and advice; when each stage began and how long it took."""
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:

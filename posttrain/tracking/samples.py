@@ -46,8 +46,7 @@ _TEXTS = {
     "own_words": ("own_words",),
 }
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}
-ROWS_AT_ONCE = 256
-"""Rows that are read together when one of them is looked at."""
+ROWS_AT_ONCE = 256  # rows that are read together when one of them is looked at
 
 
 def write_samples(

@@ -15,16 +15,15 @@ from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.row import Moment
 from posttrain.tracking.stored import DamagedFile, read_object
 
-FRESH_S = 2.0
-"""A running run writes its status this often."""
+FRESH_S = 2.0  # a running run writes its status this often
 NAME = "status.json"
+# Of the values that a status may hold.
 KINDS: dict[str, type] = {
     **dict.fromkeys(("status", "stage", "unit", "time", "host"), str),
     **dict.fromkeys(("step", "total_steps", "pid"), int),
     **dict.fromkeys(("stage_seconds", "done", "of", "tokens", "tokens_per_s"), float),
     **dict.fromkeys(("stage_seconds_left", "seconds_left"), float),
 }
-"""Of the values that a status may hold."""
 
 
 def write_status(folder: Path, status: str, step: int, total_steps: int, moment: Moment | None = None) -> None:

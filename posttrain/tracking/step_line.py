@@ -13,12 +13,11 @@ from itertools import pairwise
 
 from posttrain.tracking.row import STAGE_WORDS
 
-WINDOW = 10
-"""Steps over which a trend is judged; none is claimed before there are that many."""
+WINDOW = 10  # steps over which a trend is judged; none is claimed before there are that many
+# A change counts above this many deviations: rules look again at every step, so that two would often be passed.
 SIGMAS = 3.0
-"""A change counts above this many deviations: rules look again at every step, so that two would often be passed."""
+# Median difference of two draws -> deviation of one, for normal scatter.
 _OF_NEIGHBOURS = 1 / (0.6745 * math.sqrt(2))
-"""Median difference of two draws -> deviation of one, for normal scatter."""
 
 
 @dataclass
@@ -32,10 +31,8 @@ class RunFacts:
     temperature: float = 1.0
     clip_ratio: float = 0.2
     loss_agg_mode: str = "token-mean"
-    grouped: bool = True
-    """Whether advantages compare the responses of a group."""
-    samples_freq: int = 1
-    """Every how many steps samples are kept; 0 is never."""
+    grouped: bool = True  # whether advantages compare the responses of a group
+    samples_freq: int = 1  # every how many steps samples are kept; 0 is never
 
 
 @dataclass
@@ -45,10 +42,8 @@ class StepFacts:
     now: Mapping[str, float]
     past: Sequence[Mapping[str, float]] = ()
     run: RunFacts = field(default_factory=RunFacts)
-    reward_error: str = ""
-    """The error that most of this step's rewards had that failed, in a line."""
-    tool_error: str = ""
-    """Tools whose calls of this step all failed, with their commonest errors."""
+    reward_error: str = ""  # the error that most of this step's rewards had that failed, in a line
+    tool_error: str = ""  # tools whose calls of this step all failed, with their commonest errors
 
     def get(self, name: str) -> float | None:
         """The present value, None if it is absent or not finite."""

@@ -17,13 +17,11 @@ import yaml
 
 from posttrain.errors import UserError, first_line
 
+# Of a status or of settings: ten times what a run writes. YAML is read at some 100 KB a second.
 MOST_BYTES = 256 * 1024
-"""Of a status or of settings: ten times what a run writes. YAML is read at some 100 KB a second."""
-MOST_VALUES = 50_000
-"""Of a file of settings, every alias counted as all that it stands for."""
+MOST_VALUES = 50_000  # of a file of settings, every alias counted as all that it stands for
 LONGEST_LINE = 4 * 1024 * 1024
-MOST_LINE_BYTES = 512 * 1024 * 1024
-"""Of a file with one line per step: a hundred thousand steps."""
+MOST_LINE_BYTES = 512 * 1024 * 1024  # of a file with one line per step: a hundred thousand steps
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),

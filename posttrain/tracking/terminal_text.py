@@ -57,8 +57,7 @@ def plain(text: str) -> str:
     return _SGR.sub("", text) if "\x1b" in text else text
 
 
-_FULL = 90
-"""Columns of a line, at least, that its writer broke because it was full."""
+_FULL = 90  # columns of a line, at least, that its writer broke because it was full
 
 
 def tell(text: object, stream: TextIO | None = None) -> None:

@@ -22,8 +22,7 @@ from posttrain.view.sample_file import LIGHT, SampleFile, pc
 from posttrain.view.samples import KINDS, preview
 
 REFRESH_S = 2.0
-MOST = 500
-"""Responses in one answer."""
+MOST = 500  # responses in one answer
 
 
 class Part:

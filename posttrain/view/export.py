@@ -47,10 +47,10 @@ def _allowed(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+# Of samples in one file, shared by its runs: browsers open it at once, and it can be sent by mail.
 SAMPLE_BYTES = 15_000_000
-"""Of samples in one file, shared by its runs: browsers open it at once, and it can be sent by mail."""
+# Of one run: steps with samples, spread evenly from the first to the last, and groups of each.
 STEPS, GROUPS = 12, 16
-"""Of one run: steps with samples, spread evenly from the first to the last, and groups of each."""
 
 
 def export(answers: Answers, path: Path) -> Path:

@@ -17,6 +17,7 @@ from posttrain.view.catalogue import Catalogue
 from posttrain.view.sample_file import SampleFile
 from posttrain.view.samples import preview
 
+# What an advice speaks about, by its words: lines of diagnosis.jsonl may be texts alone.
 METRIC_OF = {
     r"rewards are (all )?0": "reward_mean",
     r"reward failed": "reward/failures",
@@ -30,7 +31,6 @@ METRIC_OF = {
     r"cut off": "response_length/clip_ratio",
     r"entropy": "actor/entropy",
 }
-"""What an advice speaks about, by its words: lines of diagnosis.jsonl may be texts alone."""
 TIMELINE_STEPS = 40
 
 
@@ -114,12 +114,12 @@ def _is_span(span: Any) -> bool:
     )
 
 
+# The stages of a run that a stage of the plan stands for.
 MEASURED = {
     "generate": ("gen",),
     "log-probs": ("old_log_prob", "ref", "values", "reward_model"),
     "update": ("update_actor", "update_critic"),
 }
-"""The stages of a run that a stage of the plan stands for."""
 
 
 class NoPlan(LookupError):

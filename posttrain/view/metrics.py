@@ -11,8 +11,8 @@ from typing import Any
 
 from posttrain.tracking.stored import DamagedFile, stored_lines
 
+# Significant digits of a number in an answer: more than a chart or a person can tell apart.
 DIGITS = 7
-"""Significant digits of a number in an answer: more than a chart or a person can tell apart."""
 
 
 class Metrics:

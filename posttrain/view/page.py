@@ -10,8 +10,7 @@ import re
 from functools import cache
 from importlib import resources
 
-SCRIPT = "page.js"
-"""The name under which the joined modules are served."""
+SCRIPT = "page.js"  # the name under which the joined modules are served
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.M)
 _EXPORT = re.compile(r"^export (?=const|let|function|async)", re.M)
 

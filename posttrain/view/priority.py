@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+# A pause is no longer: a page that asks without end must not keep samples from being read.
 LONGEST_S = 0.5
-"""A pause is no longer: a page that asks without end must not keep samples from being read."""
 
 _lock, _asked = threading.Lock(), 0
 

@@ -90,9 +90,10 @@ def _or_problem(read: Callable[[Path], dict[str, Any]], folder: Path, problems: 
     return {}
 
 
+# Of the end of the file: some fifty steps, among which the newest validation mostly is.
 END_BYTES = 256 * 1024
-"""Of the end of the file: some fifty steps, among which the newest validation mostly is."""
 START_BYTES = 64 * 1024
+# Of the table -> the metrics that it may show, of which a run mostly has one; the last recorded value counts.
 COLUMNS = {
     "reward": re.compile(r"reward_mean"),
     "accuracy": re.compile(r"right/mean|train/accuracy"),
@@ -100,7 +101,6 @@ COLUMNS = {
     "loss": re.compile(r"train/loss"),
     "throughput": re.compile(r"perf/throughput"),
 }
-"""Of the table -> the metrics that it may show, of which a run mostly has one; the last recorded value counts."""
 
 
 def reached(folder: Path) -> dict[str, Any]:

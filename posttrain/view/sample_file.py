@@ -18,10 +18,8 @@ import pyarrow.parquet as pq
 
 from posttrain.tracking.stored import is_plain
 
-MOST_ROWS = 4_000_000
-"""Responses of one step."""
-pc: Any = pyarrow.compute
-"""Its functions are made at run time, so that no type checker knows them."""
+MOST_ROWS = 4_000_000  # responses of one step
+pc: Any = pyarrow.compute  # its functions are made at run time, so that no type checker knows them
 LIGHT = ("uid", "sample", "score", "length", "advantage", "mismatch", "finish_reason", "error", "data_row")
 TEXTS = (
     "prompt",

@@ -39,10 +39,8 @@ def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
 
 
 KINDS = {"step": sample_files, "val": validation_files}
-PREVIEW = 160
-"""Characters of a prompt or response in a list."""
-SAME = 40
-"""Characters with which the prompts of a step may all begin before a list leaves them out."""
+PREVIEW = 160  # characters of a prompt or response in a list
+SAME = 40  # characters with which the prompts of a step may all begin before a list leaves them out
 
 
 class NoSamples(LookupError):

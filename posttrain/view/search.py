@@ -92,8 +92,7 @@ def _codes(data: np.ndarray) -> np.ndarray:
 
 
 MOST = 200
-AROUND = 60
-"""Characters on either side of a hit."""
+AROUND = 60  # characters on either side of a hit
 _COLUMNS = ("prompt", "response")
 _AHEAD = 6
 

@@ -18,6 +18,7 @@ _GROUP = "algorithm/"
 
 Tuning = tuple[tuple[str, ...], str]
 
+# Name -> (settings, why).
 TUNED: dict[str, Tuning] = {
     "dapo": (
         ("actor_rollout_ref.rollout.n=5", "algorithm.filter_groups.metric=score", "reward.overlong_buffer.len=1"),
@@ -45,7 +46,6 @@ TUNED: dict[str, Tuning] = {
         "its clip is a KL, about 0.05",
     ),
 }
-"""Name -> (settings, why)."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class Entry:
 
     name: str
     kind: str
-    chosen: tuple[str, ...]
-    """The settings that select it."""
+    chosen: tuple[str, ...]  # the settings that select it
 
     @property
     def settings(self) -> tuple[str, ...]:

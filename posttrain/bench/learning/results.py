@@ -17,8 +17,8 @@ from posttrain.bench.learning.training import Run
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
 
+# `steps` of the newest call, `sessions` (circumstances of each call), `runs` (each with the number of its session).
 Record = dict[str, Any]
-"""`steps` of the newest call, `sessions` (circumstances of each call), `runs` (each with the number of its session)."""
 
 
 def stored(path: Path | None, *, required: bool) -> Record:
