@@ -94,7 +94,7 @@ def _prepare() -> None:
     why_not()
 
 
-# `steps` of the newest call, `sessions` (circumstances of each call), `runs` (each with the number of its session).
+# `steps` of the newest call, `sessions` (machine and versions of each call), `runs` (each with its session's number).
 Record = dict[str, Any]
 
 

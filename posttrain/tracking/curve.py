@@ -113,7 +113,7 @@ def _wrapped(text: str, width: int, most: int) -> list[str]:
 
 
 def _columns(text: str) -> int:
-    """Terminal columns: wide characters (Chinese, Japanese, ...) take two, combining ones none."""
+    # Terminal columns: wide characters (Chinese, Japanese, ...) take two, combining ones none.
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 

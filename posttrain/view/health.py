@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from posttrain.tracking.failures import kind_of
 from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, read_lines
+from posttrain.tracking.step_line import error_kind
 from posttrain.tracking.stored import read_settings
 from posttrain.view.catalogue import Catalogue
 from posttrain.view.sample_file import SampleFile
@@ -70,7 +70,7 @@ def failures(catalogue: Catalogue) -> dict[str, Any]:
             continue
         for one in texts:
             newest = {"error": one["error"], "count": 0, "step": step, **_inputs(one)}
-            kind = kinds.setdefault(kind_of(one["error"] or ""), newest)
+            kind = kinds.setdefault(error_kind(one["error"] or ""), newest)
             kind["count"] += 1
     ordered = sorted(kinds.values(), key=lambda kind: -kind["count"])
     return {"kinds": ordered, "count": found["count"], "read": found["read"], "files": found["files"]}

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.errors import UserError, first_line
 from posttrain.tracking.rundir import ROOT, find_run, is_run, runs_under
-from posttrain.tracking.status import age, load_status, stands
+from posttrain.tracking.status import age, load_status, run_state
 from posttrain.tracking.stored import DamagedFile, open_stored
 from posttrain.view.metrics import number
 from posttrain.view.settings import family, settings_problem
@@ -64,7 +64,7 @@ def about(name: str, folder: Path) -> dict[str, Any]:
     """How a run stands and what it reached. Of one that is damaged `problem` says what cannot be read."""
     problems: list[str] = []
     known, ends = (_or_problem(read, folder, problems) for read in (load_status, reached))
-    status = "damaged" if problems and not known else stands(folder)
+    status = "damaged" if problems and not known else run_state(folder)
     settings_wrong = settings_problem(folder)
     wanted = ("step", "total_steps", "stage", "stage_seconds", "unit", "done", "of", "tokens_per_s", "seconds_left")
     return {

@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.errors import first_line
-from posttrain.tracking.samples import sample_files, step_of, validation_files
-from posttrain.tracking.vocabulary import NAME, read_vocabulary
+from posttrain.tracking.samples import NAME, read_vocabulary, sample_files, step_of, validation_files
 from posttrain.view.metrics import number
 from posttrain.view.sample_file import LIGHT, TEXTS, TOKENS, SampleFile
 

@@ -208,8 +208,8 @@ def test_a_bench_that_is_told_to_end_leaves_no_system_behind(tmp_path: Path):
     code = f"""
 from pathlib import Path
 from posttrain.bench.child import Child
-from posttrain.bench.command import ended_in_order
-with ended_in_order():
+from posttrain.bench.command import exit_on_sigterm
+with exit_on_sigterm():
     child = Child(["cat"], {{"PATH": "/usr/bin:/bin"}}, Path({str(tmp_path / "log")!r}))
     try:
         print(child.process.pid, flush=True)

@@ -42,8 +42,8 @@ def test_rows_are_prompts_times_n_and_a_group_shares_its_prompt():
     assert all(token < 40 for prompt in work("fixed", vocab_size=40).prompts for token in prompt)
 
 
-def prepared(model: Path, **options) -> Prepared:
-    return Prepared(argparse.Namespace(**options), Device("cpu"), [], find_model(str(model)), {}, None, StatusLine())
+def prepared(folder: Path, **options) -> Prepared:
+    return Prepared(argparse.Namespace(**options), Device("cpu"), [], find_model(str(folder)), {}, None, StatusLine())
 
 
 def test_every_system_is_given_the_same_rows(tiny: Path):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from posttrain.errors import UserError
 from posttrain.tracking.atomic import replace_file
-from posttrain.tracking.lock import RunDirectoryError, RunLock
+from posttrain.tracking.rundir import RunDirectoryError, RunLock
 from posttrain.trainer.generation.loop import Answers
 
 ROWS, SECONDS = 512, 30.0
